@@ -1,7 +1,8 @@
-"""The processes behind the studio's chat: models out of checkpoints, one after another, then `hybrid-rlhf serve`.
+"""The processes behind the studio's chat: models made from checkpoints, one after another, then `hybrid-rlhf serve`.
 
-None of it is computed in the studio: what is read here is what they print, and what is asked goes to a port of theirs
-on this machine, under a key that their environment alone has.
+The studio itself computes nothing: it reads what they print and sends requests to a port of theirs on this machine,
+under a key that only their environment has. `main` is their entry point: a command of ours that ends with the studio
+that started it, even where that is killed.
 """
 
 from __future__ import annotations
@@ -14,54 +15,76 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from filelock import FileLock
 
 from hybrid_rlhf.core.own_files import fresh_path, is_unfinished
 from hybrid_rlhf.core.text_safety import shortened
 from hybrid_rlhf.inference.server.serve import KEY_VARIABLE
-from hybrid_rlhf.studio import file_lock
-from hybrid_rlhf.studio.named_code import module_code
-from hybrid_rlhf.studio.talk_models import Talkable, newest_step
+from hybrid_rlhf.studio.jobs import module_code
+from hybrid_rlhf.studio.run_files import newest_checkpoint, step_of
+from hybrid_rlhf.studio.studio import is_locked
 
-COMMAND = (sys.executable, "-c", module_code("hybrid_rlhf.studio.tied_process", "main"))
+COMMAND = (sys.executable, "-c", module_code("hybrid_rlhf.studio.chat_process", "main"))
 LIMITS = ("--max_batch", "8", "--max_queue", "16")  # one person's questions
 STOP_SECONDS, TRIES = 5.0, 3
 _SERVING = re.compile(r"serving .* at http://127\.0\.0\.1:(\d+)")
-_HARMLESS = ("note:", "warning:")  # how lines begin that are worth showing
+_SHOWN = ("note:", "warning:")  # how lines begin that the page shows
+
+
+class Talkable(NamedTuple):
+    """A run that can be talked to. status: as in the list of runs. path: its model's folder, or with `step` the
+    checkpoint of that step; None where there is neither, and `why` says so."""
+
+    id: str
+    stage: str
+    status: str
+    kind: str
+    path: Path | None = None
+    step: int | None = None
+    why: str | None = None
+
+    def shape(self) -> dict:
+        """For the page."""
+        return {"id": self.id, "stage": self.stage, "status": self.status, "step": self.step, "kind": self.kind,
+                "why": self.why}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is talked to. is_on_cpu: whether a card is left to the training."""
+    """The models to talk to. is_on_cpu: whether a card is left to the training."""
 
     models: tuple[Talkable, ...]
     reward: Talkable | None = None
     is_on_cpu: bool = False
 
     def names(self) -> dict[str, Talkable]:
-        """The models by the names that the server gives them: a run's id, without what no name may have."""
-        found: dict[str, Talkable] = {}
-        for each in self.models:
-            name = re.sub(r"[^A-Za-z0-9_.:-]", "-", each.id).lstrip("-") or "model"
-            while name in found:
+        """The models by their names in the server: a run's id, without characters that a name may not have."""
+        names: dict[str, Talkable] = {}
+        for model in self.models:
+            name = re.sub(r"[^A-Za-z0-9_.:-]", "-", model.id).lstrip("-") or "model"
+            while name in names:
                 name += "-2"
-            found[name] = each
-        return found
+            names[name] = model
+        return names
 
 
-class _Ended(Exception):  # noqa: N818 - a process failed, or was ended from here
-    """Why, in one line."""
+class _Ended(Exception):  # noqa: N818
+    """Why a process ended, in one line."""
 
 
 class ChatProcess:
     """One opening, in a thread of its own, after the one `before` it has ended.
 
-    state: starting, ready, failed or closed; doing: what it is at while it starts; notes: what the server said beside;
-    error: why it failed. folder: .studio/talk, for models out of checkpoints. changed: called after each change.
+    state: starting, ready, failed or closed; doing: its work while it starts; notes: lines of the server for the page;
+    error: why it failed. folder: .studio/talk, for models of checkpoints. changed: called after each change.
     """
 
     def __init__(self, choice: Choice, folder: Path, changed: Callable[[], None], before: ChatProcess | None = None,
@@ -82,7 +105,7 @@ class ChatProcess:
         with self._lock:
             was_open, self.state = self.state in ("starting", "ready"), "closed"
             if was_open and self._process is not None:
-                _signal(self._process, signal.SIGTERM)
+                self._process.terminate()
 
     def close(self) -> None:
         """End it; returns when its processes have ended."""
@@ -91,8 +114,8 @@ class ChatProcess:
             return
         self._thread.join(STOP_SECONDS)
         with self._lock:
-            if self._process is not None:
-                _signal(self._process, signal.SIGKILL)
+            if self._process is not None and self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)  # all of its session
         self._thread.join(STOP_SECONDS)
 
     # -- in the thread -----------------------------------------------------------------------------------------------
@@ -100,7 +123,7 @@ class ChatProcess:
     def _work(self) -> None:
         try:
             if self._before is not None:
-                self._tell("closing the models before")
+                self._set_doing("closing the models before")
                 self._before.close()
                 self._before = None
             self._serve()
@@ -111,19 +134,19 @@ class ChatProcess:
         self._changed()
 
     def _serve(self) -> None:
-        with _own_place(self._folder) as place:
+        with _own_folder(self._folder) as place:
             names = self.choice.names()
             words = ["serve", "--port", "0", *LIMITS]
-            for name, each in names.items():
-                words += ["--model", f"{name}={self._model(each, place / name)}"]
+            for name, model in names.items():
+                words += ["--model", f"{name}={self._model(model, place / name)}"]
             if self.choice.reward is not None:
                 words += ["--reward_model", str(self._model(self.choice.reward, place / "reward"))]
-            self._tell("loading " + " and ".join([*names, *["the reward model"] * (self.choice.reward is not None)]))
+            self._set_doing("loading " + " and ".join([*names, *(["the reward model"] if self.choice.reward else [])]))
             for line in self._lines(words):
-                if line.startswith(_HARMLESS):
+                if line.startswith(_SHOWN):
                     self.notes.append(line)
-                if found := _SERVING.fullmatch(line):
-                    self._become_ready(int(found[1]), place)
+                if match := _SERVING.fullmatch(line):
+                    self._become_ready(int(match[1]), place)
         raise _Ended("the server of the models has ended")
 
     def _become_ready(self, port: int, place: Path) -> None:
@@ -133,29 +156,27 @@ class ChatProcess:
                 self.port, self.state, self.doing = port, "ready", ""
         self._changed()
 
-    def _model(self, each: Talkable, place: Path) -> Path:
-        """Where the model of a run is, made from its newest checkpoint where it has left none."""
-        path = each.path
-        if path is None:
-            raise _Ended(f"{each.id}: {each.why}")
-        if each.step is None:
+    def _model(self, model: Talkable, place: Path) -> Path:
+        """The model's folder: the run's own, or `place` after an export of its newest checkpoint."""
+        path = model.path
+        assert path is not None
+        if model.step is None:
             return path
         for left in reversed(range(TRIES)):
-            self._tell(f"making the model of {each.id} at step {int(path.name.removeprefix('step-'))} from its "
-                       "checkpoint")
+            self._set_doing(f"making the model of {model.id} at step {step_of(path)} from its checkpoint")
             try:
                 for _ in self._lines(["export", "--model", str(path), "--output_dir", str(place)]):
                     pass
                 break
             except _Ended as error:
-                newer = newest_step(path.parent)
+                newer = newest_checkpoint(path.parent.parent)
                 if path.exists() or newer is None or not left:
-                    raise _Ended(f"{each.id}: {error}") from None
-                path = path.parent / f"step-{newer:08d}"  # the run has gone on, and removed it
+                    raise _Ended(f"{model.id}: {error}") from None
+                path = newer  # the run has gone on, and removed the one before
         return place
 
     def _lines(self, words: Sequence[str]) -> Iterator[str]:
-        """What a process prints, line by line; _Ended where it ends badly, or is ended from here."""
+        """Lines that a process prints. Raises _Ended where it fails, or is closed from here."""
         env = {**os.environ, KEY_VARIABLE: self.key, "PYTHONUNBUFFERED": "1"}
         if self.choice.is_on_cpu:
             env |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -179,41 +200,52 @@ class ChatProcess:
         if process.returncode:
             raise _Ended(_reason(list(last), process.returncode))
 
-    def _tell(self, doing: str) -> None:
+    def _set_doing(self, doing: str) -> None:
         self.doing = doing
         self._changed()
 
 
 def _reason(lines: list[str], code: int) -> str:
-    """Why a process has ended: its last error, or what it said last."""
-    said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
+    """Why a process has ended: its last error, or the last line that it printed."""
+    error = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
     if code == -signal.SIGKILL:
         return "the process was killed, as the system does when memory runs out; take fewer or smaller models"
-    return said or (lines[-1] if lines else f"the process ended with exit code {code}")
-
-
-def _signal(process: subprocess.Popen, number: int) -> None:
-    """To the process; one that nothing may survive to all of its session."""
-    with suppress(ProcessLookupError, PermissionError):
-        if number == signal.SIGKILL:
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
+    return error or (lines[-1] if lines else f"the process ended with exit code {code}")
 
 
 @contextmanager
-def _own_place(folder: Path) -> Iterator[Path]:
-    """A new folder in `folder` for the time of the block. What studios that were killed have left there goes."""
+def _own_folder(folder: Path) -> Iterator[Path]:
+    """A new folder in `folder` for the time of the block. Those that killed studios left there are removed."""
     for path in folder.iterdir():
-        with suppress(OSError):
-            if is_unfinished(path.name) and (path / "lock").exists() and not file_lock.is_held(path / "lock"):
-                shutil.rmtree(path)
+        if is_unfinished(path.name) and is_locked(path / "lock") is False and (path / "lock").exists():
+            shutil.rmtree(path, ignore_errors=True)
     place = fresh_path(folder)
     place.mkdir(mode=0o700)
-    lock = file_lock.take(place / "lock")
     try:
-        yield place
+        with FileLock(place / "lock"):
+            yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+
+
+# -- in the processes --------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """The launcher's entry point, in a process that ends with the studio."""
+    from hybrid_rlhf.__main__ import launch
+
+    threading.Thread(target=_end_with_the_studio, daemon=True).start()
+    return launch()
+
+
+def _end_with_the_studio() -> None:
+    """Wait for the end of standard input, whose other end the system closes however the studio ends; then end this
+    process and all that it has started in its session. (Linux's PR_SET_PDEATHSIG would go by the thread that started
+    the process, and other systems have nothing like it.)"""
+    with suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_SECONDS)
+    os.killpg(0, signal.SIGKILL)

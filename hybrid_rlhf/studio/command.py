@@ -1,7 +1,7 @@
 """The studio: hybrid-rlhf studio --outputs DIR.
 
-A page on this machine for everything from data to a model to talk to: runs, new runs, chat, export. Training goes on
-in processes of its own, whatever becomes of the page.
+A page on this machine for everything from data to a model to talk to: runs, new runs, chat, export. Training runs in
+processes of its own, which go on when the page or the studio is closed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def outputs_folder(given: str) -> Path:
+def outputs_folder(path: str) -> Path:
     """The folder, made where it is missing. UserError for a file, and for one that cannot be written."""
-    folder = Path(given)
+    folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"studio: --outputs {given}: {error.strerror}; give a folder") from error
-    check(os.access(folder, os.W_OK | os.X_OK), f"studio: no right to write in --outputs {given}; give another folder")
+        raise UserError(f"studio: --outputs {path}: {error.strerror}; give a folder") from error
+    check(os.access(folder, os.W_OK | os.X_OK), f"studio: no right to write in --outputs {path}; give another folder")
     return folder.resolve()
 
 
@@ -54,12 +54,11 @@ def run(argv: list[str] | None) -> int:
     try:
         import uvicorn
 
-        from hybrid_rlhf.studio.studio_app import make_app
+        from hybrid_rlhf.studio.studio_app import make_app, open_parts
     except ImportError as error:
         raise UserError(f"studio: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
     from hybrid_rlhf.inference.server.serve import listening
     from hybrid_rlhf.studio.studio import Studio
-    from hybrid_rlhf.studio.studio_parts import open_parts
 
     taken = listening("127.0.0.1", options.port, has_key=False)
     port, token = taken.getsockname()[1], secrets.token_urlsafe(24)
@@ -67,9 +66,9 @@ def run(argv: list[str] | None) -> int:
     routes, closers = open_parts(studio)
 
     class Server(uvicorn.Server):
-        def handle_exit(self, *heard: Any) -> None:  # of uvicorn; tabs that listen would be waited for
+        def handle_exit(self, *signals: Any) -> None:  # of uvicorn, which would wait for listening tabs
             studio.news.end()
-            super().handle_exit(*heard)
+            super().handle_exit(*signals)
 
     server = Server(uvicorn.Config(
         make_app(studio, routes, token, port, closers), ws="none", lifespan="on", log_level="error", access_log=False,

@@ -1,24 +1,22 @@
-"""What is taken away: exports of runs below outputs/exports, how they were checked, and the commands to use them."""
+"""Exported models: folders below outputs/exports, how they were checked, and the commands to use them."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-import stat
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from hybrid_rlhf.studio.job_files import OUTPUT, Job, read_output
-from hybrid_rlhf.studio.job_settings import EXPORTS
+from hybrid_rlhf.studio.job import OUTPUT, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
-from hybrid_rlhf.studio.studio import Refused, Route, Studio
-from hybrid_rlhf.studio.studio_files import read_bytes, read_json
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_bytes, read_json
 
+EXPORTS = "exports"  # of the outputs: no runs
 GGUF = ("f16", "q8_0")
 CHECKED = "reloaded in a fresh process: "  # how the line begins that commands/export.py prints of its comparison
-MOST_FILES, MOST_CARD = 200, 2**16
+MAX_CARD = 2**16  # bytes
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
@@ -27,8 +25,8 @@ def routes(studio: Studio, jobs: Jobs) -> list[Route]:
 
 
 def export_words(studio: Studio, folder: Path, body: Mapping[str, object]) -> tuple[list[str], str]:
-    """The words of `hybrid-rlhf export` for the run in `folder`, and the export's name. Refused for one that is there,
-    and for a format that there is not."""
+    """The command line of `hybrid-rlhf export` for the run in `folder`, and the export's name. Refused for a name that
+    is taken, and for an unknown format."""
     name, gguf = body.get("name"), body.get("gguf")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise Refused(400, "a name has letters (a to z), digits, _, - and dots, and begins with a letter, a digit or _",
@@ -36,8 +34,6 @@ def export_words(studio: Studio, folder: Path, body: Mapping[str, object]) -> tu
     if gguf is not None and gguf not in GGUF:
         raise Refused(400, f"gguf is none of {', '.join(GGUF)}", "gguf")
     target = studio.outputs / EXPORTS / name
-    if target.parent.is_symlink():
-        raise Refused(409, f"{target.parent} is a link; remove it")
     if os.path.lexists(target):
         raise Refused(409, f"there is an export called {name} already; choose another name", "name")
     words = ["export", "--model", str(folder), "--output_dir", str(target)]
@@ -45,50 +41,41 @@ def export_words(studio: Studio, folder: Path, body: Mapping[str, object]) -> tu
 
 
 def exports(studio: Studio, jobs: Iterable[Job]) -> list[dict]:
-    """The newest first. run, checks: of those that a job made, as far as it is known."""
+    """The newest first. run, checks: of those that a job made, as far as they are known."""
     home = studio.outputs / EXPORTS
-    if home.is_symlink() or not home.is_dir():
+    if not home.is_dir():
         return []
-    made = [job for job in jobs if job.facts["kind"] == "export" and job.state == "done"]
-    found = []
+    finished = [job for job in jobs if job.facts["kind"] == "export" and job.state == "done"]
+    rows = []
     for entry in os.scandir(home):
         if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
             continue
-        when, folder = entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)
-        job = next((job for job in made if job.facts["name"] == entry.name and _is_of(job, when)), None)
-        output = home.parent / ".studio" / "jobs" / job.id / OUTPUT if job else None
-        found.append((when, {"name": entry.name, "run": job.facts["run"] if job else None, "folder": str(folder),
-                             "files": _files(folder), "checks": _checks(output) if output else [],
-                             "commands": _commands(folder), "card": _card(folder)}))
-    return [each for _, each in sorted(found, key=lambda pair: -pair[0])]
+        when, folder = entry.stat().st_mtime, Path(entry.path)
+        job = next((job for job in finished if job.facts["name"] == entry.name and _is_of(job, when)), None)
+        card = read_bytes(folder / "README.md", most=MAX_CARD)
+        rows.append((when, {
+            "name": entry.name, "run": job.facts["run"] if job else None, "folder": str(folder),
+            "files": _files(folder), "checks": _checks(studio.home / "jobs" / job.id / OUTPUT) if job else [],
+            "commands": _commands(folder), "card": None if card is None else card.decode("utf-8", "replace")}))
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
 
 
 def _is_of(job: Job, when: float) -> bool:
     """Whether a folder that was last changed at `when` is what the job wrote, and no later one of the same name."""
-    try:
-        start, end = (datetime.fromisoformat(moment or "").timestamp() for moment in (job.started, job.finished))
-    except ValueError:
+    if not job.started or not job.finished:
         return False
+    start, end = (datetime.fromisoformat(moment).timestamp() for moment in (job.started, job.finished))
     return start - 1 <= when <= end + 1
 
 
 def _files(folder: Path) -> list[dict]:
-    found = []
-    for entry in sorted(os.scandir(folder), key=lambda each: each.name)[:MOST_FILES]:
-        if stat.S_ISREG((about := entry.stat(follow_symlinks=False)).st_mode):
-            found.append({"name": entry.name, "bytes": about.st_size})
-    return found
+    return [{"name": path.name, "bytes": path.stat().st_size} for path in sorted(folder.iterdir()) if path.is_file()]
 
 
 def _checks(output: Path) -> list[str]:
-    """What the export said of its checks, beside warnings and the paths that it wrote."""
+    """The lines that the export printed of its checks."""
     lines = [line.strip() for line in read_output(output, 0)[0].splitlines()]
     return [line for line in lines if line.startswith(CHECKED)]
-
-
-def _card(folder: Path) -> str | None:
-    card = read_bytes(folder / "README.md", most=MOST_CARD)
-    return None if card is None else card.decode("utf-8", "replace")
 
 
 def _commands(folder: Path) -> list[dict]:
@@ -97,18 +84,18 @@ def _commands(folder: Path) -> list[dict]:
     gguf = next((name for name in sorted(names) if name.endswith(".gguf")), None)
     kinds = (read_json(folder / "config.json") or {}).get("architectures") or [""]
     is_reward = isinstance(kinds, list) and any("SequenceClassification" in str(kind) for kind in kinds)
-    found = []
+    commands = []
     if "config.json" in names:
-        found.append({"title": "transformers", "text": _with_transformers(folder, is_reward)})
+        commands.append({"title": "transformers", "text": _with_transformers(folder, is_reward)})
         if not is_reward:
-            found.append({"title": "chat in a terminal", "text": f"hybrid-rlhf chat --model {place}"})
-            found.append({"title": "serve (OpenAI's API)", "text": f"hybrid-rlhf serve --model {place}"})
+            commands.append({"title": "chat in a terminal", "text": f"hybrid-rlhf chat --model {place}"})
+            commands.append({"title": "serve (OpenAI's API)", "text": f"hybrid-rlhf serve --model {place}"})
     if "Modelfile" in names:
         name = shlex.quote(folder.name.lower())
-        found.append({"title": "Ollama", "text": f"ollama create {name} -f {place}/Modelfile\nollama run {name}"})
+        commands.append({"title": "Ollama", "text": f"ollama create {name} -f {place}/Modelfile\nollama run {name}"})
     if gguf:
-        found.append({"title": "llama.cpp", "text": f"llama-cli -m {shlex.quote(str(folder / gguf))} -cnv"})
-    return found
+        commands.append({"title": "llama.cpp", "text": f"llama-cli -m {shlex.quote(str(folder / gguf))} -cnv"})
+    return commands
 
 
 def _with_transformers(folder: Path, is_reward: bool) -> str:

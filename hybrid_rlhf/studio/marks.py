@@ -1,7 +1,7 @@
-"""What a person thought of answers, as data: pairs that --stage dpo and reward read, thumbs that --stage kto reads.
+"""Marks that a person gives answers, as data: pairs for --stage dpo and reward, thumbs for --stage kto.
 
-One file of each kind under a name, below .studio/marks: JSON lines, appended and synced whole. A mark that contradicts
-one on the same answers takes its place. Two tabs, or two studios, take turns.
+One file of each kind under a name, below .studio/marks: JSON lines. A mark that contradicts one on the same answers
+replaces it. Two tabs, or two studios, take turns.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from hybrid_rlhf.core.own_files import no_link, write_file
+from filelock import FileLock
+
+from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.strict_json import to_json
-from hybrid_rlhf.studio import file_lock
-from hybrid_rlhf.studio.studio import Refused, Route, Studio
-from hybrid_rlhf.studio.studio_files import own_folder, refused
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused
 
 KINDS = ("pairs", "thumbs")
-MAX_FILE, MAX_MESSAGES = 2**26, 4096  # bytes of a file, messages of a prompt
+MAX_FILE = 2**26  # bytes
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,79}")
 _FILE = re.compile(rf"({_NAME.pattern})\.({'|'.join(KINDS)})\.jsonl")
 _ROLES = ("system", "user", "assistant")
@@ -34,13 +34,13 @@ def routes(studio: Studio) -> list[Route]:
 def listed(studio: Studio) -> list[dict]:
     """The files by name: {"name", "pairs", "thumbs" (how many), "pairs_path", "thumbs_path"}."""
     folder = own_folder(studio, "marks")
-    names = {found[1] for entry in os.scandir(folder) if (found := _FILE.fullmatch(entry.name))}
+    names = {match[1] for name in os.listdir(folder) if (match := _FILE.fullmatch(name))}
     return [counts(folder, name) for name in sorted(names)]
 
 
 def counts(folder: Path, name: str) -> dict:
     """How many marks a name has, and where."""
-    paths = {kind: _path(folder, name, kind) for kind in KINDS}
+    paths = {kind: folder / f"{name}.{kind}.jsonl" for kind in KINDS}
     return {"name": name, **{kind: len(_lines(path)) for kind, path in paths.items()},
             **{f"{kind}_path": str(path) for kind, path in paths.items()}}
 
@@ -54,36 +54,37 @@ def mark(studio: Studio, body: dict) -> dict:
     name, kind = body.get("name"), body.get("kind")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name != name.strip():
         raise Refused(400, "a name of marks has letters, digits, spaces and . _ - alone, 80 at most", "name")
-    prompt = _prompt(body.get("prompt"))
-    if kind == "pair":
-        row, is_same = _pair(prompt, body)
-    elif kind == "thumb":
-        row, is_same = _thumb(prompt, body)
-    else:
+    if kind not in ("pair", "thumb"):
         raise Refused(400, f"kind is {str(kind)[:40]!r}; it is pair or thumb", "kind")
+    prompt = _prompt(body.get("prompt"))
+    row, is_same = _pair(prompt, body) if kind == "pair" else _thumb(prompt, body)
     folder = own_folder(studio, "marks")
-    path = _path(folder, name, f"{kind}s")
+    path = folder / f"{name}.{kind}s.jsonl"
     try:
-        with file_lock.alone(folder / ".lock"):
-            _put(path, None if row.get("label", True) is None else row, is_same)
+        with FileLock(folder / ".lock"):
+            lines = [line for line in _lines(path) if not is_same(_read(line))]
+            added = [] if row.get("label", True) is None else [to_json(row)]
+            text = "".join(f"{line}\n" for line in [*lines, *added])
+            write_file(path, text.encode("utf-8", "surrogateescape"))
+            path.chmod(0o600)  # conversations are for this user alone
             return counts(folder, name)
     except OSError as error:
         raise refused(error, str(path)) from error
 
 
-def _prompt(given: object) -> list[dict]:
+def _prompt(messages: object) -> list[dict]:
     """The messages, of which only role and content are kept."""
-    if not isinstance(given, list) or not given or len(given) > MAX_MESSAGES:
+    if not isinstance(messages, list) or not messages:
         raise Refused(400, "prompt must be a list of messages", "prompt")
-    messages = []
-    for each in given:
-        role, content = (each.get("role"), each.get("content")) if isinstance(each, dict) else (None, None)
+    prompt = []
+    for message in messages:
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if role not in _ROLES or not isinstance(content, str):
             raise Refused(400, "a message has a role (system, user, assistant) and a content of text", "prompt")
-        messages.append({"role": role, "content": content})
-    if messages[-1]["role"] != "user":
+        prompt.append({"role": role, "content": content})
+    if prompt[-1]["role"] != "user":
         raise Refused(400, "a prompt ends with what the user said", "prompt")
-    return messages
+    return prompt
 
 
 def _answer(body: dict, name: str) -> list[dict]:
@@ -97,20 +98,19 @@ def _answer(body: dict, name: str) -> list[dict]:
 
 
 def _pair(prompt: list[dict], body: dict) -> tuple[dict, Callable[[dict], bool]]:
-    chosen, rejected = _answer(body, "chosen"), _answer(body, "rejected")
+    chosen, rejected, how = _answer(body, "chosen"), _answer(body, "rejected"), body.get("how")
     if chosen == rejected:
         raise Refused(400, "the two answers are the same", "chosen")
-    if body.get("how") not in _HOW:
+    if how not in _HOW:
         raise Refused(400, f"how is {' or '.join(_HOW)}", "how")
-    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "how": body["how"]}
 
     def is_same(old: dict) -> bool:
-        """The same two answers; and better words for the same answer, which were better before."""
-        is_edit = body["how"] == old.get("how") == "edited" and old.get("rejected") == rejected
-        return old.get("prompt") == prompt and (is_edit or [old.get("chosen"), old.get("rejected")] in (
-            [chosen, rejected], [rejected, chosen]))
+        """The same two answers, or an earlier edit of the same rejected answer."""
+        is_edit = how == old.get("how") == "edited" and old.get("rejected") == rejected
+        is_pair = (old.get("chosen"), old.get("rejected")) in ((chosen, rejected), (rejected, chosen))
+        return old.get("prompt") == prompt and (is_edit or is_pair)
 
-    return row, is_same
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "how": how}, is_same
 
 
 def _thumb(prompt: list[dict], body: dict) -> tuple[dict, Callable[[dict], bool]]:
@@ -121,57 +121,20 @@ def _thumb(prompt: list[dict], body: dict) -> tuple[dict, Callable[[dict], bool]
     return row, lambda old: old.get("prompt") == prompt and old.get("completion") == completion
 
 
-def _path(folder: Path, name: str, kind: str) -> Path:
-    return folder / f"{name}.{kind}.jsonl"
-
-
 def _lines(path: Path) -> list[str]:
-    """Whole lines alone: what a process that was killed left of one is none. Refused for a link and for a giant."""
+    """Complete lines alone: a last one without its end is what a killed process left. Refused for a giant."""
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n", opener=no_link) as file:
-            text = file.read(MAX_FILE + 1)
+        text = path.read_bytes().decode("utf-8", "surrogateescape")
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise refused(error, str(path)) from error
     if len(text) > MAX_FILE:
         raise Refused(409, f"{path.name} is full; give another name", "name")
     return [line for line in text.split("\n")[:-1] if line.strip()]
 
 
-def _put(path: Path, row: dict | None, is_same: Callable[[dict], bool]) -> None:
-    """`row` in the file, instead of those that it replaces (None: nothing instead). Lines of another kind stay."""
-    lines = _lines(path)
-    kept = [line for line in lines if not is_same(_read(line))]
-    added = [] if row is None else [to_json(row)]
-    if kept != lines or _is_torn(path):
-        write_file(path, "".join(f"{line}\n" for line in [*kept, *added]).encode("utf-8", "surrogateescape"))
-    elif added:
-        with open(path, "ab", opener=_made) as file:
-            file.write(f"{added[0]}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-
 def _read(line: str) -> dict:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        row = json.loads(line)
+    except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether the last line has no end."""
-    try:
-        with open(path, "rb", opener=no_link) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            return size > 0 and file.read(1) != b"\n"
-    except FileNotFoundError:
-        return False
-
-
-def _made(path: str, flags: int) -> int:
-    """For this user alone: conversations are nobody else's."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    return row if isinstance(row, dict) else {}

@@ -1,13 +1,16 @@
-"""Every option of a stage with its kind, its default and what --help says of it, from the settings' own classes.
+"""Every option of a stage with its kind, its default and its help, and settings as JSON, from the settings' classes.
 
-Imports torch, as they do: for the process that answers the page's questions, never for the studio's own.
+Imports torch, as they do: for the process that answers the page's questions, not for the studio's own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import math
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from hybrid_rlhf import cli
@@ -15,12 +18,12 @@ from hybrid_rlhf.algorithms import divergence, schedule
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.config import help_of_options
 from hybrid_rlhf.core.options import type_of, value_of
+from hybrid_rlhf.data.source import Source
 from hybrid_rlhf.engine.train.optimizers import OPTIMIZERS
 from hybrid_rlhf.models.load import ATTENTIONS, PRESETS
 from hybrid_rlhf.rewards.judge.judge_config import MODES, ON_FAILURE, PROBABILITY, VERDICT
 from hybrid_rlhf.roles.sharing import CRITIC_KINDS, DTYPE_NAMES, QUANTIZATIONS, SHARING
-from hybrid_rlhf.studio.common_options import by_table, common_options
-from hybrid_rlhf.studio.plain_settings import plain
+from hybrid_rlhf.studio.settings_text import by_table, common_options
 from hybrid_rlhf.trainers.distillation import POLICY_GRADIENT
 from hybrid_rlhf.trainers.ppo_config import CHOICES as PPO_CHOICES
 from hybrid_rlhf.training import unread_options
@@ -61,8 +64,8 @@ def _option(config_class: type, stage: str, name: str, text: str, default: objec
 
 
 def _choices(stage: str, name: str) -> tuple[str, ...]:
-    found = next((known for end, known in CHOICES.items() if f".{name}".endswith(f".{end}")), ())
-    return (*found, POLICY_GRADIENT) if name == "distill.divergence" and stage == "distill" else found
+    choices = next((known for end, known in CHOICES.items() if f".{name}".endswith(f".{end}")), ())
+    return (*choices, POLICY_GRADIENT) if name == "distill.divergence" and stage == "distill" else choices
 
 
 def _kind(kind: Any) -> str:
@@ -72,3 +75,33 @@ def _kind(kind: Any) -> str:
     if dict in members and list in members:  # data.sources
         return "json"
     return next(_KINDS[k] for k in (list, str, dict, float, int, bool) if k in members)
+
+
+# -- settings as JSON --------------------------------------------------------------------------------------------------
+
+
+def plain_settings(config: object) -> dict[str, object]:
+    """Every option of nested settings, in their order."""
+    return dict(_leaves(config, ""))
+
+
+def _leaves(config: object, prefix: str) -> Iterator[tuple[str, object]]:
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]  # a dataclass of settings
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", plain(value)
+
+
+def plain(value: object) -> object:
+    """A value as JSON has it. A source with nothing but a path is that text, and so is a number that is not finite."""
+    if isinstance(value, Source):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        chosen = {k: v for k, v in fields.items() if k == "path" or (v and (k, v) != ("split", "train"))}
+        return value.path if list(chosen) == ["path"] else chosen
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

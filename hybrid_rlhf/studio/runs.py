@@ -1,38 +1,50 @@
-"""All runs below the outputs as rows of a list: what each is, how far it is, and whether something is wrong."""
+"""All runs below the outputs as rows of a list: what each is, how far it is, what it was made from, and its alarms."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from hybrid_rlhf.report.alarms import Alarm
-from hybrid_rlhf.studio import run_files, run_parents
-from hybrid_rlhf.studio.history_reader import Histories, alarms_of
-from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, RECORD, REPORT, SETTINGS, Mark, Unreadable, mark
-from hybrid_rlhf.studio.run_parents import Parent
-from hybrid_rlhf.studio.run_tree import RunTree
-from hybrid_rlhf.studio.studio import Refused, Studio
+from hybrid_rlhf.studio import run_files
+from hybrid_rlhf.studio.run_files import ANSWERS, CHECKPOINTS, METRICS, MODEL, RECORD, SETTINGS, Unreadable, mark
+from hybrid_rlhf.studio.run_history import Histories, alarms_of
+from hybrid_rlhf.studio.studio import Refused, Studio, is_locked
 
 STATUSES = ("running", "finished", "stopped", "failed")
-# What says most of a run, best first: two that it has make the row's headline, and the first one's held-out value.
+DEPTH, MAX_FOLDERS = 4, 20_000  # of the folders that are searched for runs
+OWN = frozenset((CHECKPOINTS, MODEL, f"{MODEL}_ema", "plots", "trackers", "rows"))  # a run's own folders
+# Metrics that say most of a run, best first: two of them are the row's headline, and the first one's held-out value.
 HEADLINES = ("reward", "distill/divergence", "rewards/accuracies", "accuracy", "kl", "loss", "mean_token_accuracy")
-MAX_ERROR = 500  # characters of what a run failed by
-ALARM_READ = 16 * 2**20  # bytes that one look at the list reads to look for alarms; the next look goes on
-ALARM_WAIT, SIZE_WAIT = 10.0, 30.0  # seconds between two looks for alarms in a run, and at its size, while it grows
+ALARM_READ = 16 * 2**20  # bytes of metrics that one look at the list reads for alarms; the next look goes on
+ALARM_WAIT, SIZE_WAIT = 10.0, 30.0  # seconds between two looks for alarms in a running run, and at its size
 _RUN_LINE = re.compile(r"run: (\d{1,12}) steps? ")  # of the lines that a run begins with (training/announce.py)
+_MODEL_LINE = re.compile(r"model: (.+?); trained: ")
 _ALARM = re.compile(r"- \*\*(.{1,100}?)\*\*: (.{1,2000})")  # of report.md (report/summary.py)
+_INSIDE_RUN = re.compile(r"/(model|model_ema|checkpoints)(/.*)?$")
+
+
+class Parent(NamedTuple):
+    """text: as the record has it. ids: runs that it may be. is_guess: what a run takes where its settings name nothing;
+    it counts only where there is such a run."""
+
+    text: str
+    ids: tuple[str, ...]
+    is_guess: bool = False
 
 
 @dataclass
 class Record:
-    """What is kept of a run.json; of a damaged one only `error` and what is wrong."""
+    """What the list needs of a run.json; of a damaged one only `error`."""
 
     stage: str = ""
     status: str = "failed"
@@ -46,55 +58,30 @@ class Record:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass
-class _Known:
-    """What was found out about a run, each beside the mark of the files that it was found in."""
-
-    folder: Path
-    record: Record = field(default_factory=Record)
-    record_mark: object = ""
-    lost_mark: object = ""
-    step: int | None = None
-    headline: list[dict] = field(default_factory=list)
-    metrics_mark: object = ""
-    bytes: int = 0
-    has_model: bool = False
-    size_mark: object = ""
-    sized_at: float = -math.inf
-    alarms: list[Alarm] | None = None
-    alarm_mark: object = ""
-    alarmed_at: float = -math.inf
-    damage: dict[str, str] = field(default_factory=dict)
-
-
 class RunList:
-    """The rows of all runs. Everything is read anew only where its file has changed. num_read: files that were read so
-    far, for tests."""
+    """The rows of all runs. A file is read again only where it has changed. num_read: results computed so far, for
+    tests."""
 
     def __init__(self, studio: Studio, histories: Histories) -> None:
         self.outputs, self.num_read = studio.outputs, 0
         self._studio, self._histories = studio, histories
-        self._tree, self._lock = RunTree(studio.outputs), threading.Lock()
-        self._known: dict[str, _Known] = {}
+        self._lock = threading.Lock()
+        self._runs: dict[str, None] = {}  # their ids
+        self._cache: dict[tuple[str, str], tuple[object, Any]] = {}  # (run, what) -> marks of its files, the result
         self._alarm_bytes = 0
 
-    def told(self) -> dict:
+    def answer(self) -> dict:
         """GET /api/runs."""
         rows, notes = self.rows()
-        try:
-            free = shutil.disk_usage(self.outputs).free
-        except OSError as error:
-            raise Refused(503, f"{self.outputs} cannot be read: {error.strerror}") from error
-        return {"folder": str(self.outputs), "runs": rows, "bytes": sum(row["bytes"] for row in rows), "free": free,
-                "notes": notes}
+        return {"folder": str(self.outputs), "runs": rows, "bytes": sum(row["bytes"] for row in rows),
+                "free": shutil.disk_usage(self.outputs).free, "notes": notes}
 
     def rows(self) -> tuple[list[dict], list[str]]:
         """All of them, newest first, and a line for each thing that cannot be shown."""
         with self._lock:
             notes = self._find()
-            rows = [self._row(run) for run, known in self._known.items() if mark(known.folder / RECORD) is not None]
-            rows.sort(key=self._age)
-            return rows, notes
+            rows = [self._row(run) for run in self._runs if (self.outputs / run / RECORD).exists()]
+            return sorted(rows, key=lambda row: (-self._began(row["id"]), row["id"])), notes
 
     def row(self, run: str) -> dict:
         """One of them. Refused where there is none."""
@@ -102,177 +89,285 @@ class RunList:
 
     def alarms(self, run: str) -> list[Alarm]:
         """As the row counts them."""
-        return self._one(run)[1].alarms or []
+        return self._one(run)[1] or []
 
-    def _one(self, run: str) -> tuple[dict, _Known]:
-        folder = self._studio.folder(run)
-        if not run_files.is_file(folder / RECORD):
+    def _one(self, run: str) -> tuple[dict, list[Alarm] | None]:
+        if not (self._studio.folder(run) / RECORD).is_file():
             raise Refused(404, f"there is no run {run[:100]!r}")
         with self._lock:
-            if run not in self._known:
+            if run not in self._runs:
                 self._find()
             self._alarm_bytes = ALARM_READ
-            known = self._known.setdefault(run, _Known(folder))
-            return self._row(run), known
+            return self._row(run), self._cache.get((run, "alarms"), (None, None))[1]
 
     def _find(self) -> list[str]:
-        found, notes = self._tree.find()
-        self._known = {run: self._known.get(run) or _Known(self.outputs / run) for run in found}
+        runs, notes = find_runs(self.outputs)
+        self._runs = dict.fromkeys(runs)
+        self._cache = {key: value for key, value in self._cache.items() if key[0] in self._runs}
         self._alarm_bytes = ALARM_READ
         return notes
 
-    def _age(self, row: dict) -> tuple[float, str]:
-        known = self._known[row["id"]]
-        if known.record.started is not None:
-            return -known.record.started.timestamp(), row["id"]
-        return -(known.record_mark[2] / 1e9 if isinstance(known.record_mark, tuple) else 0.0), row["id"]
+    def _cached(self, run: str, what: str, marks: object, read: Callable[[], Any]) -> Any:
+        """The result of `read`, called again only where `marks` differ from those of the last time."""
+        known = self._cache.get((run, what))
+        if known is None or known[0] != marks:
+            self.num_read += 1
+            known = self._cache[run, what] = marks, read()
+        return known[1]
+
+    def _record(self, run: str) -> Record:
+        folder = self.outputs / run
+        return self._cached(run, "record", mark(folder / RECORD), lambda: read_record(run, folder, self.outputs))
+
+    def _began(self, run: str) -> float:
+        started = self._record(run).started
+        return started.timestamp() if started else (mark(self.outputs / run / RECORD) or (0, 0, 0))[2] / 1e9
 
     def _row(self, run: str) -> dict:
-        known = self._known[run]
-        status = self._status(run, known)
-        record = known.record
-        self._measure(known)
-        self._weigh(known, status)
-        self._look_for_alarms(known, status)
-        return {"id": run, "stage": record.stage, "status": status, "step": known.step, "max_steps": record.total,
+        folder, status = self.outputs / run, self._status(run)
+        record = self._record(run)
+        marks = mark(folder / METRICS), mark(folder / RECORD)
+        step, metrics, damage = self._cached(run, "metrics", marks, lambda: _last_metrics(folder, record))
+        slot = time.monotonic() // SIZE_WAIT if status == "running" else None
+        size_marks = slot, *(mark(folder / name) for name in ("", RECORD, CHECKPOINTS, MODEL))
+        size, has_model = self._cached(
+            run, "size", size_marks, lambda: (run_files.size_of(folder), run_files.has_model(folder)))
+        alarms, unread = self._alarms(run, status)
+        return {"id": run, "stage": record.stage, "status": status, "step": step, "max_steps": record.total,
                 "max_seconds": record.max_seconds, "started": _text(record.started), "finished": record.finished,
-                "seconds": _seconds(known, status), "headline": known.headline,
-                "parents": run_parents.shown(run, record.parents, self._known),
-                "alarms": None if known.alarms is None else len(known.alarms), "bytes": known.bytes,
-                "has_model": known.has_model, "error": record.error or next(iter(known.damage.values()), None)}
+                "seconds": _seconds(folder, record, status), "headline": headline(metrics),
+                "parents": parent_names(run, record.parents, self._runs),
+                "alarms": None if alarms is None else len(alarms), "bytes": size, "has_model": has_model,
+                "error": record.error or damage or unread}
 
-    def _status(self, run: str, known: _Known) -> str:
-        """What run.json says; "lost" where it says running and nobody holds the run's lock."""
-        for _ in range(3):  # a run that ends writes run.json first, and gives the lock back then
-            now = mark(known.folder / RECORD)
-            if now != known.record_mark:
-                self.num_read += 1
-                known.record, known.record_mark = read_record(run, known.folder, self.outputs), now
-            if known.record.status != "running":
-                return known.record.status
-            both = now, mark(known.folder / SETTINGS)
-            if both == known.lost_mark:
-                return "lost"  # its lock is tried no more, so that nobody who takes it up then finds it taken
-            if run_files.is_held(known.folder) is not False:
-                return "running"
-            known.lost_mark = both  # if run.json has not changed meanwhile
+    def _status(self, run: str) -> str:
+        """The status in run.json; "lost" where that says running and no process holds the run's lock."""
+        folder = self.outputs / run
+        for _ in range(3):  # a run that ends writes run.json first and then gives the lock back
+            if self._record(run).status != "running":
+                return self._record(run).status
+            marks = mark(folder / RECORD), mark(folder / SETTINGS)
+            # the lock of a lost run is not tried again, so that a process that resumes it does not find it taken
+            if not self._cached(run, "lock", marks, lambda: None if is_locked(folder / SETTINGS) is False else True):
+                if mark(folder / RECORD) == marks[0]:
+                    return "lost"
+                continue
+            del self._cache[run, "lock"]  # while it runs it is tried at each look
+            return "running"
         return "running"
 
-    def _measure(self, known: _Known) -> None:
-        now = mark(known.folder / METRICS), known.record_mark
-        if now == known.metrics_mark:
-            return
-        self.num_read += 1
-        known.metrics_mark, rows = now, []
-        known.damage.pop(METRICS, None)
+    def _alarms(self, run: str, status: str) -> tuple[list[Alarm] | None, str | None]:
+        """Alarms of the report where there is one, else of the metrics so far; None until they are looked for, and what
+        cannot be read."""
+        folder = self.outputs / run
+        metrics = mark(folder / METRICS)
+        marks = status, (time.monotonic() // ALARM_WAIT if status == "running" else (
+            metrics, mark(folder / ANSWERS), mark(folder / run_files.REPORT)))
+        known = self._cache.get((run, "alarms"))
+        if (known is None or known[0] != marks) and self._alarm_bytes <= 0:
+            return (known[1] if known else None), None
         try:
-            rows = run_files.last_rows(known.folder / METRICS)
+            return self._cached(run, "alarms", marks, lambda: self._read_alarms(folder, status, metrics)), None
         except Unreadable as error:
-            known.damage[METRICS] = str(error)
-        known.step = next((row["step"] for row in reversed(rows) if type(row.get("step")) is int), None)
-        known.headline = headline(known.record.metrics | {
-            name: value for row in rows for name, value in row.items() if name != "step"})
+            return [], str(error)
 
-    def _weigh(self, known: _Known, status: str) -> None:
-        """The folder's size; where it grows, of a moment ago."""
-        now = [mark(known.folder / name) for name in ("", RECORD, run_files.CHECKPOINTS, run_files.MODEL)]
-        if now != known.size_mark or (status == "running" and time.monotonic() - known.sized_at > SIZE_WAIT):
-            self.num_read += 1
-            known.bytes, known.has_model = run_files.size_of(known.folder), run_files.has_model(known.folder)
-            known.size_mark, known.sized_at = now, time.monotonic()
+    def _read_alarms(self, folder: Path, status: str, metrics: run_files.Mark) -> list[Alarm]:
+        text = run_files.read_text(folder / run_files.REPORT) if status == "finished" else None
+        if text is not None and "\n## Alarms\n" in text:
+            return reported_alarms(text)
+        self._alarm_bytes -= metrics[1] if metrics else 0
+        return alarms_of(self._histories, folder)
 
-    def _look_for_alarms(self, known: _Known, status: str) -> None:
-        """Those of the report where there is one; else those of the metrics so far."""
-        marks = [mark(known.folder / name) for name in (METRICS, ANSWERS, REPORT)]
-        now, is_recent = [status, *marks], time.monotonic() - known.alarmed_at < ALARM_WAIT
-        if now == known.alarm_mark or (status == "running" and is_recent) or self._alarm_bytes <= 0:
-            return
-        self.num_read += 1
-        known.damage.pop(REPORT, None)
+
+def find_runs(outputs: Path) -> tuple[list[str], list[str]]:
+    """The ids of all runs, and a line for each thing that is left out. Links, folders whose names begin with a dot and
+    those more than DEPTH levels down are not searched."""
+    runs, notes, num_folders = [], [], 0
+    waiting = [("", 0)]
+    while waiting:
+        name, depth = waiting.pop()
+        num_folders += 1
+        if num_folders > MAX_FOLDERS:
+            notes.append(f"there are more than {MAX_FOLDERS} folders; the others are not shown")
+            break
         try:
-            text = run_files.read_text(known.folder / REPORT, 2**20) if status == "finished" else None
-            if text is not None and "\n## Alarms\n" in text:
-                found: list[Alarm] | None = reported(text)
-            else:
-                found = alarms_of(self._histories, known.folder, self._alarm_bytes)
-                self._alarm_bytes -= marks[0][1] if marks[0] else 0
-        except Unreadable as error:
-            found, known.damage[REPORT] = [], str(error)
-        if found is not None:
-            known.alarms, known.alarm_mark, known.alarmed_at = found, now, time.monotonic()
+            entries = list(os.scandir(outputs / name))
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        except OSError as error:
+            notes.append(f"{name or outputs} cannot be read: {error.strerror}")
+            continue
+        is_run = any(entry.name == RECORD and entry.is_file() for entry in entries)
+        if is_run and name:
+            runs.append(name)
+        elif is_run:
+            notes.append("this folder is itself a run; give --outputs the folder above it to see it")
+        waiting += [(f"{name}/{entry.name}" if name else entry.name, depth + 1) for entry in entries
+                    if depth < DEPTH and not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+                    and not (is_run and name and entry.name in OWN)]
+    return sorted(runs), notes
+
+
+# -- what a run's files say ------------------------------------------------------------------------------------------
 
 
 def read_record(run: str, folder: Path, outputs: Path) -> Record:
     """A run's run.json. One that cannot be read makes a failed run, whose error says why."""
     try:
-        found = run_files.read_object(folder / RECORD)
+        record = run_files.read_record(folder)
+        status, stage, error = record.get("status"), record.get("stage"), record.get("error")
+        if status not in STATUSES or not isinstance(stage, str):
+            return Record(error=f"{RECORD} is damaged: it names no stage and status of a run")
+        train, metrics = _inner(record, "config", "train"), record.get("metrics") or {}
+        return Record(
+            stage, status, _num_steps(record, train), number(train.get("max_seconds")), moment(record.get("started")),
+            _text(moment(record.get("finished"))), number(record.get("seconds")) or 0.0,
+            error.strip().rpartition("\n")[2][:500] if error else None,
+            parents_of(run, record, outputs), {k: v for k, v in metrics.items() if number(v) is not None})
+    except Unreadable as damage:
+        return Record(error=str(damage))
+    except (AttributeError, TypeError) as damage:
+        return Record(error=f"{RECORD} is damaged: {damage}")
+
+
+def _last_metrics(folder: Path, record: Record) -> tuple[int | None, dict, str | None]:
+    """The last step, the newest value of each metric, and what cannot be read."""
+    try:
+        rows = run_files.last_rows(folder / METRICS)
     except Unreadable as error:
-        return Record(error=str(error))
-    status, stage = found.get("status"), found.get("stage")
-    if status not in STATUSES or not isinstance(stage, str):
-        return Record(error=f"{RECORD} is damaged: it names no stage and status of a run")
-    words, config, metrics = found.get("error"), found.get("config"), found.get("metrics")
-    train = config.get("train") if isinstance(config, dict) else None
-    train = train if isinstance(train, dict) else {}
-    return Record(
-        stage[:100], status, _total(found, train), number(train.get("max_seconds")), moment(found.get("started")),
-        _text(moment(found.get("finished"))), number(found.get("seconds")) or 0.0,
-        words.strip().rpartition("\n")[2][:MAX_ERROR] if isinstance(words, str) else None,
-        run_parents.parents_of(run, found, outputs),
-        {k: v for k, v in metrics.items() if number(v) is not None} if isinstance(metrics, dict) else {})
+        return None, record.metrics, str(error)
+    step = next((row["step"] for row in reversed(rows) if isinstance(row.get("step"), int)), None)
+    return step, record.metrics | {k: v for row in rows for k, v in row.items() if k != "step"}, None
 
 
 def headline(values: Mapping[str, object]) -> list[dict]:
     """Two or three of a run's metrics that say most; of a run with none of the known ones the first three."""
     known = [name for name in HEADLINES if number(values.get(name)) is not None][:2]
     names = [known[0], f"eval/{known[0]}", *known[1:]] if known else list(values)[:3]
-    return [{"name": name[:200], "value": values[name]} for name in names if number(values.get(name)) is not None]
+    return [{"name": name, "value": values[name]} for name in names if number(values.get(name)) is not None]
 
 
-def reported(text: str) -> list[Alarm]:
-    """The alarms that a run's report.md tells of."""
+def reported_alarms(text: str) -> list[Alarm]:
+    """The alarms in a run's report.md."""
     lines = text.partition("\n## Alarms\n")[2].partition("\n## ")[0].splitlines()
-    return [Alarm(*found.groups()) for line in lines if (found := _ALARM.match(line))]
+    return [Alarm(*match.groups()) for line in lines if (match := _ALARM.match(line))]
 
 
 def number(value: object) -> float | None:
     """A finite number as it is; None for anything else."""
-    try:
-        return value if isinstance(value, (int, float)) and math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def moment(value: object) -> datetime | None:
     """An ISO time; one without a zone is UTC."""
     try:
-        found = datetime.fromisoformat(value) if isinstance(value, str) else None
+        when = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:
         return None
-    return found.replace(tzinfo=UTC) if found is not None and found.tzinfo is None else found
+    return when.replace(tzinfo=UTC) if when is not None and when.tzinfo is None else when
 
 
 def _text(when: datetime | None) -> str | None:
     return None if when is None else when.isoformat(timespec="milliseconds")
 
 
-def _total(record: Mapping, train: Mapping) -> int | None:
+def _header_match(record: Mapping, pattern: re.Pattern) -> str | None:
+    """The first group of a pattern in the lines that a run begins with."""
+    lines = _inner(record, "facts").get("header") or []
+    return next((match.group(1) for line in lines if (match := pattern.match(str(line)))), None)
+
+
+def _num_steps(record: Mapping, train: Mapping) -> int | None:
     """How many steps a run is to have: as it said when it began, else by its settings."""
-    facts = record.get("facts")
-    header = facts.get("header") if isinstance(facts, dict) else None
-    for line in (header if isinstance(header, list) else [])[:50]:
-        if isinstance(line, str) and (found := _RUN_LINE.match(line)):
-            return int(found.group(1))
+    if text := _header_match(record, _RUN_LINE):
+        return int(text)
     steps = train.get("max_steps")
-    return steps if type(steps) is int and 0 < steps < 10**12 else None
+    return steps if isinstance(steps, int) and steps > 0 else None
 
 
-def _seconds(known: _Known, status: str) -> float:
-    """How long a run has taken, over all its processes: what run.json says of those before, and since this one began,
-    when it wrote its settings."""
-    before, began = known.record.seconds, mark(known.folder / SETTINGS)
+def _seconds(folder: Path, record: Record, status: str) -> float:
+    """How long a run has taken, over all its processes: those before as run.json says, this one since it wrote its
+    settings."""
+    began = mark(folder / SETTINGS)
     if status not in ("running", "lost") or began is None:
-        return before
-    last: Mark = mark(known.folder / METRICS)
+        return record.seconds
+    last = mark(folder / METRICS)
     until = time.time_ns() if status == "running" else last[2] if last else began[2]
-    return round(before + max(0, until - began[2]) / 1e9, 3)
+    return round(record.seconds + max(0, until - began[2]) / 1e9, 3)
+
+
+# -- parents ---------------------------------------------------------------------------------------------------------
+
+
+def parents_of(run: str, record: Mapping, outputs: Path) -> list[Parent]:
+    """The models that a run begins with and learns from, as its settings name them, the trained one first."""
+    config, facts = _inner(record, "config"), _inner(record, "facts")
+    roles, reward = _inner(config, "roles"), _inner(config, "reward")
+    role = {name: _inner(roles, name).get("model_name_or_path") for name in roles}
+    started_from = [_inner(config, "model").get("model_name_or_path"), role.get("actor"), facts.get("base_model"),
+                    _header_match(record, _MODEL_LINE)]
+    evaluated = [text.partition("=")[2] or text for text in _texts(_inner(config, "evaluate").get("models"))]
+    named = [*started_from, *evaluated, role.get("reward"), facts.get("reward_model"), role.get("teacher"),
+             role.get("ref"), role.get("critic"), *_texts(reward.get("models")), _inner(reward, "judge").get("model")]
+    roots = _roots(run, config.get("output_dir"), outputs)
+    parents = {text: Parent(text, _ids(text, roots)) for text in named if isinstance(text, str) and text}
+    beside = run.rpartition("/")[0] + "/" if "/" in run else ""
+    if not any(isinstance(text, str) for text in started_from) and "train" in config and record.get("stage") != "sft":
+        parents["sft"] = Parent("sft", (f"{beside}sft",), is_guess=True)
+    has_reward = "reward_model" in facts or bool(role.get("reward")) or _has_sources(config, record)
+    if "reward" in role and not has_reward:
+        parents["reward"] = Parent("reward", (f"{beside}reward",), is_guess=True)
+    return list(parents.values())
+
+
+def parent_names(run: str, parents: Iterable[Parent], known: Collection[str]) -> list[str]:
+    """The ids of those that are runs, and the others' names, without `run` itself."""
+    names = []
+    for parent in parents:
+        known_id = next((id_ for id_ in parent.ids if id_ in known), None)
+        if known_id is None and not parent.is_guess:
+            names.append(parent.text)
+        elif known_id is not None and known_id != run:
+            names.append(known_id)
+    return list(dict.fromkeys(names))
+
+
+def _roots(run: str, output_dir: object, outputs: Path) -> list[str]:
+    """What paths of other runs in a record begin with: the outputs folder, and the one in which the run was made, which
+    its own path tells; "" for a relative one."""
+    roots = [f"{outputs}/"]
+    if isinstance(output_dir, str):
+        path = _normal(output_dir)
+        if path == run or path.endswith(f"/{run}"):
+            roots.append(path[: len(path) - len(run)])
+    return roots
+
+
+def _ids(text: str, roots: list[str]) -> tuple[str, ...]:
+    path = _INSIDE_RUN.sub("", _normal(text))
+    return tuple(path[len(root):] for root in roots if path.startswith(root) and not path[len(root):].startswith("/"))
+
+
+def _normal(path: str) -> str:
+    return os.path.normpath(os.path.expanduser(path) if path.startswith("~/") else path)
+
+
+def _has_sources(config: Mapping, record: Mapping) -> bool:
+    """Whether the settings name what scores the answers, or the stage needs nothing that does."""
+    reward = _inner(config, "reward")
+    judge = _inner(reward, "judge")
+    return bool(reward.get("functions") or reward.get("models") or reward.get("url") or judge.get("model")
+                or judge.get("url") or _inner(config, "environment").get("factory")
+                or record.get("stage") in ("distill", "evaluate"))
+
+
+def _texts(value: object) -> list[str]:
+    """A text or a list of them."""
+    return [value] if isinstance(value, str) else [text for text in value or [] if isinstance(text, str)]
+
+
+def _inner(section: Mapping, *names: str) -> Mapping:
+    for name in names:
+        inner = section.get(name)
+        section = inner if isinstance(inner, Mapping) else {}
+    return section

@@ -1,8 +1,7 @@
-"""Settings as a YAML file that a person can go on with: what was chosen, and the options worth knowing as comments."""
+"""Settings as a YAML file for people: the chosen options, and others worth knowing as comments."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 
@@ -11,38 +10,71 @@ import yaml
 from hybrid_rlhf.commands.init import comment, of_card
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.memory_plan.presets import card as card_of
-from hybrid_rlhf.studio.common_options import by_table, common_options
-from hybrid_rlhf.training.registry import STAGES
+from hybrid_rlhf.training.registry import STAGES, By, Rate
 
 _ORDER = ("output_dir", "seed", "model", "data", "train", "stages", "engine", "roles", "reward", "reward_sources",
           "environment")  # what comes first; the method's own sections follow
 _PLAIN = re.compile(r"(?:[A-Za-z]|\.{0,2}/)[\w./@+-]*(?::[\w./@+-]+)*", re.ASCII)
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}  # that YAML, or we, read as no text
+# -- options that a newcomer should see first, in their order
+_MODEL = ("model.lora.r", "model.load_in_4bit", "model.gradient_checkpointing")
+_SCHEDULE = ("train.learning_rate", "train.num_train_epochs", "train.max_steps", "train.per_device_train_batch_size")
+_TEXTS = (*_SCHEDULE, *_MODEL, "data.max_length", "train.eval_steps", "seed")
+_SAMPLED = ("train.max_steps", "train.per_device_train_batch_size", *_MODEL, "data.max_prompt_length")
+# base stage -> options; those that a variant does not read are left out for it
+_COMMON: dict[str, tuple[str, ...]] = {
+    "sft": (*_TEXTS, "data.packing"),
+    "reward": _TEXTS,
+    "dpo": ("dpo.beta", *_TEXTS),
+    "ppo": ("roles.actor.learning_rate", "roles.critic.learning_rate", *_SAMPLED, "ppo.sampling.max_new_tokens",
+            "ppo.sampling.num_samples", "ppo.sampling.temperature", "ppo.kl_coef", "seed"),
+    "online_dpo": ("roles.actor.learning_rate", "dpo.beta", *_SAMPLED, "online.sampling.max_new_tokens",
+                   "online.sampling.num_samples", "online.sampling.temperature", "seed"),
+    "rejection": ("roles.actor.learning_rate", *_SAMPLED, "rejection.sampling.max_new_tokens",
+                  "rejection.sampling.num_samples", "rejection.sampling.temperature", "seed"),
+    "distill": ("roles.actor.learning_rate", *_SAMPLED, "distill.divergence", "distill.lmbda",
+                "distill.sampling.max_new_tokens", "distill.sampling.temperature", "seed"),
+    "all": ("stages.sft.num_train_epochs", "stages.reward.num_train_epochs", "stages.ppo.max_steps", *_MODEL,
+            "data.max_length", "data.max_prompt_length", "data.split", "ppo.sampling.max_new_tokens",
+            "ppo.sampling.temperature", "ppo.kl_coef", "seed"),
+    "evaluate": ("evaluate.num_prompts", "evaluate.sampling.max_new_tokens", "evaluate.sampling.temperature",
+                 "data.max_prompt_length", "seed"),
+}
+_NOT_OF = {"roles.critic.learning_rate": ("ppo",)}  # whose variants have no critic
+
+
+def common_options(stage: str) -> tuple[str, ...]:
+    """Dotted names; of a stage that is not in the registry KeyError."""
+    row = STAGES[stage]
+    base = "sft" if stage == "conditional_sft" else row.base or stage
+    return tuple(name for name in _COMMON[base] if stage in _NOT_OF.get(name, (stage,)))
+
+
+def by_table(stage: str, option: str) -> str | None:
+    """What a stage goes by where an option is not given, if the table of training/registry.py says it."""
+    if stage == "all":  # whose stages have the options of their own
+        _, method, name = option.split(".") if option.startswith("stages.") else ("", "ppo", option)
+        stage, option = method, f"train.{name}" if option.startswith("stages.") else name
+    value = STAGES[stage].defaults.get(option)
+    if isinstance(value, Rate):
+        return f"{value.lora:g} for adapters, {value.full:g} for all weights"
+    if isinstance(value, By):
+        return f"depends on {value.what}"
+    return None if value is None else f"{value:g}"
 
 
 def with_card(settings: Mapping[str, object], card: str | None) -> dict[str, object]:
     """The settings, and those of a card where nothing else is given. UserError for a card that there is not."""
-    own = card_of(card, "card").settings if card else {}
-    return {**settings, **{name: value for name, value in own.items() if name not in settings}}
+    return {**(card_of(card, "card").settings if card else {}), **settings}
 
 
 def check_names(settings: Mapping[str, object]) -> None:
-    """UserError for what no file of settings can hold: names without a word, an option inside of another one, and text
-    that is none in UTF-8."""
-    for name, value in settings.items():
+    """UserError for names that no file of settings can hold, and for an option inside of another one."""
+    for name in settings:
         check(all(re.fullmatch(r"\w+", part, re.ASCII) for part in name.split(".")),
               f"unknown option {name!r:.60}; --help lists all options")
         inside = next((other for other in settings if name.startswith(f"{other}.")), None)
         check(inside is None, f"{inside} and {name} are both given; one is a part of the other")
-        check(_is_unicode(value), f"{name} holds half a character, which no file in UTF-8 can; write it anew")
-
-
-def _is_unicode(value: object) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def settings_text(stage: str, settings: Mapping[str, object], defaults: Mapping[str, object],
@@ -52,17 +84,17 @@ def settings_text(stage: str, settings: Mapping[str, object], defaults: Mapping[
     row = STAGES[stage]
     lines = [f"# {row.help}. Try it: hybrid-rlhf --stage {stage} --config THIS --plan",
              f"# Every other option with its default: hybrid-rlhf --stage {stage} --help"]
-    worth_knowing = [name for name in common_options(stage) if not any(f"{name}.".startswith(f"{given}.")
-                                                                       for given in settings)]
+    worth_knowing = [name for name in common_options(stage)
+                     if not any(f"{name}.".startswith(f"{option}.") for option in settings)]
     tree: dict = {}
     for name in sorted([*settings, *worth_knowing], key=_place):
         *sections, last = name.split(".")
         inner = tree
         for section in sections:
             inner = inner.setdefault(section, {})
-        said = (card_of(card).why.get(name) if card else None) or comment(stage, name)
-        inner[last] = _given(last, settings[name], said if _fits(name, settings[name]) else "") if (
-            name in settings) else _open(last, defaults.get(name), said, by_table(stage, name))
+        note = (card_of(card).why.get(name) if card else None) or comment(stage, name)
+        inner[last] = _line(last, settings[name], note if _fits(name, settings[name]) else "") if (
+            name in settings) else _comment(last, defaults.get(name), note, by_table(stage, name))
     return "\n".join([*lines, *_written(tree, "", {"model": of_card(card)} if card else {}), ""])
 
 
@@ -77,14 +109,14 @@ def _fits(name: str, value: object) -> bool:
     return wanted in str(value)
 
 
-def _given(name: str, value: object, said: str) -> str:
-    return f"{name}: {flow(value)}" + (f"  # {said}" if said else "")
+def _line(name: str, value: object, note: str) -> str:
+    return f"{name}: {flow(value)}" + (f"  # {note}" if note else "")
 
 
-def _open(name: str, default: object, said: str, means: str | None) -> str:
+def _comment(name: str, default: object, note: str, means: str | None) -> str:
     """The line of an option that is not given, as a comment."""
-    told = "; ".join(filter(None, (f"by the table: {means}" if means else "", said)))
-    return f"# {_given(name, default, told)}"
+    text = "; ".join(filter(None, (f"by the table: {means}" if means else "", note)))
+    return f"# {_line(name, default, text)}"
 
 
 def _written(tree: dict, indent: str, notes: Mapping[str, str]) -> list[str]:

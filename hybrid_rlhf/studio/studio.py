@@ -1,8 +1,9 @@
-"""What every part of the studio shares: its folder, the news that the open tabs hear, and how a request is refused."""
+"""What every part of the studio shares: its folder and files, news for the open tabs, routes and refusals."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -10,12 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from hybrid_rlhf.core.disk import refusal
+
 HOME = ".studio"  # of the outputs folder: uploads, jobs and marks
-MAX_NEWS = 256  # that a tab may have waiting; one that reads more slowly is told to load again
+MAX_NEWS = 256  # events that wait for a tab; one that reads more slowly is told to reload
+MAX_FILE = 2**20  # bytes of a small file that is read at once
 
 
 class Refused(Exception):
-    """A request that cannot be met: one line for the reader, and an HTTP status. option: the setting that is meant."""
+    """A refused request: one line for the reader and an HTTP status. option: the setting at fault."""
 
     def __init__(self, status: int, text: str, option: str | None = None) -> None:
         super().__init__(text)
@@ -23,8 +27,8 @@ class Refused(Exception):
 
 
 class Route(NamedTuple):
-    """One address. handle(query, body) -> what is sent as JSON, called in a thread of its own; with is_raw it is
-    starlette's: an async function from a Request to a Response. query: of strings; body: of a POST's JSON object."""
+    """One address. handle(query, body) returns what is sent as JSON and runs in a thread; with is_raw it is an async
+    function from starlette's Request to a Response. query: strings; body: the JSON object of a POST."""
 
     method: str
     path: str
@@ -33,16 +37,16 @@ class Route(NamedTuple):
 
 
 class News:
-    """What has changed, for every open tab. `publish` may be called by any thread."""
+    """Server-sent events for every open tab. Any thread may call `publish`."""
 
     def __init__(self) -> None:
         self._tabs: set[asyncio.Queue] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def publish(self, name: str, data: dict) -> None:
-        """Tell all tabs; an event of the page's `on(name, ...)`. Without a tab it is forgotten: pages load first."""
+        """Send an event to all tabs, where the page's `on(name, ...)` receives it."""
         if self._loop is not None and not self._loop.is_closed():
-            with suppress(RuntimeError):  # it ends at this moment
+            with suppress(RuntimeError):  # the loop ends at this moment
                 self._loop.call_soon_threadsafe(self._hand_out, f"event: {name}\ndata: {json.dumps(data)}\n\n")
 
     def _hand_out(self, text: str) -> None:
@@ -53,13 +57,13 @@ class News:
                 tab.put_nowait("event: reload\ndata: {}\n\n")
 
     def end(self) -> None:
-        """All tabs' connections end: the studio ends, and waits for nobody who only listens."""
+        """Close the connections of all tabs, so that the studio can end."""
         if self._loop is not None and not self._loop.is_closed():
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(lambda: [tab.put_nowait(None) for tab in self._tabs])
 
     async def listen(self) -> AsyncIterator[str]:
-        """Server-sent events as text, until the reader leaves; a comment every 15 seconds shows who has left."""
+        """Events as text until the reader leaves; a comment every 15 seconds detects readers that left."""
         self._loop = asyncio.get_running_loop()
         tab: asyncio.Queue = asyncio.Queue()
         self._tabs.add(tab)
@@ -89,7 +93,7 @@ class Studio:
         return self.outputs / HOME
 
     def folder(self, name: object) -> Path:
-        """The folder of a run's id, its path below `outputs`. Refused for anything else: nothing outside is read."""
+        """The folder of a run's id, which is its path below `outputs`. Refused for anything outside."""
         if not isinstance(name, str) or not name or "\0" in name:
             raise Refused(400, "no run is named")
         parts = name.split("/")
@@ -98,8 +102,64 @@ class Studio:
         path = self.outputs.joinpath(*parts)
         try:
             is_run = path.is_dir() and path.resolve() == path  # a link may lead anywhere
-        except OSError:  # a name that is too long, a folder that may not be read
+        except (OSError, ValueError):  # a name that is too long or not UTF-8, an unreadable folder
             is_run = False
         if not is_run:
             raise Refused(404, f"there is no run {name[:100]!r}")
         return path
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def own_folder(studio: Studio, name: str) -> Path:
+    """.studio/NAME, made for this user alone where it is missing. Refused where the system cannot make it."""
+    folder = studio.home / name
+    try:
+        studio.home.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise refused(error, str(folder)) from error
+    return folder
+
+
+def refused(error: OSError, what: str) -> Refused:
+    """The operating system's error about `what` in one line: 507 where the disk is full or fails, else 500."""
+    disk = refusal(error)
+    if disk is None:
+        return Refused(500, f"{what}: {error.strerror or error}")
+    return Refused(507, f"{what}: {disk.words}; {disk.remedy}")
+
+
+def read_bytes(path: Path, start: int = 0, most: int = MAX_FILE) -> bytes | None:
+    """At most `most` bytes of a file from `start` on; None where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(most)
+    except OSError:
+        return None
+
+
+def read_json(path: Path) -> dict | None:
+    """A JSON object of at most MAX_FILE bytes; None for anything else."""
+    try:
+        value = json.loads(read_bytes(path) or b"")
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process holds the lock of a file (flock); None where the file system cannot tell. Opens the file for
+    reading only: filelock would create it and ask for the lock itself, which a run that starts now would find taken."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False

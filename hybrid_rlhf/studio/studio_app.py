@@ -1,18 +1,21 @@
-"""The studio's application: its addresses, its news, and its page."""
+"""The studio's application: its parts with their addresses, its news and its page, and who may use them."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount
 from starlette.routing import Route as Address
 from starlette.staticfiles import StaticFiles
@@ -20,13 +23,31 @@ from starlette.staticfiles import StaticFiles
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.inference.server.page_policy import with_policy
-from hybrid_rlhf.studio.access import Access
+from hybrid_rlhf.studio import exports, marks, new_jobs, preflight, talk, uploads
+from hybrid_rlhf.studio.jobs import Jobs
+from hybrid_rlhf.studio.run_history import Histories
+from hybrid_rlhf.studio.run_pages import open_runs
+from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import Refused, Route, Studio
 
 PAGE = Path(__file__).parent / "page"
-MAX_BODY = 2**20
+MAX_BODY = 2**20  # bytes
 MAX_THREADS = 64
 _log = logging.getLogger(__name__)
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Callable, Callable], Awaitable[None]]
+
+
+def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
+    """All addresses, and what is called when the studio ends."""
+    histories, jobs, looks = Histories(), Jobs(studio), preflight.Look()
+    runs = RunList(studio, histories)
+    chat = talk.Talk(studio, runs)
+    run_routes, stop_watching = open_runs(studio, runs, histories)
+    jobs.open()
+    routes = [*run_routes, *new_jobs.routes(studio, jobs), *exports.routes(studio, jobs), *uploads.routes(studio),
+              *talk.routes(chat), *marks.routes(studio), *preflight.routes(studio, looks)]
+    return routes, [stop_watching, jobs.close, chat.end, looks.close]
 
 
 def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
@@ -35,7 +56,7 @@ def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
 
     @asynccontextmanager
     async def life(_app: Starlette) -> AsyncIterator[None]:
-        # requests that wait (a preview may take minutes) must not keep others out, however few cores there are
+        # a preview may take minutes, and must not keep other requests waiting on a machine with few cores
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_THREADS, "studio"))
         yield
         for close in closers:
@@ -54,13 +75,13 @@ def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
 def _json(route: Route) -> Callable:
     async def answer(request: Request) -> Response:
         body = await _body(request) if route.method == "POST" else {}
-        return await asyncio.to_thread(_told, route, dict(request.query_params), body)
+        return await asyncio.to_thread(_reply, route, dict(request.query_params), body)
 
     return _guarded(answer)
 
 
-def _told(route: Route, query: dict[str, str], body: dict) -> Response:
-    """Strict JSON, whatever other people's files held: NaN becomes null, half a surrogate pair its escape."""
+def _reply(route: Route, query: dict[str, str], body: dict) -> Response:
+    """Strict JSON: NaN becomes null."""
     return Response(to_json(route.handle(query, body)), media_type="application/json",
                     headers={"cache-control": "no-store"})
 
@@ -74,16 +95,16 @@ async def _body(request: Request) -> dict:
         if len(text) > MAX_BODY:
             raise Refused(413, "the request is too large")
     try:
-        found = json.loads(text or b"{}")
-    except (ValueError, RecursionError):
+        value = json.loads(text or b"{}")
+    except ValueError:
         raise Refused(400, "the body is no JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise Refused(400, "the body is no JSON object")
-    return found
+    return value
 
 
 def _guarded(handle: Callable) -> Callable:
-    """`handle`, whose refusals become one line, and whose faults one line and a traceback in the log."""
+    """`handle`, whose refusals become one line, and whose faults become one line and a traceback in the log."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -100,3 +121,64 @@ def _guarded(handle: Callable) -> Callable:
             return JSONResponse({"error": text}, 500)
 
     return answer
+
+
+# -- access -----------------------------------------------------------------------------------------------------------
+
+
+class Access:
+    """ASGI middleware around everything. A request needs:
+
+    - a Host that is this machine and this port, against DNS rebinding;
+    - the studio's own Origin (or Sec-Fetch-Site) where it has one, against other pages in the browser;
+    - the token, in a cookie that the page's first address (/?token=...) sets, and that no script can read.
+    """
+
+    def __init__(self, app: App, token: str, port: int) -> None:
+        self._app, self._token, self._cookie = app, token, f"studio_{port}"
+        self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
+
+    async def __call__(self, scope: Scope, receive: Callable, send: Callable) -> None:
+        if scope["type"] == "http":
+            answer = self._refusal(scope) or self._entry(scope)
+            if answer is not None:
+                await answer(scope, receive, send)
+                return
+        elif scope["type"] != "lifespan":
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if [name for name, _ in scope["headers"]].count(b"host") != 1 or headers["host"].lower() not in self._hosts:
+            return _no(403, "this studio answers at 127.0.0.1 only")
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
+        if origin is not None and origin.lower() not in {f"http://{host}" for host in self._hosts}:
+            return _no(403, "another page may not use the studio")
+        if site not in ("same-origin", "none") and not (scope["method"] == "GET" and scope["path"] == "/"):
+            return _no(403, "another page may not use the studio")
+        return None
+
+    def _entry(self, scope: Scope) -> Response | None:
+        """None for a request with the cookie; the cookie for one with the token; a refusal for others."""
+        headers = dict(scope["headers"])
+        tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token")
+        if scope["path"] == "/" and scope["method"] == "GET" and tokens and self._is_token(tokens[0]):
+            answer = RedirectResponse("/", 303, {"referrer-policy": "no-referrer", "cache-control": "no-store"})
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            return answer
+        cookies = headers.get(b"cookie", b"").decode("latin-1").split(";")  # other programs on 127.0.0.1 set odd ones
+        pairs = (cookie.strip().partition("=") for cookie in cookies)
+        if any(name == self._cookie and self._is_token(value) for name, _, value in pairs):
+            return None
+        text = "open the studio by the address that it printed, with its token (after a restart it is a new one)"
+        if scope["path"] == "/":
+            return PlainTextResponse(f"hybrid_rlhf studio: {text}\n", 401, {"cache-control": "no-store"})
+        return _no(401, text)
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), self._token.encode())
+
+
+def _no(status: int, text: str) -> JSONResponse:
+    return JSONResponse({"error": text}, status, {"cache-control": "no-store"})

@@ -1,38 +1,48 @@
-"""The studio's chat: which models are open, the way to them, and that they close when nobody talks to them."""
+"""The studio's chat: which runs can be talked to, which models are open, and the way through to their server."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import httpx
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from hybrid_rlhf.inference.server import page_policy
-from hybrid_rlhf.studio import chat_process
-from hybrid_rlhf.studio.chat_process import ChatProcess, Choice
-from hybrid_rlhf.studio.pass_through import PassThrough, body_of
-from hybrid_rlhf.studio.studio import Refused, Route, Studio
-from hybrid_rlhf.studio.studio_files import own_folder
-from hybrid_rlhf.studio.talk_models import POLICY, REWARD, talkable, talkables
+from hybrid_rlhf.studio.chat_process import COMMAND, ChatProcess, Choice, Talkable
+from hybrid_rlhf.studio.run_files import MODEL, newest_checkpoint, step_of
+from hybrid_rlhf.studio.runs import RunList
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder
+from hybrid_rlhf.training.registry import STAGES
 
 MAX_MODELS = 3
 IDLE_SECONDS = 15 * 60.0
+MAX_BODY = 2**20  # bytes: the server's own limit
+SILENCE_SECONDS = 330.0  # the server's patience with an answer is 300
+POLICY, REWARD = "policy", "reward model"
 SHARED = Path(page_policy.__file__).parent / "page" / "chat_stream.js"  # what both chat pages do
 _CARDS = ("/proc/driver/nvidia/version", "/dev/kfd")
+_RETURNED = ("content-type", "content-length", "retry-after")  # headers of an answer that are passed on
 
 
-def routes(studio: Studio, talk: Talk) -> list[Route]:
+def routes(talk: Talk) -> list[Route]:
     def forward(path: str, needs_reward: bool = False) -> Callable:
         async def answer(request: Request) -> Response:
             port, key = talk.address(needs_reward)
-            body = await body_of(request)
-            return PassThrough(request.method, f"http://127.0.0.1:{port}{path}", key, body,
-                               request.headers.get("content-type"), talk.using)
+            body = b""
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY:
+                    raise Refused(413, "the conversation is too large; start a new one")
+            return PassThrough(request, f"http://127.0.0.1:{port}{path}", key, body, talk.using)
 
         return answer
 
@@ -41,7 +51,7 @@ def routes(studio: Studio, talk: Talk) -> list[Route]:
         return FileResponse(SHARED, media_type="text/javascript", headers=headers)
 
     return [
-        Route("GET", "/api/talk/models", lambda _query, _body: {"models": [e.row() for e in talkables(studio)]}),
+        Route("GET", "/api/talk/models", lambda _query, _body: {"models": [row.shape() for row in talk.talkables()]}),
         Route("GET", "/api/talk", lambda _query, _body: talk.state()),
         Route("POST", "/api/talk/open", lambda _query, body: talk.open(body)),
         Route("POST", "/api/talk/close", lambda _query, _body: talk.close()),
@@ -52,35 +62,71 @@ def routes(studio: Studio, talk: Talk) -> list[Route]:
 
 
 class Talk:
-    """At most one set of models is open. idle_seconds: without a request, after which it closes. command: what starts
-    a process of ours."""
+    """The open models, one set at most. idle_seconds: without a request, after which they close. command: what starts a
+    process of ours."""
 
-    def __init__(self, studio: Studio, idle_seconds: float = IDLE_SECONDS, command: Sequence[str] = ()) -> None:
-        self._studio, self._idle_seconds = studio, idle_seconds
-        self._command = command or chat_process.COMMAND
+    def __init__(self, studio: Studio, runs: RunList, idle_seconds: float = IDLE_SECONDS,
+                 command: Sequence[str] = COMMAND) -> None:
+        self._studio, self._runs, self._idle_seconds, self._command = studio, runs, idle_seconds, command
         self._lock = threading.Lock()
         self._process: ChatProcess | None = None
         self._num_open, self._used, self._note = 0, time.monotonic(), ""
         self._has_ended = threading.Event()
         self._watch: threading.Thread | None = None
 
+    # -- which runs ----------------------------------------------------------------------------------------------------
+
+    def talkables(self) -> list[Talkable]:
+        """All runs that leave a model, the newest first."""
+        rows = (self._talkable(row) for row in self._runs.rows()[0])
+        return [row for row in rows if row is not None]
+
+    def _talkable(self, row: dict) -> Talkable | None:
+        """A run as it can be talked to now: by its model, or else by its newest checkpoint."""
+        stage, status, folder = row["stage"], row["status"], self._studio.outputs / row["id"]
+        kind = STAGES[stage].leaves if stage in STAGES else POLICY  # a stage of the user's own leaves one
+        if not stage or kind is None:
+            return None
+        if status == "finished" and (folder / MODEL / "config.json").is_file():
+            return Talkable(row["id"], stage, status, kind, folder / MODEL)
+        checkpoint = newest_checkpoint(folder)
+        if checkpoint is None:
+            why = "it has no checkpoint yet" if status == "running" else "it left no model and no checkpoint"
+            return Talkable(row["id"], stage, status, kind, why=why)
+        return Talkable(row["id"], stage, status, kind, checkpoint, step_of(checkpoint))
+
+    def _find(self, name: object, kind: str) -> Talkable:
+        """The run of an id. Refused for none, for one of another kind, and for one without a model."""
+        self._studio.folder(name)
+        run = self._talkable(self._runs.row(str(name)))
+        if run is None:
+            raise Refused(404, f"there is no model of {str(name)[:100]!r}")
+        if run.kind != kind:
+            does = "answers, and gives no scores" if run.kind == POLICY else "gives scores, and cannot answer"
+            raise Refused(400, f"{run.id} is a {run.kind}: it {does}")
+        if run.path is None:
+            raise Refused(409, f"{run.id}: {run.why}")
+        return run
+
+    # -- what is open --------------------------------------------------------------------------------------------------
+
     def state(self) -> dict:
-        """For the page. doing: what goes on while it starts; notes: what the server has to say; has_card: whether
-        there may be one to leave alone."""
+        """For the page. doing: its work while it starts; notes: lines of the server; has_card: whether there may be one
+        to leave alone."""
         process = self._process
         if process is not None and process.state == "closed":  # it may take a while to end
             process = None
         names = process.choice.names() if process else {}
         return {"state": process.state if process else "closed", "error": process.error if process else "",
-                "models": [{"name": name, "id": each.id, "step": each.step} for name, each in names.items()],
+                "models": [{"name": name, "id": model.id, "step": model.step} for name, model in names.items()],
                 "reward": bool(process and process.choice.reward), "doing": process.doing if process else "",
                 "notes": [*([self._note] if self._note else []), *(process.notes if process else [])],
                 "is_on_cpu": bool(process and process.choice.is_on_cpu),
                 "has_card": any(os.path.exists(path) for path in _CARDS)}
 
     def open(self, body: dict) -> dict:
-        """{"models": [ids], "reward": id or null, "is_on_cpu"}: the state. What is open already stays; anything else
-        is closed first. Refused for what cannot be talked to."""
+        """{"models": [ids], "reward": id or null, "is_on_cpu"}: the state. The same choice stays open; another one is
+        closed first. Refused for runs that cannot be talked to."""
         choice = self._choice(body)
         folder = own_folder(self._studio, "talk")
         with self._lock:
@@ -108,8 +154,8 @@ class Talk:
             raise Refused(400, f"{len(models)} models are more than the {MAX_MODELS} that fit side by side")
         if len({str(name) for name in models}) < len(models):
             raise Refused(400, "a model is named twice")
-        return Choice(tuple(talkable(self._studio, name, POLICY) for name in models),
-                      None if reward is None else talkable(self._studio, reward, REWARD), is_on_cpu)
+        return Choice(tuple(self._find(name, POLICY) for name in models),
+                      None if reward is None else self._find(reward, REWARD), is_on_cpu)
 
     def close(self, note: str = "") -> dict:
         """The state, when the processes have ended."""
@@ -131,7 +177,7 @@ class Talk:
         self.close()
 
     def address(self, needs_reward: bool = False) -> tuple[int, str]:
-        """Port and key of the server. Refused where there is none yet, or no more, or no reward model in it."""
+        """Port and key of the server. Refused where none is ready, or it has no reward model."""
         process = self._process
         if process is None or process.state in ("closed", "failed"):
             raise Refused(409, "no model is open; choose one and open it")
@@ -161,5 +207,59 @@ class Talk:
                 self.close(f"closed after {self._idle_seconds / 60:g} minutes without a question")
 
     def _changed(self) -> None:
-        self._used = time.monotonic()  # what has taken long to open is not idle
+        self._used = time.monotonic()  # models that took long to open are not idle
         self._studio.news.publish("talk", {})
+
+
+class PassThrough(Response):
+    """The answer of the server at `url` to a request, passed on as it comes. Of the page's headers the server gets the
+    content type alone. A reader who leaves ends the request there too, even before its first token. using: a block
+    around all of it."""
+
+    def __init__(self, request: Request, url: str, key: str, body: bytes, using: Callable[[], AbstractContextManager]
+                 ) -> None:
+        kind = request.headers.get("content-type")
+        headers = {"authorization": f"Bearer {key}"} | ({"content-type": kind} if kind else {})
+        self._request, self._using = httpx.Request(request.method, url, headers=headers, content=body), using
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def until_reader_leaves() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        with self._using():
+            tasks = [asyncio.ensure_future(self._answer(scope, receive, send)),
+                     asyncio.ensure_future(until_reader_leaves())]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if tasks[0].done():
+                    tasks[0].result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_stream = False
+        # no proxy of the environment's, and no certificates, which take long to read: it is this machine
+        timeout = httpx.Timeout(SILENCE_SECONDS, connect=5.0)
+        async with httpx.AsyncClient(timeout=timeout, trust_env=False, verify=False) as client:
+            try:
+                answer = await client.send(self._request, stream=True)
+                is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+                whole = None if is_stream else await answer.aread()
+                headers = [(name.encode(), answer.headers[name].encode()) for name in _RETURNED
+                           if name in answer.headers]
+                await send({"type": "http.response.start", "status": answer.status_code,
+                            "headers": [*headers, (b"cache-control", b"no-store")]})
+                if whole is None:
+                    async for part in answer.aiter_bytes():
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                await send({"type": "http.response.body", "body": whole or b""})
+            except httpx.HTTPError:
+                error = {"error": {"message": "the models' process has ended or does not answer"}}
+                if is_stream:
+                    await send({"type": "http.response.body", "body": f"data: {json.dumps(error)}\n\n".encode()})
+                else:
+                    await JSONResponse(error, 502)(scope, receive, send)

@@ -6,23 +6,24 @@ import asyncio
 import os
 import re
 import shutil
-import stat
+import time
 import unicodedata
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
+from filelock import FileLock
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hybrid_rlhf.core.own_files import fresh_path, is_unfinished
-from hybrid_rlhf.studio import file_lock
-from hybrid_rlhf.studio.studio import Refused, Route, Studio
-from hybrid_rlhf.studio.studio_files import own_folder, refused
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 MAX_BYTES, MIN_FREE = 4 * 2**30, 2**30  # of a file; of the disk when it is there
 MAX_NAME = 200  # bytes: file systems have 255, and a number may be added
+ABANDONED_SECONDS = 3600.0  # without a byte, after which an upload is over
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)  # no files, on a disk that Windows reads
 _AT_ONCE = 2**20  # bytes that are written in one go
 
@@ -38,32 +39,26 @@ def routes(studio: Studio) -> list[Route]:
 
 
 def clear(studio: Studio) -> None:
-    """Remove what uploads left that were under way when a studio was killed; those of another one's stay."""
-    folder = own_folder(studio, "data")
-    for path in folder.iterdir():
-        if is_unfinished(path.name) and path.is_file() and not path.is_symlink():
-            with suppress(OSError):
-                lock = file_lock.take(path)
-                if lock is not None:
-                    path.unlink()
-                    os.close(lock)
+    """Remove what was under way when a studio was killed; another studio's uploads are still growing."""
+    for path in own_folder(studio, "data").iterdir():
+        with suppress(OSError):
+            if is_unfinished(path.name) and time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                path.unlink()
 
 
 def uploads(studio: Studio) -> list[dict]:
-    """The newest first. Files that someone else put there are listed too; links are not."""
-    found = []
+    """The newest first. Files that were put there by hand are listed too; links are not."""
+    rows = []
     for entry in os.scandir(own_folder(studio, "data")):
-        with suppress(FileNotFoundError):
-            about = entry.stat(follow_symlinks=False)
-            if stat.S_ISREG(about.st_mode) and not entry.name.startswith(".") and _suffix(entry.name) in SUFFIXES:
-                found.append((about.st_mtime, {"name": entry.name, "path": entry.path, "bytes": about.st_size,
-                                               "rows": None}))
-    return [each for _, each in sorted(found, key=lambda pair: (-pair[0], pair[1]["name"]))]
+        if entry.is_file(follow_symlinks=False) and not entry.name.startswith(".") and _suffix(entry.name) in SUFFIXES:
+            info = entry.stat()
+            rows.append((info.st_mtime, {"name": entry.name, "path": entry.path, "bytes": info.st_size, "rows": None}))
+    return [row for _, row in sorted(rows, key=lambda pair: (-pair[0], pair[1]["name"]))]
 
 
-def checked_name(given: str) -> str:
+def checked_name(text: str) -> str:
     """The name that a file gets. Refused where it may lead elsewhere, hide, or be taken for an option."""
-    name = unicodedata.normalize("NFC", given)
+    name = unicodedata.normalize("NFC", text)
     if _suffix(name) not in SUFFIXES:
         raise Refused(415, f"the file's name must end with one of {', '.join(SUFFIXES)}")
     is_plain = all(char.isalnum() or char in "._- " for char in name) and name[0].isalnum()
@@ -74,39 +69,33 @@ def checked_name(given: str) -> str:
 
 
 async def upload(studio: Studio, request: Request) -> dict:
-    """The request's body as a file of .studio/data; a name that is taken gets -2. Nothing is left of one that is not
-    whole: too large, no room on the disk, a client that has left."""
+    """The request's body as a file of .studio/data; a name that is taken gets -2. An incomplete one is removed: too
+    large, no room on the disk, a client that has left."""
     name = checked_name(request.query_params.get("name", ""))
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/octet-stream":
         raise Refused(415, "the body must be application/octet-stream")
-    folder = await asyncio.to_thread(own_folder, studio, "data")
-    length = request.headers.get("content-length", "")
-    _check_room(folder, int(length) if length.isascii() and length.isdigit() else 0)
-    part, lock = fresh_path(folder), None
+    folder = own_folder(studio, "data")
+    _check_room(folder, int(request.headers.get("content-length", 0)))
+    part = fresh_path(folder)
     try:
-        lock = await asyncio.to_thread(file_lock.take, part)
-        assert lock is not None  # nobody else has the name
-        size = await _write(folder, lock, request.stream())
+        with part.open("xb") as file:
+            size = await _write(folder, file, request.stream())
         target = await asyncio.to_thread(_settle, part, folder, name)
     except OSError as error:
         raise refused(error, name) from error
     finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        if lock is not None:
-            os.close(lock)
+        part.unlink(missing_ok=True)
     return {"path": str(target), "name": target.name, "bytes": size}
 
 
-async def _write(folder: Path, handle: int, body: AsyncIterator[bytes]) -> int:
-    """All of the body; its size. Counted as it comes: what a client says of its length is no promise."""
+async def _write(folder: Path, file: BinaryIO, body: AsyncIterator[bytes]) -> int:
+    """Write the body; its size. Counted as it comes, as a client may give a wrong length or none."""
     size, waiting = 0, bytearray()
 
     def write() -> None:
         _check_room(folder, len(waiting))
-        view = memoryview(bytes(waiting))
-        while view:
-            view = view[os.write(handle, view):]
+        file.write(waiting)
+        file.flush()
 
     async for piece in body:
         size += len(piece)
@@ -117,7 +106,7 @@ async def _write(folder: Path, handle: int, body: AsyncIterator[bytes]) -> int:
             await asyncio.to_thread(write)
             waiting.clear()
     await asyncio.to_thread(write)
-    await asyncio.to_thread(os.fsync, handle)
+    await asyncio.to_thread(os.fsync, file.fileno())
     if not size:
         raise Refused(400, "the file is empty")
     return size
@@ -136,9 +125,9 @@ def _too_large() -> Refused:
 
 
 def _settle(part: Path, folder: Path, name: str) -> Path:
-    """The whole file under the first of NAME, NAME-2, NAME-3 that nothing has."""
+    """Rename the complete file to the first of NAME, NAME-2, NAME-3 that is free."""
     stem, suffix = name[:-len(_suffix(name))], _suffix(name)
-    with file_lock.alone(folder / ".names.lock"):
+    with FileLock(folder / ".names.lock"):
         number = 1
         while os.path.lexists(target := folder / (f"{stem}-{number}{suffix}" if number > 1 else name)):
             number += 1

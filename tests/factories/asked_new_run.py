@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from hybrid_rlhf.studio import new_run
+from hybrid_rlhf.studio import preflight
 from hybrid_rlhf.studio.goals import ASKS, STUDIO_GOALS
 from hybrid_rlhf.studio.studio import Studio
 from hybrid_rlhf.studio.studio_app import make_app
@@ -41,7 +41,7 @@ def tiny_place(folder: Path) -> Iterator[Path]:
 def asking(place: Path) -> Iterator[TestClient]:
     """A client of the addresses behind the page; runs would go below place/outputs."""
     studio = Studio((place / "outputs").resolve())
-    app = make_app(studio, new_run.routes(studio, DirectLook()), TOKEN, PORT)
+    app = make_app(studio, preflight.routes(studio, DirectLook()), TOKEN, PORT)
     with TestClient(app, base_url=f"http://127.0.0.1:{PORT}", follow_redirects=False) as found:
         assert found.get("/", params={"token": TOKEN}).status_code == 303
         yield found

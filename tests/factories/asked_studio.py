@@ -14,8 +14,7 @@ def main(outputs: str, place: str) -> None:
     from starlette.testclient import TestClient
 
     from hybrid_rlhf.studio.studio import Studio
-    from hybrid_rlhf.studio.studio_app import make_app
-    from hybrid_rlhf.studio.studio_parts import open_parts
+    from hybrid_rlhf.studio.studio_app import make_app, open_parts
 
     studio, token = Studio(Path(outputs).resolve()), "t" * 32
     routes, closers = open_parts(studio)

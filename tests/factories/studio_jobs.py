@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 from starlette.testclient import TestClient
 
-from hybrid_rlhf.studio import exports, job_requests, jobs, uploads
+from hybrid_rlhf.studio import exports, jobs, new_jobs, uploads
 from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.studio import Studio
 from hybrid_rlhf.studio.studio_app import make_app
@@ -85,10 +85,9 @@ sys.exit(command.main(["--outputs", sys.argv[2], "--port", "0", "--no_browser"])
 
 
 def use_quick_launcher(monkeypatch, folder: Path) -> Path:  # noqa: ANN001
-    """Jobs run LAUNCHER, and this test has a key of its own. Returns the launcher's file."""
+    """Jobs run LAUNCHER. Returns the launcher's file."""
     script = folder / "quick_launcher.py"
     script.write_text(LAUNCHER)
-    monkeypatch.setenv("HYBRID_RLHF_CACHE", str(folder / "cache"))
     monkeypatch.setattr(jobs, "LAUNCHER", (sys.executable, str(script)))
     monkeypatch.setattr(jobs, "LOOK_SECONDS", 0.05)
     return script
@@ -101,7 +100,7 @@ def queue_client(outputs: Path, *, is_open: bool = True) -> Iterator[TestClient]
     queue = Jobs(studio)
     if is_open:
         queue.open()
-    routes = [*job_requests.routes(studio, queue), *exports.routes(studio, queue), *uploads.routes(studio)]
+    routes = [*new_jobs.routes(studio, queue), *exports.routes(studio, queue), *uploads.routes(studio)]
     with TestClient(make_app(studio, routes, TOKEN, PORT, [queue.close]), base_url=f"http://127.0.0.1:{PORT}",
                     follow_redirects=False) as client:
         assert client.get("/", params={"token": TOKEN}).status_code == 303

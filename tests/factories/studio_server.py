@@ -14,8 +14,7 @@ import httpx
 import uvicorn
 
 from hybrid_rlhf.studio.studio import Studio
-from hybrid_rlhf.studio.studio_app import make_app
-from hybrid_rlhf.studio.studio_parts import open_parts
+from hybrid_rlhf.studio.studio_app import make_app, open_parts
 
 TOKEN = "t" * 32
 

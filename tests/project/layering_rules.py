@@ -55,13 +55,15 @@ DEPENDENCIES = {
     "datasets": (f"{H}.data.sources",),
     "deepspeed": (f"{H}.engine.train.zero", f"{H}.engine.train.deepspeed_compat"),
     "fastapi": (f"{H}.inference.server",),
+    "filelock": (f"{H}.studio",),
     "gguf": (f"{H}.export.gguf",),
-    "httpx": (f"{H}.studio.pass_through",),
+    "httpx": (f"{H}.studio.talk",),
     "huggingface_hub": (f"{H}.commands.export", f"{H}.models.carried"),
     "jsonargparse": (f"{H}.cli", f"{H}.core.config", f"{H}.core.jsonargparse_compat"),
     "matplotlib": (f"{H}.report.plots",),
     "packaging": (f"{H}.commands.doctor",),
     "peft": (f"{H}.models.lora", f"{H}.models.peft_compat"),
+    "psutil": (f"{H}.studio",),
     "pyarrow": (f"{H}.data.sources",),  # datasets brings it
     # fastapi brings it and starlette
     "pydantic": (f"{H}.inference.server.protocol", f"{H}.inference.server.completion_protocol"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_rlhf.studio.comparison import compare, differing, flat, side_by_side
-from hybrid_rlhf.studio.history_reader import Histories
+from hybrid_rlhf.studio.run_history import Histories
+from hybrid_rlhf.studio.run_pages import compare, differing, flat, side_by_side
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import Refused, Studio
 from tests.factories.studio_runs import PROMPTS, append, make_run

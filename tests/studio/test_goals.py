@@ -10,9 +10,9 @@ import yaml
 from hybrid_rlhf import cli
 from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.rewards.builtin import BUILTINS
-from hybrid_rlhf.studio import new_run
+from hybrid_rlhf.studio import preflight
 from hybrid_rlhf.studio.goals import STUDIO_GOALS
-from hybrid_rlhf.studio.plain_settings import plain
+from hybrid_rlhf.studio.option_help import plain
 from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.training.registry import STAGES
 from tests.factories.asked_new_run import answers, post, rows_of
@@ -45,9 +45,9 @@ def test_a_card_is_asked_for_once_where_there_may_be_one(client, place, tmp_path
         def close(self):
             asked.append("close")
 
-    monkeypatch.setattr(new_run, "_CARD_FILES", (str(tmp_path),))
-    monkeypatch.setattr(new_run, "Look", Card)
-    goals = new_run.routes(Studio(place / "outputs"), DirectLook())[0].handle
+    monkeypatch.setattr(preflight, "_CARD_FILES", (str(tmp_path),))
+    monkeypatch.setattr(preflight, "Look", Card)
+    goals = preflight.routes(Studio(place / "outputs"), DirectLook())[0].handle
     first = goals({}, {})
     assert (first["card"], first["card_note"]) == ("cpu", "the card could not be looked at: it ended")
     assert [goals({}, {})["card"] for _ in range(2)] == ["24gb"] * 2

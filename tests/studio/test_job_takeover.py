@@ -9,7 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from hybrid_rlhf.studio import file_lock, jobs
+from hybrid_rlhf.studio import jobs
+from hybrid_rlhf.studio.studio import is_locked
 from tests.factories.studio_jobs import (
     StudioProcess,
     ended,
@@ -92,7 +93,7 @@ def test_of_two_studios_on_one_folder_one_runs_the_queue_and_then_the_other(scri
 def test_the_lock_of_the_queue_passes_to_the_studio_that_is_left(script, outputs):
     with queue_client(outputs) as left:
         with queue_client(outputs):
-            until(lambda: file_lock.is_held(outputs / ".studio/jobs/queue.lock"))
+            until(lambda: is_locked(outputs / ".studio/jobs/queue.lock"))
         assert ended(left, start(left, "a")["id"])["state"] == "done"
 
 
@@ -103,7 +104,7 @@ def test_a_run_whose_watcher_is_killed_still_counts_and_still_stops(script, outp
         found = process_of(outputs, job["id"])
         until(lambda: notes(tmp_path / "notes"))
         os.kill(found["watcher"]["pid"], signal.SIGKILL)
-        until(lambda: not file_lock.is_held(outputs / ".studio/jobs" / job["id"] / "lock"))
+        until(lambda: not is_locked(outputs / ".studio/jobs" / job["id"] / "lock"))
         assert look(client, job["id"])["state"] == "running" and look(client, waiting["id"])["state"] == "queued"
         client.post("/api/job/stop", json={"id": job["id"]})
         job = ended(client, job["id"])
@@ -125,7 +126,7 @@ def test_a_number_that_has_become_a_strangers_is_neither_alive_nor_killed(script
         assert look(client, job["id"])["state"] == "lost"
         path = outputs / ".studio/jobs" / job["id"] / "process.json"
         for name in ("watcher", "process"):
-            found[name]["pid"] = stranger
+            found[name] = {"pid": stranger, "began": found[name]["began"] - 60}
         path.write_text(json.dumps(found))
     with queue_client(outputs, is_open=False) as client:
         assert look(client, job["id"])["state"] == "lost"

@@ -13,8 +13,8 @@ import pytest
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.jsonargparse_compat import option_names
 from hybrid_rlhf.core.options import is_text, value_of
-from hybrid_rlhf.studio.common_options import by_table, common_options
 from hybrid_rlhf.studio.option_help import CHOICES, LEFT_OUT, options_of
+from hybrid_rlhf.studio.settings_text import by_table, common_options
 from hybrid_rlhf.training.registry import STAGES, variant_options
 
 options = cache(options_of)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.studio.run_parents import parents_of, shown
+from hybrid_rlhf.studio.runs import parent_names, parents_of
 
 OUTPUTS, KNOWN = Path("/data/outputs"), {"demo/sft", "demo/reward", "demo/ppo", "big", "demo/judge"}
 
 
 def parents(config, run="demo/ppo", facts=None, stage="ppo"):
-    return shown(run, parents_of(run, {"stage": stage, "config": config, "facts": facts or {}}, OUTPUTS), KNOWN)
+    return parent_names(run, parents_of(run, {"stage": stage, "config": config, "facts": facts or {}}, OUTPUTS), KNOWN)
 
 
 def role(name, path):

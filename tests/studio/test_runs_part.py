@@ -142,8 +142,7 @@ import json, sys
 from pathlib import Path
 from starlette.testclient import TestClient
 from hybrid_rlhf.studio.studio import Studio
-from hybrid_rlhf.studio.studio_app import make_app
-from hybrid_rlhf.studio.studio_parts import open_parts
+from hybrid_rlhf.studio.studio_app import make_app, open_parts
 
 studio = Studio(Path(sys.argv[1]).resolve())
 routes, closers = open_parts(studio)

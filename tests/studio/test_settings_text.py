@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.memory_plan.presets import CARDS
-from hybrid_rlhf.studio.common_options import common_options
-from hybrid_rlhf.studio.settings_text import check_names, flow, settings_text, with_card
+from hybrid_rlhf.studio.settings_text import check_names, common_options, flow, settings_text, with_card
 from hybrid_rlhf.training.registry import STAGES
 
 ODD = ["1e-5", "1E5", ".5", "5.", ".inf", "-.INF", ".NaN", "null", "Null", "~", "yes", "No", "on", "y", "true", "0o7",
@@ -115,9 +114,8 @@ def test_comments_say_what_null_means_and_what_is_true_of_the_value():
 
 @pytest.mark.parametrize(("chosen", "said"), [
     ({"a..b": 1}, "unknown option 'a..b'"), ({"": 1}, "unknown option ''"), ({"a\nb": 1}, "unknown option"),
-    ({"ü": 1}, "unknown option"), ({"a: b\nc": 1}, "unknown option"), ({"\ud800": 1}, "unknown option"),
-    ({"model": {"a": 1}, "model.lora.r": 1}, "model and model.lora.r are both given"),
-    ({"a": ["\ud800"]}, "a holds half a character"), ({"a": {"\udfff": 1}}, "a holds half a character")])
+    ({"ü": 1}, "unknown option"), ({"a: b\nc": 1}, "unknown option"),
+    ({"model": {"a": 1}, "model.lora.r": 1}, "model and model.lora.r are both given")])
 def test_what_no_file_can_hold_is_one_line(chosen, said):
     with pytest.raises(UserError, match=said) as found:
         check_names(chosen)
@@ -125,7 +123,7 @@ def test_what_no_file_can_hold_is_one_line(chosen, said):
 
 
 def test_neither_the_file_nor_the_studio_needs_torch():
-    code = ("import json, sys; from hybrid_rlhf.studio import command, studio_app, studio_parts, settings_text as s; "
+    code = ("import json, sys; from hybrid_rlhf.studio import command, studio_app, settings_text as s; "
             "s.settings_text('grpo', s.with_card({}, '8gb'), {}, '8gb'); print(json.dumps(sorted(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}

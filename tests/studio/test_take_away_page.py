@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hybrid_rlhf.studio import exports, job_requests, jobs
+from hybrid_rlhf.studio import exports, jobs, new_jobs
 from hybrid_rlhf.studio.studio import Route
 from tests.factories import studio_server
 from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, texts, until
@@ -29,7 +29,7 @@ def studio(tmp_path, monkeypatch):
     def parts(studio):
         queue = jobs.Jobs(studio)
         queue.open()
-        routes = [*job_requests.routes(studio, queue), *exports.routes(studio, queue),
+        routes = [*new_jobs.routes(studio, queue), *exports.routes(studio, queue),
                   Route("GET", "/api/runs", lambda _query, _body: {"folder": "", "runs": ROWS}),
                   Route("GET", "/api/run", lambda query, _body: {"card": f"# {query['id']} <b>is a card</b>"})]
         return routes, [queue.close]

@@ -10,14 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from starlette.testclient import TestClient
 
 from hybrid_rlhf.core.own_files import fresh_path
-from hybrid_rlhf.studio import file_lock
+from hybrid_rlhf.studio.run_history import Histories
+from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.studio.studio_app import make_app
 from hybrid_rlhf.studio.talk import Talk, routes
-from hybrid_rlhf.studio.talk_models import talkables
 from tests.factories.studio_runs import make_run
 
 DOUBLE = (sys.executable, str(Path(__file__).parent / "chat_double.py"))
@@ -35,16 +36,20 @@ def studio(tmp_path, monkeypatch):
     return Studio(outputs)
 
 
+def talk_of(studio, **options) -> Talk:
+    return Talk(studio, RunList(studio, Histories()), command=DOUBLE, **options)
+
+
 @pytest.fixture
 def talk(studio):
-    made = Talk(studio, command=DOUBLE)
+    made = talk_of(studio)
     yield made
     made.end()
 
 
 @pytest.fixture
 def client(studio, talk):
-    app = make_app(studio, routes(studio, talk), TOKEN, PORT)
+    app = make_app(studio, routes(talk), TOKEN, PORT)
     with TestClient(app, base_url=f"http://127.0.0.1:{PORT}", cookies={f"studio_{PORT}": TOKEN}) as found:
         yield found
 
@@ -144,7 +149,7 @@ def test_closing_ends_the_process_also_while_it_starts(studio, talk):
 
 @pytest.mark.slow
 def test_it_closes_when_nobody_has_asked_for_a_while_and_not_during_a_request(studio):
-    talk = Talk(studio, idle_seconds=1.2, command=DOUBLE)
+    talk = talk_of(studio, idle_seconds=1.2)
     try:
         opened(talk, "dpo")
         with talk.using():
@@ -176,7 +181,7 @@ def test_what_cannot_be_talked_to_is_refused(studio, talk, body, status, text):
 # -- models of checkpoints -------------------------------------------------------------------------------------------
 
 
-def test_all_that_can_be_talked_to_is_listed_with_what_it_would_be(studio):
+def test_all_that_can_be_talked_to_is_listed_with_what_it_would_be(studio, talk):
     running = make_run(studio.outputs, "a/b/c/running", "grpo", status="running")
     running.checkpoint()
     make_run(studio.outputs, "stopped", "sft", steps=30, status="stopped")
@@ -190,7 +195,7 @@ def test_all_that_can_be_talked_to_is_listed_with_what_it_would_be(studio):
     (studio.outputs / "half").mkdir()
     (studio.outputs / "half" / "run.json").write_text('{"stage": "sft", "sta')
     rows = {row["id"]: (row["status"], row["step"], row["kind"], row["why"])
-            for row in (each.row() for each in talkables(studio))}
+            for row in (run.shape() for run in talk.talkables())}
     assert rows == {
         "demo/sft": ("finished", None, "policy", None), "demo/ppo": ("finished", None, "policy", None),
         "dpo": ("finished", None, "policy", None), "demo/reward": ("finished", None, "reward model", None),
@@ -241,10 +246,11 @@ def test_what_a_killed_studio_left_is_removed_and_what_another_one_uses_is_not(s
     for place in (left, used):
         (place / "model").mkdir(parents=True)
         (place / "lock").touch()
-    lock = file_lock.take(used / "lock")
+    lock = FileLock(used / "lock")
+    lock.acquire()
     opened(talk, "dpo")
     assert [path for path in folder.iterdir() if path in (left, used)] == [used]
-    assert lock is not None
+    lock.release()
 
 
 def test_what_is_going_on_is_told_while_it_starts(studio, talk, running):

@@ -131,8 +131,8 @@ def _is_there(pid: int) -> bool:
 def test_the_studio_s_process_computes_nothing(tmp_path):
     """Nor does it import what does, which takes seconds and gigabytes."""
     script = ("import sys\nfrom pathlib import Path\nfrom hybrid_rlhf.studio import command\n"
-              "from hybrid_rlhf.studio.studio import Studio\nfrom hybrid_rlhf.studio.studio_app import make_app\n"
-              "from hybrid_rlhf.studio.studio_parts import open_parts\n"
+              "from hybrid_rlhf.studio.studio import Studio\n"
+              "from hybrid_rlhf.studio.studio_app import make_app, open_parts\n"
               f"studio = Studio(Path({str(tmp_path)!r}).resolve())\nroutes, closers = open_parts(studio)\n"
               f"make_app(studio, routes, {TOKEN!r}, 8090, closers)\n"
               "heavy = {'torch', 'transformers', 'datasets', 'deepspeed'} & set(sys.modules)\n"

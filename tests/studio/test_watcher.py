@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from hybrid_rlhf.studio.history_reader import Histories
+from hybrid_rlhf.studio.run_history import Histories
+from hybrid_rlhf.studio.run_pages import Watcher
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import Studio
-from hybrid_rlhf.studio.watcher import Watcher
 from tests.factories.studio_runs import make_run
 
 

@@ -1,20 +1,18 @@
-"""Samples and answers by step, episodes turn by turn, and files that nobody could have meant."""
+"""Samples and answers by step, and episodes turn by turn."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 
 from hybrid_rlhf.rollout.episode_record import readable
-from hybrid_rlhf.studio import sample_reader
-from hybrid_rlhf.studio.sample_reader import SampleIndex, Samples
+from hybrid_rlhf.studio import run_history
+from hybrid_rlhf.studio.run_history import Samples
 from hybrid_rlhf.studio.studio import Refused
 from tests.factories.studio_runs import append, make_run, samples
 
 
 def ask(folder, reader=None, **query):
-    return (reader or Samples()).told(folder, {name: str(value) for name, value in query.items()})
+    return (reader or Samples()).answer(folder, {name: str(value) for name, value in query.items()})
 
 
 def test_the_newest_step_is_told_and_any_other_on_request(tmp_path):
@@ -54,21 +52,6 @@ def test_samples_that_are_written_or_cut_back_are_followed(tmp_path):
     assert found["steps"] == [1, 5, 7] and found["samples"] == samples(7)
 
 
-def test_only_new_lines_are_read(tmp_path):
-    run = make_run(tmp_path, "a", "ppo", 0, "running")
-    path = run.folder / "samples.jsonl"
-    for step in range(1, 1001):
-        append(path, samples(step))
-    index = SampleIndex(run.folder)
-    index.update()
-    size = path.stat().st_size
-    assert index.steps == list(range(1, 1001)) and size <= index._lines.num_bytes <= size + 2**20
-    append(path, samples(1001))
-    index.update()
-    assert index._lines.num_bytes - size < 3000 and index.read(1001, 9) == samples(1001)
-    assert index.read(77, 9) == samples(77)
-
-
 def test_an_episode_is_told_turn_by_turn_and_without_its_tokens(tmp_path):
     run = make_run(tmp_path, "a", "grpo", 1, "running", has_tools=True)
     row = ask(run.folder)["samples"][0]
@@ -82,51 +65,20 @@ def test_turns_are_read_as_the_rollout_writes_them():
         {"function": {"name": "look", "arguments": {"at": "it"}}}]},
         {"role": "tool", "name": "look", "content": "seen"}, {"role": "user", "content": "and?"},
         {"role": "assistant", "content": ""}])
-    assert sample_reader.turns(text) == [{"who": "assistant", "text": "two\nlines [x] here look(at='it')"},
+    assert run_history.turns(text) == [{"who": "assistant", "text": "two\nlines [x] here look(at='it')"},
                                          {"who": "look", "text": "seen"}, {"who": "user", "text": "and?"},
                                          {"who": "assistant", "text": ""}]
-    assert sample_reader.turns("no turns") == [] and sample_reader.turns("") == []
-    assert sample_reader.turns("before\n[a] x") == [{"who": "", "text": "before"}, {"who": "a", "text": "x"}]
+    assert run_history.turns("no turns") == [] and run_history.turns("") == []
+    assert run_history.turns("before\n[a] x") == [{"who": "", "text": "before"}, {"who": "a", "text": "x"}]
 
 
-def test_strange_rows_are_shown_as_far_as_they_can_be(tmp_path):
-    run = make_run(tmp_path, "a", "ppo", 0, "running")
-    rows = [{"prompt": "x" * 10**6, "step": 1, "completion": None, "score": "high", "scores": {"a": "x", "b": 1.5},
-             "more": {"a": [1]}, "list": [1], "ended_by": 3}, {"step": 1, "scores": 3, "ended_by": "done"}]
-    append(run.folder / "samples.jsonl", rows)
-    with (run.folder / "samples.jsonl").open("a") as file:
-        file.write('{"step": 2, "score": NaN}\nnot JSON\n{"step": "3"}\n[4]\n{"step": 1, "prompt": "back"}\n')
-    found = ask(run.folder, step=1)
-    assert found["steps"] == [1, 2] and len(found["samples"][0].pop("prompt")) < 20_100
-    assert found["samples"] == [{"step": 1, "completion": None, "scores": {"b": 1.5}, "ended_by": 3},
-                                {"step": 1, "scores": {}, "ended_by": "done"}]
-    json.dumps(found)
-
-
-def test_what_is_sent_is_bounded(tmp_path, monkeypatch):
+def test_what_is_sent_is_bounded(tmp_path):
     run = make_run(tmp_path, "a", "ppo", 0, "running")
     for _ in range(100):
         append(run.folder / "samples.jsonl", samples(1))
         append(run.folder / "answers.jsonl", [{"step": 1, "prompt": "p" * 1000, "completion": "c"}] * 20)
     found = ask(run.folder, limit=10**9)
-    assert len(found["samples"]) == sample_reader.MAX_LIMIT and len(found["answers"]) == sample_reader.MAX_ANSWERS
-    monkeypatch.setattr(sample_reader, "MAX_STEPS", 10)
-    many, reader = make_run(tmp_path, "b", "ppo", 0, "running"), Samples()
-    for step in range(1, 60):
-        append(many.folder / "samples.jsonl", samples(step))
-        found = ask(many.folder, reader)
-        assert len(found["steps"]) < 10 and found["steps"] == sorted(found["steps"])
-        assert found["steps"][-1] == step and found["samples"] == samples(step)
-
-
-@pytest.mark.parametrize("name", ["samples.jsonl", "answers.jsonl"])
-def test_a_link_is_not_followed(tmp_path, name):
-    run = make_run(tmp_path, "a", "ppo", 5, "running")
-    (tmp_path / "secret").write_text('{"step": 3, "prompt": "secret"}\n')
-    (run.folder / name).unlink()
-    (run.folder / name).symlink_to(tmp_path / "secret")
-    found = ask(run.folder)
-    assert "secret" not in json.dumps(found) and found["notes"] == [f"{name} cannot be read: it is a link"]
+    assert len(found["samples"]) == run_history.MAX_SAMPLES and len(found["answers"]) == run_history.MAX_ANSWERS
 
 
 @pytest.mark.parametrize("query", [{"step": "x"}, {"limit": "many"}, {"step": "1.5"}])

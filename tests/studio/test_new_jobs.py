@@ -1,16 +1,23 @@
-"""What the page says of a new run becomes data in a file of settings, below the outputs and nowhere else."""
+"""New jobs: settings become data in a file below the outputs, and those of others name their code before they run."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import yaml
 
 from hybrid_rlhf import cli
-from hybrid_rlhf.studio.job_settings import evaluation, new_folder, own_settings, settings_text
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.studio.job import Job
+from hybrid_rlhf.studio.jobs import module_code
+from hybrid_rlhf.studio.new_jobs import _is_ending, evaluation, named_code, new_folder, own_settings, run_settings
 from hybrid_rlhf.studio.studio import Refused, Studio
+from tests.factories.studio_jobs import queue_client, use_quick_launcher
 from tests.factories.studio_runs import make_run
 
 
@@ -20,9 +27,8 @@ def test_names_of_new_runs(tmp_path, run):
 
 
 @pytest.mark.parametrize("run", [
-    "", None, 3, ["a"], "/a", "a/", "a//b", ".", "..", "../a", "a/../b", ".studio", ".studio/jobs/a", "a/.b", "-a",
-    "a/-b", "a b", "a\n", "a\0", "é", "a\\b", "a:b", "~", "~root", "a/b/c/d/e", "x" * 101, "exports",
-    "exports/a", "EXPORTS/a"])
+    "", None, "/a", "a/", "a//b", ".", "..", "../a", "a/../b", ".studio", "a/.b", "-a", "a b", "a\n", "a\0", "a\\b",
+    "~", "a/b/c/d/e", "x" * 101, "exports", "EXPORTS/a"])
 def test_what_is_no_name_of_a_run(tmp_path, run):
     with pytest.raises(Refused) as refusal:
         new_folder(Studio(tmp_path), run)
@@ -46,14 +52,14 @@ def test_a_new_run_is_where_nothing_is(tmp_path, run, why):
 
 STRANGE = ["", " ", "a\nb: c", "it's \"quoted\"", "!!python/object/apply:os.system ['true']", "&a *a", "- x", "{a: b}",
            "# no comment", "null", "none", "yes", "1e-5", "0x10", "2020-01-01", "%YAML", "---", "=", "<<", "~/x",
-           "\x00\x1b", "\u2028\u0085\ufeff", "😀", "\ud800", "a: |\n  b", "\t", "@", "`", "?", ": ", "é" * 5000]
+           "\x00\x1b", "\u2028\u0085\ufeff", "😀", "a: |\n  b", "\t", "@", "`", "?", ": ", "é" * 5000]
 
 
 @pytest.mark.parametrize("value", [
     *STRANGE, *([text] for text in STRANGE[:8]), None, True, 3, -0.5, 1e-5, math.inf, [], {}, 10**30,
     [[1], {"a.b": ["c"]}], {"name.with.dots": 1, "": 2, "a\nb": [None]}])
 def test_a_value_arrives_as_it_is(tmp_path, value):
-    text = settings_text({"data.sources": value, "reward.options.f.k": value, "top": value}, tmp_path)
+    text = run_settings({"data.sources": value, "reward.options.f.k": value, "top": value}, tmp_path)
     assert text.isascii()
     assert yaml.safe_load(text) == {"data": {"sources": value}, "reward": {"options": {"f": {"k": value}}},
                                     "top": value, "output_dir": str(tmp_path)}
@@ -61,42 +67,28 @@ def test_a_value_arrives_as_it_is(tmp_path, value):
 
 def test_text_that_looks_like_a_number_is_text_to_the_launcher_too(tmp_path):
     """Whose reader of YAML takes 1e-5 for a number where it stands without quotes."""
-    (tmp_path / "a.yaml").write_text(settings_text(
+    (tmp_path / "a.yaml").write_text(run_settings(
         {"data.sources": ["1e-5", ".5"], "model.tokenizer_name_or_path": "1E5", "train.learning_rate": 1e-5}, None))
     config, _ = cli.read_settings("sft", ["--config", str(tmp_path / "a.yaml")])
     assert [source.path for source in config.data.sources] == ["1e-5", ".5"]
     assert (config.model.tokenizer_name_or_path, config.train.learning_rate) == ("1E5", 1e-5)
 
 
-@pytest.mark.parametrize("name", ["no.such.option", "", ".", "a..b", "!!python/name:os.system", "a\nb", "{", "data."])
-def test_an_option_that_there_is_not_is_left_to_the_launcher(name):
-    found = yaml.safe_load(settings_text({name: 1}, None))
-    for part in name.split("."):
-        found = found[part]
-    assert found == 1
-
-
-@pytest.mark.parametrize("settings", [
-    {"a": 1, "a.b": 2}, {"a.b": 1, "a": {"c": 2}}, {"a": {"b": 1}, "a.b": 2}, {"a.b": 1, "a.b.c": 2},
-    {"a": [], "a.0": 1}])
+@pytest.mark.parametrize("settings", [{"a": 1, "a.b": 2}, {"a.b": 1, "a": {"c": 2}}, {"a.b": 1, "a.b.c": 2}])
 def test_two_values_of_one_option_are_refused(settings):
-    with pytest.raises(Refused, match="two things") as refusal:
-        settings_text(settings, None)
-    assert refusal.value.option in settings
+    with pytest.raises(UserError, match="are both given"):
+        run_settings(settings, None)
 
 
-def test_what_is_no_mapping_or_too_deep_is_refused(tmp_path):
-    deep: list = []
-    for _ in range(5000):
-        deep = [deep]
-    for settings in (None, [], "a: b", 3, {"a": deep}):
+def test_settings_are_a_mapping_and_do_not_move_the_run(tmp_path):
+    for settings in (None, [], "a: b"):
         with pytest.raises(Refused):
-            settings_text(settings, None)
-    for given in ("outputs/other", "/etc", 3, ["x"]):
+            run_settings(settings, None)
+    for folder in ("outputs/other", "/etc"):
         with pytest.raises(Refused) as refusal:
-            settings_text({"output_dir": given}, tmp_path / "a")
+            run_settings({"output_dir": folder}, tmp_path / "a")
         assert refusal.value.option == "output_dir"
-    assert yaml.safe_load(settings_text({"output_dir": str(tmp_path / "a")}, tmp_path / "a")) == {
+    assert yaml.safe_load(run_settings({"output_dir": str(tmp_path / "a")}, tmp_path / "a")) == {
         "output_dir": str(tmp_path / "a")}
 
 
@@ -145,3 +137,66 @@ def test_an_evaluation_of_runs_without_rewards_is_left_to_the_launcher(tmp_path)
     for runs in (["a"], ["a", "a"], ["a"] * 9, "ab", None, ["a", 3], ["a", "../a"]):
         with pytest.raises(Refused):
             evaluation(Studio(tmp_path), runs, {})
+
+
+BEGAN = "2026-11-26T10:00:00+00:00"
+
+
+@pytest.mark.parametrize(("status", "finished", "state", "is_ending"), [
+    ("running", None, "running", False),
+    ("stopped", None, "running", True),  # it writes its model
+    ("stopped", "2026-11-26T10:05:00+00:00", "running", True),
+    ("stopped", "2026-11-26T09:55:00+00:00", "running", False),  # by an earlier process; this one has yet to begin
+    ("failed", None, "running", False),
+    ("stopped", None, "queued", False)])
+def test_a_run_is_ending_once_its_record_says_so(tmp_path, status, finished, state, is_ending):
+    (tmp_path / "run.json").write_text(json.dumps({"status": status, "finished": finished}))
+    assert _is_ending(Job("1", {}, state, started=BEGAN), tmp_path) == is_ending
+
+
+@pytest.mark.parametrize("settings, named", [
+    ({"reward": {"functions": ["builtin:format", "builtin:numeric_match"]},
+      "environment": {"tools": ["builtin:calculator"]}}, []),
+    ({"reward": {"functions": ["builtin:format", "/x/f.py:s"]}}, ["reward.functions /x/f.py:s"]),
+    ({"reward": {"functions": "f.py:s"}}, ["reward.functions f.py:s"]),
+    ({"reward.functions": ["f.py:s"]}, ["reward.functions f.py:s"]),
+    ({"environment": {"factory": {"game": "g.py:Game"}}}, ["environment.factory.game g.py:Game"]),
+    ({"environment": {"tools": ["t.py:search"]}}, ["environment.tools t.py:search"]),
+    ({"reward": {"judge": {"url": "http://x", "model": None}, "url": "http://y"}},
+     ["reward.judge.url http://x", "reward.url http://y"]),
+    ({"roles": {"reward": {}}, "model": {"trust_remote_code": True, "trust_pickled_weights": False}},
+     ["model.trust_remote_code"]),
+    (None, []), ([1], []), ("text", [])])
+def test_code_addresses_and_permissions_are_named(settings, named):
+    assert named_code(settings) == named
+
+
+def a_strangers_run(outputs):
+    folder = outputs / "theirs"
+    folder.mkdir(parents=True)
+    settings = {"stage": "sft", "reward": {"functions": ["/x/evil.py:score"]}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "run.json").write_text('{"stage": "sft", "status": "stopped", "config": {}, "metrics": {}, "facts": {}}')
+    return folder
+
+
+def test_a_strangers_run_is_resumed_after_a_word_of_confirmation_only(monkeypatch, tmp_path):
+    use_quick_launcher(monkeypatch, tmp_path)
+    a_strangers_run(tmp_path / "outputs")
+    with queue_client(tmp_path / "outputs", is_open=False) as client:
+        answer = client.post("/api/run/resume", json={"id": "theirs"})
+        assert (answer.status_code, answer.json()["option"]) == (409, "is_confirmed")
+        assert "/x/evil.py:score" in answer.json()["error"]
+        assert client.get("/api/jobs").json()["jobs"] == []
+        assert client.post("/api/run/resume", json={"id": "theirs", "is_confirmed": "yes"}).status_code == 409
+        assert client.post("/api/run/resume", json={"id": "theirs", "is_confirmed": True}).status_code == 200
+
+
+def test_a_module_in_the_current_folder_is_not_taken_for_the_library(tmp_path):
+    (tmp_path / "hybrid_rlhf").mkdir()
+    (tmp_path / "hybrid_rlhf" / "__init__.py").write_text("raise SystemExit('stranger')")
+    (tmp_path / "hybrid_rlhf" / "__main__.py").write_text("")
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    found = subprocess.run([sys.executable, "-c", module_code("hybrid_rlhf.__main__", "launch"), "--version"],
+                           cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
+    assert found.returncode == 0 and "stranger" not in found.stdout + found.stderr

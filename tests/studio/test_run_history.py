@@ -1,20 +1,17 @@
-"""Curves from a metrics.jsonl that grows, shrinks, is replaced or damaged; each value is worked out from the rows."""
+"""Curves and alarms of a metrics.jsonl that grows, shrinks or is replaced; each value is worked out from the rows."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import statistics
-import tracemalloc
 
 import pytest
 
 from hybrid_rlhf.report import alarms
-from hybrid_rlhf.studio import history_reader, run_files
-from hybrid_rlhf.studio.history_reader import Histories, History, told
-from hybrid_rlhf.studio.run_files import Unreadable
+from hybrid_rlhf.studio import run_history
+from hybrid_rlhf.studio.run_history import Histories, Metrics, curves
 from hybrid_rlhf.studio.studio import Refused
 
 
@@ -35,7 +32,7 @@ def curve(found, name):
 
 
 def ask(histories, folder, names, points=400):
-    return told(histories, folder, {"names": names, "points": str(points)})
+    return curves(histories, folder, {"names": names, "points": str(points)})
 
 
 def test_few_steps_are_told_as_they_are(folder):
@@ -55,7 +52,7 @@ def test_buckets_have_the_lowest_the_highest_and_the_mean(folder, num_rows, poin
     values = {s: draw.gauss(0, 1) for s in range(1, num_rows + 1)}
     write(folder, [{"step": s, "reward": v} for s, v in values.items()])
     found = curve(ask(Histories(), folder, "reward", points), "reward")
-    assert len(found) <= points and (num_rows > points or len(found) == num_rows or num_rows >= 2048)
+    assert len(found) <= points and (num_rows > points or len(found) == num_rows)
     assert found[-1][0] == num_rows
     start = 0
     for step, low, high, mean in found:
@@ -72,6 +69,35 @@ def test_metrics_that_come_late_or_seldom_have_no_gaps_of_nulls(folder):
     assert curve(found, "seldom") == [(4, 4.0, 4.0, 4.0), (8, 8.0, 8.0, 8.0)]
 
 
+def test_damaged_lines_are_skipped_and_counted_once(folder):
+    (folder / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 1.0, "text": "x"}\n{"step": 2, "loss"\n[1]\n'
+                                           b'{"step": 3, "loss": 3.0}\n{"step": 3, "loss": 9.0}\n')
+    histories = Histories()
+    for _ in range(2):
+        found = ask(histories, folder, "loss,text")
+        assert curve(found, "loss") == [(1, 1.0, 1.0, 1.0), (3, 3.0, 3.0, 3.0)] and set(found["series"]) == {"loss"}
+        assert found["notes"] == ["metrics.jsonl: 3 damaged lines were skipped"]
+
+
+def test_an_update_reads_only_what_is_new(folder, monkeypatch):
+    lines = []
+    write(folder, [{"step": s, "loss": s} for s in range(1, 1001)])
+    metrics, take = Metrics(folder), Metrics._take
+    monkeypatch.setattr(Metrics, "_take", lambda self, place, line: (lines.append(line), take(self, place, line)))
+    metrics.update()
+    metrics.update()
+    assert len(lines) == 1000
+    write(folder, [{"step": 1001, "loss": 7.0}])
+    metrics.update()
+    assert len(lines) == 1001 and metrics.step == 1001 and metrics.curve("loss", 5)[-1].step == 1001
+
+
+def test_a_folder_in_place_of_the_file_is_a_note(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    found = ask(Histories(), tmp_path, "loss")
+    assert found["series"] == {} and found["notes"] == ["metrics.jsonl cannot be read: Is a directory"]
+
+
 def test_what_is_not_finite_is_null_and_an_alarm(folder):
     with (folder / "metrics.jsonl").open("w") as file:
         file.write('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": null}\n{"step": 3, "loss": NaN}\n'
@@ -79,33 +105,15 @@ def test_what_is_not_finite_is_null_and_an_alarm(folder):
     histories = Histories()
     assert [p[3] for p in curve(ask(histories, folder, "loss"), "loss")] == [1.0, None, None, None, None, 2.0]
     assert curve(ask(histories, folder, "loss", 2), "loss") == [(3, 1.0, 1.0, 1.0), (6, 2.0, 2.0, 2.0)]
-    found = histories.look(folder, lambda history: history.alarms([]))
+    found = histories.look(folder, lambda metrics: metrics.alarms([]))
     assert [a.name for a in found] == ["not a number"] and "loss" in found[0].text and "step 2" in found[0].text
 
 
 def test_one_value_that_is_not_finite_is_an_alarm_in_a_long_run_too(folder):
     write(folder, [{"step": s, "reward": 1.0, "reward_std": 1.0, "loss": None if s == 3001 else 1.0}
                    for s in range(1, 6001)])
-    found = Histories().look(folder, lambda history: history.alarms([]))
+    found = Histories().look(folder, lambda metrics: metrics.alarms([]))
     assert "loss was not a finite number at step 3001." in found[0].text
-
-
-def test_damaged_lines_and_values_are_passed_over_and_counted(folder):
-    (folder / "metrics.jsonl").write_bytes(
-        b'{"step": 1, "loss": 1.0, "text": "x", "number": "0.5", "list": [1], "is": true}\n\n'
-        b'{"step": 2, "loss"\n[1]\n"x"\n\xff\xfe\n{"loss": 9.0}\n{"step": "3", "loss": 9.0}\n{"step": 2.0, "loss": 9}\n'
-        b'{"step": true, "loss": 9.0}\n{"step": -1, "loss": 9.0}\n' + b"[" * 10**5 + b"\n"
-        b'{"step": ' + b"1" * 5000 + b'}\n{"step": 99999999999999999999}\n'
-        b'{"step": 3, "loss": 3.0, "big": ' + b"1" * 400 + b'}\n{"step": 3, "loss": 9.0}\n{"step": 2, "loss": 9.0}\n')
-    histories = Histories()
-    for _ in range(2):  # counted once
-        found = ask(histories, folder, "loss,text,number,list,is,big")
-        assert curve(found, "loss") == [(1, 1.0, 1.0, 1.0), (3, 3.0, 3.0, 3.0)]
-        assert curve(found, "is") == [(1, 1.0, 1.0, 1.0)] and curve(found, "big") == [(3, None, None, None)]
-        assert set(found["series"]) == {"loss", "is", "big"}
-        assert found["notes"] == ["metrics.jsonl: 12 lines that are no rows were passed over",
-                                  "metrics.jsonl: 2 rows whose step is not after the one before were passed over",
-                                  "metrics.jsonl: 3 values are no numbers and were passed over"]
 
 
 def test_a_line_is_taken_when_it_is_whole(folder):
@@ -161,70 +169,6 @@ def test_a_file_that_only_ends_as_the_one_before_is_read_anew(folder):
     assert curve(ask(histories, folder, "loss"), "loss")[0] == (11, 9.0, 9.0, 9.0)
 
 
-def test_an_update_reads_what_is_new(folder):
-    rows = [{"step": s, **{f"metric/{i}": s * i for i in range(30)}} for s in range(1, 20_001)]
-    write(folder, rows)
-    size, history = (folder / "metrics.jsonl").stat().st_size, History(folder)
-    history.update()
-    assert history.is_whole and size <= history._lines.num_bytes <= size + 2**20
-    before = history._lines.num_bytes
-    for _ in range(10):
-        history.update()
-    assert history._lines.num_bytes == before
-    write(folder, [{"step": 20_001, "metric/3": 7.0}])
-    history.update()
-    assert history.step == 20_001 and history._lines.num_bytes - before < 100
-    assert history.curve("metric/3", 5)[-1].step == 20_001
-
-
-def test_a_large_file_is_read_in_parts_and_that_is_said(folder):
-    write(folder, [{"step": s, "loss": 1.0, "x": "x" * 1000} for s in range(1, 4001)])  # 4 MB
-    histories, steps = Histories(), []
-    for _ in range(6):
-        steps.append(histories.look(folder, lambda h: (h.step, h.is_whole), 10**6))
-    assert steps[0][0] < steps[1][0] < steps[-1][0] == 4000 and steps[-1][1] and not steps[0][1]
-    fresh = Histories()
-    fresh.look(folder, lambda _: None, 10**6)
-    note = "metrics.jsonl: it is not read to its end yet"
-    assert note in fresh.look(folder, lambda h: h.notes, 1) and note not in fresh.look(folder, lambda h: h.notes)
-
-
-def test_a_line_without_an_end_takes_no_memory(folder, monkeypatch):
-    monkeypatch.setattr(run_files, "MAX_LINE", 2**20)
-    path = folder / "metrics.jsonl"
-    write(folder, [{"step": 1, "loss": 1.0}])
-    with path.open("a") as file:
-        for _ in range(40):
-            file.write("x" * 2**20)
-    history = History(folder)
-    tracemalloc.start()
-    history.update()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 8 * 2**20 and history.step == 1
-    with path.open("a") as file:
-        file.write("x\n")
-    write(folder, [{"step": 2, "loss": 1.0}])
-    history.update()
-    assert history.step == 2 and history.notes == ["metrics.jsonl: 1 lines were too long and were passed over"]
-    read = history._lines.num_bytes
-    write(folder, [{"step": 3, "loss": 1.0}])
-    history.update()
-    assert history.step == 3 and history._lines.num_bytes - read < 100
-
-
-def test_the_number_of_metrics_and_of_histories_is_bounded(tmp_path, monkeypatch):
-    write(tmp_path, [{"step": s, **{f"m{s}-{i}": 1.0 for i in range(100)}, "x" * 10**5: 1.0} for s in range(1, 20)])
-    found = Histories()
-    names, notes = found.look(tmp_path, lambda history: (history.names, history.notes))
-    assert len(names) == history_reader.MAX_NAMES and "more than 400 metrics" in notes[0]
-    assert max(map(len, names)) < 100
-    for i in range(30):
-        (tmp_path / str(i)).mkdir()
-        found.look(tmp_path / str(i), lambda history: history.step)
-    assert len(found._known) == history_reader.MAX_HISTORIES
-
-
 def test_alarms_are_those_of_the_rows_themselves(folder):
     draw = random.Random(5)
     rows = [{"step": s, "reward": s / 500 + draw.gauss(0, 0.1), "reward_std": 1.0, "objective/kl": s / 50,
@@ -234,7 +178,7 @@ def test_alarms_are_those_of_the_rows_themselves(folder):
     write(folder, [row for s in range(1, 1001) for row in (*rows[s - 1:s], *(h for h in held_out if h["step"] == s))])
     names = {a.name for a in alarms.find(rows)}
     assert {"reward hacking", "KL", "length collapse"} <= names
-    found = Histories().look(folder, lambda history: history.alarms([]))
+    found = Histories().look(folder, lambda metrics: metrics.alarms([]))
     ordered = sorted(rows + held_out, key=lambda row: row["step"])
     assert sorted(found, key=str) == sorted(alarms.find(ordered), key=str) and "overfitting" in {a.name for a in found}
 
@@ -243,14 +187,14 @@ def test_alarms_of_a_long_run_are_found_in_means(folder):
     draw = random.Random(5)
     write(folder, [{"step": s, "reward": 1 + draw.gauss(0, 0.1), "reward_std": 1.0,
                     "completions/mean_length": 40 - s / 400 + draw.gauss(0, 2)} for s in range(1, 10_001)])
-    found = Histories().look(folder, lambda history: history.alarms([]))
+    found = Histories().look(folder, lambda metrics: metrics.alarms([]))
     assert [a.name for a in found] == ["length collapse"] and "to 16." in found[0].text  # 40 - 9500 / 400 = 16.25
 
 
 def test_endless_answers_are_an_alarm(folder):
     (folder / "answers.jsonl").write_text("".join(json.dumps({"step": s, "prompt": "a", "ended": s == 0}) + "\n"
                                                   for s in (0, 0, 9, 9)))
-    assert [a.name for a in history_reader.alarms_of(Histories(), folder)] == ["endless answers"]
+    assert [a.name for a in run_history.alarms_of(Histories(), folder)] == ["endless answers"]
 
 
 def test_sums_and_peaks_are_those_of_all_steps(folder):
@@ -262,28 +206,11 @@ def test_sums_and_peaks_are_those_of_all_steps(folder):
 @pytest.mark.parametrize("query", [{"points": "many"}, {"points": "1.5"}])
 def test_wrong_requests_are_refused(folder, query):
     with pytest.raises(Refused):
-        told(Histories(), folder, {"names": "loss", **query})
+        curves(Histories(), folder, {"names": "loss", **query})
 
 
 def test_no_request_asks_for_too_much(folder):
     write(folder, [{"step": s, **{f"m{i}": 1.0 for i in range(200)}} for s in range(1, 100)])
-    found = told(Histories(), folder, {"names": ",".join(f"m{i}" for i in range(200)), "points": "1000000000"})
-    assert len(found["series"]) == history_reader.MAX_ASKED
-    assert told(Histories(), folder, {"names": "m1", "points": "-3"})["series"]["m1"]["steps"][-1] == 99
-
-
-@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
-def test_what_is_no_file_is_said(tmp_path, kind):
-    path = tmp_path / "metrics.jsonl"
-    {"folder": path.mkdir, "link": lambda: path.symlink_to("/etc/passwd"), "pipe": lambda: os.mkfifo(path)}[kind]()
-    found = ask(Histories(), tmp_path, "loss")
-    assert found["series"] == {} and len(found["notes"]) == 1 and "metrics.jsonl" in found["notes"][0]
-    with pytest.raises(Unreadable):
-        Histories().look(tmp_path, lambda history: history.step)
-
-
-def test_huge_values_do_not_overflow_into_errors(folder):
-    write(folder, [{"step": s, "x": 1.7e308 if s % 2 else -1.7e308, "y": 1.7e308} for s in range(1, 5001)])
-    found = ask(Histories(), folder, "x,y", 10)
-    assert all(low == -1.7e308 and high == 1.7e308 for _, low, high, _ in curve(found, "x"))
-    assert not any(isinstance(v, float) and math.isnan(v) for p in curve(found, "y") for v in p)
+    found = curves(Histories(), folder, {"names": ",".join(f"m{i}" for i in range(200)), "points": "1000000000"})
+    assert len(found["series"]) == run_history.MAX_CURVES
+    assert curves(Histories(), folder, {"names": "m1", "points": "-3"})["series"]["m1"]["steps"][-1] == 99

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hybrid_rlhf.studio.look import Look
+from hybrid_rlhf.studio.preflight import Look
 from hybrid_rlhf.studio.studio import Refused
 from tests.factories.pretended_look import START
 
@@ -152,10 +152,6 @@ def test_a_fault_is_told_without_its_traceback_and_said_in_the_log(make, caplog)
     with pytest.raises(Refused, match=r"an error of the studio \(ValueError\)") as found:
         make().ask("data", {"fault": "a secret \ud800"})
     assert found.value.status == 500 and "secret" not in str(found.value) and "a secret" in caplog.text
-
-
-def test_half_characters_do_not_reach_the_page(make):
-    assert make().ask("data", {"say": ["a\ud800", {"\udfff": "é"}]})["say"] == ["a<U+D800>", {"<U+DFFF>": "é"}]
 
 
 def test_many_who_ask_at_once_all_get_an_answer_of_their_own(make):

@@ -1,0 +1,235 @@
+"""One job: the files of its folder, the state that they tell, and the watcher process that runs it.
+
+    python -m hybrid_rlhf.studio.job FOLDER
+
+A job is a folder .studio/jobs/NUMBER, so every studio on it sees the same state, whichever one started the job.
+job.json: what it is, written once. settings.yaml: of a stage. out.log: output of its process. process.json: watcher and
+process, by number and time of start. lock: held by the watcher while it lives. stop, stop_now: requests. end.json: the
+exit code.
+
+The watcher and the process are in sessions of their own, so that neither a terminal nor a studio that ends takes them
+along. The watcher starts the process, passes on requests and writes the exit code.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+from filelock import FileLock, Timeout
+
+from hybrid_rlhf.core.own_files import write_file
+from hybrid_rlhf.core.text_safety import escape_control, shortened
+from hybrid_rlhf.studio.studio import is_locked, read_bytes, read_json
+
+FACTS, SETTINGS, LOCK, OUTPUT, PROCESS = "job.json", "settings.yaml", "lock", "out.log", "process.json"
+STOP, STOP_NOW, END = "stop", "stop_now", "end.json"
+MAKES_RUNS = ("train", "evaluate")  # kinds of jobs, beside signal and export
+ENDED = ("done", "failed", "stopped", "lost")
+MAX_OUTPUT = 2**16  # bytes of the output in one answer
+IS_NUMBER = re.compile(r"[0-9]{6,12}")
+_POLL_SECONDS, GRACE_SECONDS = 0.2, 10.0
+_RESERVED = 4096  # bytes on the disk for the exit code: a full disk may be why a run ends
+_SAME_START = 2.0  # seconds by which two readings of a process's start may differ
+_LOST = "how it ended is not known: it was ended together with its watcher, or the machine was"
+
+
+@dataclass(frozen=True)
+class Job:
+    """facts: job.json (kind, title, stage, run, created; words: the command line; folder: where it starts; name: of an
+    export). state: queued, running or one of ENDED. started, finished: UTC, ISO 8601. rc: the exit code, negative for a
+    signal. error: one line of why it failed or why it waits. place: in the queue."""
+
+    id: str
+    facts: dict
+    state: str
+    started: str | None = None
+    finished: str | None = None
+    rc: int | None = None
+    error: str | None = None
+    place: int | None = None
+
+    def shape(self) -> dict:
+        """As the page reads it."""
+        facts = {name: self.facts.get(name) for name in ("kind", "title", "stage", "run", "name", "created")}
+        return {"id": self.id, **facts, "state": self.state, "started": self.started, "finished": self.finished,
+                "rc": self.rc, "error": self.error, "place": self.place}
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def process_note(pid: int) -> dict:
+    """A process for process.json: its number and start, as numbers are used again. psutil.Error where it has ended."""
+    return {"pid": pid, "began": psutil.Process(pid).create_time()}
+
+
+def find_process(note: object) -> psutil.Process | None:
+    """The very process that `process_note` described, if it still runs."""
+    try:
+        process = psutil.Process(note["pid"])  # type: ignore[index]
+        is_same = abs(process.create_time() - note["began"]) < _SAME_START  # type: ignore[index]
+        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return None
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+def read_facts(folder: Path) -> dict | None:
+    """job.json; None where it is missing or incomplete."""
+    facts = read_json(folder / FACTS) or {}
+    return facts if {"kind", "title", "created", "folder", "words", "stage", "run", "name"} <= facts.keys() else None
+
+
+def read_job(folder: Path, facts: dict) -> Job:
+    """The job as it stands now; queued ones without their place."""
+    job = _read(folder, facts)
+    # It may have ended between two looks at its files; a second look then finds its end.
+    return _read(folder, facts) if job.state == "lost" else job
+
+
+def _read(folder: Path, facts: dict) -> Job:
+    job = Job(folder.name, facts, "queued")
+    end, process = read_json(folder / END), read_json(folder / PROCESS)
+    started = (process or {}).get("started")
+    if end is not None:
+        return _ended(folder, replace(job, started=started, finished=end.get("finished")), end.get("rc"))
+    is_running = is_locked(folder / LOCK) or any(find_process((process or {}).get(name)) for name in (
+        "watcher", "process"))
+    if is_running:
+        return replace(job, state="running", started=started)
+    return job if process is None else replace(job, state="lost", started=started, error=_LOST)
+
+
+def _ended(folder: Path, job: Job, rc: int | None) -> Job:
+    """The state that an exit code means. 130: stopped with a checkpoint, whoever asked for it."""
+    if rc == 0:
+        return replace(job, state="done", rc=0)
+    if rc is None:  # dropped before it began
+        return replace(job, state="stopped")
+    if rc == 130 or (rc < 0 and (folder / STOP).exists()):
+        return replace(job, state="stopped", rc=rc)
+    line = _by_signal(-rc) if rc < 0 else last_line(folder / OUTPUT)
+    return replace(job, state="failed", rc=rc, error=line or f"it ended with exit code {rc} and said nothing")
+
+
+def _by_signal(number: int) -> str:
+    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    hint = "; the system does that where memory runs out" if number == signal.SIGKILL else ""
+    return f"its process was ended by {name}{hint}"
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+def last_line(path: Path) -> str | None:
+    """The last line that is not empty, safe to show."""
+    lines = read_output(path, None)[0].splitlines()
+    return next((shortened(line.strip()) for line in reversed(lines) if line.strip()), None)
+
+
+def read_output(path: Path, after: int | None) -> tuple[str, int]:
+    """At most MAX_OUTPUT bytes of output from the byte `after` on, and where the next piece begins; without `after` the
+    newest, from the beginning of a line. An incomplete character is left for the next piece."""
+    size = path.stat().st_size if path.exists() else 0
+    start = max(0, size - MAX_OUTPUT) if after is None else min(after, size)
+    raw = read_bytes(path, start, MAX_OUTPUT) or b""
+    end = start + len(raw)
+    if after is None and start:
+        raw = raw[raw.find(b"\n") + 1:]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(raw)
+    # a progress bar that is drawn again becomes lines
+    plain = escape_control(text.replace("\r\n", "\n").replace("\r", "\n"))
+    return plain, end - len(decoder.getstate()[0])
+
+
+# -- the watcher -----------------------------------------------------------------------------------------------------
+
+
+def watch(folder: Path) -> None:
+    """Run the job's process from start to end. OSError where the disk has no room for the exit code: then nothing was
+    started."""
+    facts = read_facts(folder)
+    if facts is None:
+        raise ValueError(f"{folder / FACTS} is not a job of the studio")
+    notes = {"started": now(), "watcher": process_note(os.getpid()), "process": None}
+    _write_end(folder, "")
+    write_file(folder / PROCESS, json.dumps(notes))
+    try:
+        process = subprocess.Popen(facts["words"], cwd=facts["folder"], stdin=subprocess.DEVNULL,
+                                   start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    except OSError as error:  # the folder has gone
+        print(f"error: cannot start in {facts['folder']}: {error.strerror}", flush=True)
+        _conclude(folder, 2)
+        return
+    with contextlib.suppress(OSError, psutil.Error):  # for a studio that finds the process without its watcher
+        write_file(folder / PROCESS, json.dumps({**notes, "process": process_note(process.pid)}))
+    _conclude(folder, _wait(folder, process))
+
+
+def _wait(folder: Path, process: subprocess.Popen) -> int:
+    """The exit code. Each request is one SIGTERM: at the first a run saves a checkpoint, at the second it ends at once;
+    a process that survives both is killed with its children."""
+    num_requests, deadline = 0, float("inf")
+    while process.poll() is None:
+        for number, name in enumerate((STOP, STOP_NOW), start=1):
+            if num_requests < number and (folder / name).exists():
+                num_requests = number
+                process.send_signal(signal.SIGTERM)
+                deadline = time.monotonic() + GRACE_SECONDS if number == 2 else deadline
+        if time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+    return process.returncode
+
+
+def _conclude(folder: Path, rc: int) -> None:
+    _write_end(folder, json.dumps({"rc": rc, "finished": now()}))
+    os.replace(folder / f"{END}.part", folder / END)
+
+
+def _write_end(folder: Path, text: str) -> None:
+    """end.json.part, whose room on the disk is taken before the process starts and filled when it has ended."""
+    path = folder / f"{END}.part"
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.write(text.encode().ljust(_RESERVED))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def main(argv: list[str]) -> int:
+    folder = Path(argv[0])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the process receives them itself; the watcher ends
+        signal.signal(number, lambda *_: None)  # with it. A handler, as the process would inherit an ignored signal
+    try:
+        with FileLock(folder / LOCK, blocking=False):
+            watch(folder)
+    except Timeout:  # another watcher runs this job
+        return 0
+    except OSError as error:
+        print(f"error: the job cannot be started: {error.strerror or error}", flush=True)
+        return 75
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

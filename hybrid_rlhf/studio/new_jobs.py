@@ -1,0 +1,312 @@
+"""What the page asks of the queue: start, stop, resume and evaluate runs, export models, read output.
+
+A request becomes a job's command line and its file of settings. All of it is data: the launcher judges it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+
+import yaml
+
+from hybrid_rlhf.studio.exports import EXPORTS, export_words
+from hybrid_rlhf.studio.job import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output
+from hybrid_rlhf.studio.jobs import Jobs
+from hybrid_rlhf.studio.settings_text import block, check_names
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, is_locked, read_bytes, read_json
+from hybrid_rlhf.training.registry import STAGES
+
+RUN_FILE, SETTINGS_FILE = "run.json", "config.yaml"
+MAX_LEVELS = 4  # of a run below the outputs
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_EVALUATED = ("data.sources", "data.max_prompt_length", "data.raw", "data.split")  # an evaluation takes from a run
+_SCORED_BY, _REWARD_MODEL = ("reward", "environment"), "roles.reward.model_name_or_path"
+# options that name code or an address, as a mapping or list too; builtin:NAME is the library's own
+_TRUSTED = ("reward.functions", "environment.tools", "environment.factory", "reward.judge.url", "reward.url")
+_PERMISSIONS = ("trust_remote_code", "trust_pickled_weights")
+
+
+def routes(studio: Studio, jobs: Jobs) -> list[Route]:
+    """The addresses of the queue."""
+    add = {"train": _train, "signal": _check_signal, "evaluate": _evaluate, "export": _export}
+
+    def post(_query: dict, body: dict) -> dict:
+        kind = body.get("kind")
+        if not isinstance(kind, str) or kind not in add:
+            raise Refused(400, f"kind is none of {', '.join(add)}")
+        with jobs.alone():
+            return add[kind](studio, jobs, body)
+
+    return [Route("GET", "/api/jobs", lambda _query, _body: {"jobs": [job.shape() for job in jobs.all()]}),
+            Route("POST", "/api/jobs", post),
+            Route("GET", "/api/job", lambda query, _body: _output(jobs, query)),
+            Route("POST", "/api/job/stop", lambda _query, body: jobs.stop(body.get("id"))),
+            Route("POST", "/api/run/stop", lambda _query, body: _stop_run(studio, jobs, body.get("id"))),
+            Route("POST", "/api/run/resume", lambda _query, body: _resume(studio, jobs, body))]
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+def _train(studio: Studio, jobs: Jobs, body: dict) -> dict:
+    stage, run = _stage(body), body.get("run")
+    folder = new_folder(studio, run)
+    _check_free(jobs, run)
+    return jobs.add("train", f"{stage}: {run}", [stage, "--config", SETTINGS], stage=stage, run=run,
+                    settings=run_settings(body.get("settings", {}), folder))
+
+
+def _check_signal(studio: Studio, jobs: Jobs, body: dict) -> dict:
+    """A check of a run that may be started next. It writes nothing, so the run's folder may exist."""
+    stage, run = _stage(body), body.get("run")
+    folder = None if run is None else run_folder(studio, run)
+    return jobs.add("signal", f"signal check of {stage}", [stage, "--config", SETTINGS, "--check_signal"], stage=stage,
+                    run=run, settings=run_settings(body.get("settings", {}), folder))
+
+
+def _evaluate(studio: Studio, jobs: Jobs, body: dict) -> dict:
+    runs = body.get("runs")
+    settings = evaluation(studio, runs, body.get("settings", {}))
+    if not all(map(jobs.is_own, runs)):
+        _check_confirmed(body, {k: v for k, v in settings.items() if k not in body.get("settings", {})})
+    run = body.get("run") or free_name(studio, "evaluate", {job.facts["run"] for job in jobs.all()})
+    folder = new_folder(studio, run)
+    _check_free(jobs, run)
+    return jobs.add("evaluate", f"evaluation of {', '.join(runs)}"[:200], ["evaluate", "--config", SETTINGS],
+                    stage="evaluate", run=run, settings=run_settings(settings, folder))
+
+
+def _export(studio: Studio, jobs: Jobs, body: dict) -> dict:
+    run = body.get("run")
+    words, name = export_words(studio, studio.folder(run), body)
+    if any(job.facts["name"] == name and job.state in ("queued", "running") for job in jobs.all()):
+        raise Refused(409, f"an export called {name} waits or runs already; choose another name", "name")
+    return jobs.add("export", f"export of {run}", words, run=run, name=name)
+
+
+def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:
+    """Resume a run with its own settings in its own folder. Relative paths in them count from where the run was
+    started, where that is known."""
+    run = body.get("id")
+    folder = studio.folder(run)
+    assert isinstance(run, str)
+    with jobs.alone():
+        if (job := jobs.of_run(run)) and not _is_ending(job, folder):
+            raise Refused(409, f"{run} {'is running' if job.state == 'running' else 'waits'} already")
+        if job is None and is_locked(folder / SETTINGS_FILE):
+            raise Refused(409, f"{run} is running, started elsewhere")
+        if (read_json(folder / RUN_FILE) or {}).get("status") == "finished":
+            raise Refused(409, f"{run} is finished")
+        stage, settings = own_settings(folder)
+        if stage not in STAGES:
+            raise Refused(409, f"{run} is of the stage {stage[:50]!r}, which this release has not")
+        if not jobs.is_own(run):
+            try:
+                _check_confirmed(body, yaml.safe_load(settings))
+            except yaml.YAMLError:
+                raise Refused(409, "the settings of this run cannot be read; start it again as a new run") from None
+        kind = "evaluate" if stage == "evaluate" else "train"
+        return jobs.add(kind, f"{stage}: {run}, resumed",
+                        [stage, "--config", SETTINGS, "--output_dir", str(folder), "--resume", "auto"],
+                        stage=stage, run=run, settings=settings, folder=jobs.folder_of(run))
+
+
+def _is_ending(job: Job, folder: Path) -> bool:
+    """Whether the run has been closed since `job` began, or is writing its model ("stopped", not closed yet): a new job
+    for it then waits in the queue until the process has ended."""
+    record = read_json(folder / RUN_FILE) or {}
+    status, closed = record.get("status"), record.get("finished")
+    if job.state != "running" or status == "running":
+        return False
+    return status == "stopped" if closed is None else bool(job.started) and closed > job.started
+
+
+def _stop_run(studio: Studio, jobs: Jobs, run: object) -> dict:
+    folder = studio.folder(run)
+    assert isinstance(run, str)
+    if job := jobs.of_run(run):
+        return jobs.stop(job.id)
+    if is_locked(folder / SETTINGS_FILE):
+        raise Refused(409, f"{run} was started elsewhere, and is stopped there (Ctrl-C)")
+    raise Refused(409, f"{run} is not running")
+
+
+def _output(jobs: Jobs, query: dict) -> dict:
+    job, after = jobs.find(query.get("id")), query.get("after")
+    if after is not None and not (after.isascii() and after.isdigit()):
+        raise Refused(400, "after must be the number of a byte")
+    text, end = read_output(jobs.folder / job.id / OUTPUT, None if after is None else int(after))
+    return {"job": job.shape(), "output": text, "next": end}
+
+
+def _stage(body: dict) -> str:
+    stage = body.get("stage")
+    if not isinstance(stage, str) or stage not in STAGES:
+        raise Refused(400, f"there is no such stage; choose {', '.join(STAGES)}", "stage")
+    return stage
+
+
+# -- names and folders of runs ---------------------------------------------------------------------------------------
+
+
+def run_folder(studio: Studio, run: object) -> Path:
+    """Where a run of ours goes, by its id. Refused where that is not a name of a run."""
+    parts = run.split("/") if isinstance(run, str) else []
+    if not parts or len(parts) > MAX_LEVELS or not all(map(_PART.fullmatch, parts)):
+        raise Refused(400, "a run's name has letters (a to z), digits, _, - and dots, begins with a letter, a digit or "
+                           f"_, and may be in folders, such as demo/ppo (at most {MAX_LEVELS} levels)", "run")
+    if parts[0].lower() == EXPORTS:
+        raise Refused(400, f"{EXPORTS} is the folder of exported models; choose another name", "run")
+    return studio.outputs.joinpath(*parts)
+
+
+def new_folder(studio: Studio, run: object) -> Path:
+    """Where a new run goes. Refused where something is there already, or in the way."""
+    folder = run_folder(studio, run)
+    for above in list(folder.relative_to(studio.outputs).parents)[:-1]:
+        place = studio.outputs / above
+        if (place / RUN_FILE).exists():
+            raise Refused(409, f"{above} is a run, and no folder of runs; choose another name", "run")
+        if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
+            raise Refused(409, f"{above} is no folder; choose another name", "run")
+    if os.path.lexists(folder):
+        raise Refused(409, f"there is a run or folder {run} already; choose another name, or resume it", "run")
+    return folder
+
+
+def free_name(studio: Studio, group: str, taken: Collection[str | None]) -> str:
+    """group/1, or the next number that neither a folder nor one of the runs `taken` has."""
+    return next(name for name in (f"{group}/{number}" for number in count(1))
+                if name not in taken and not os.path.lexists(studio.outputs / name))
+
+
+def _check_free(jobs: Jobs, run: str) -> None:
+    """Refused where a job waits for or makes this run, a run inside it or one around it."""
+    for job in jobs.all():
+        other = job.facts["run"] if job.state in ("queued", "running") and job.facts["kind"] in MAKES_RUNS else None
+        if other and (f"{run}/".startswith(f"{other}/") or f"{other}/".startswith(f"{run}/")):
+            raise Refused(409, f"{other} is in the queue; choose another name", "run")
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def run_settings(settings: object, output_dir: Path | None) -> str:
+    """Dotted option -> value as YAML. output_dir: the run's, which the settings themselves may not move. Raises Refused
+    and UserError where they are no such mapping, or give one option twice."""
+    if not isinstance(settings, dict):
+        raise Refused(400, "settings must be a mapping of options")
+    options = dict(settings)
+    if output_dir is not None:
+        named = options.pop("output_dir", None)
+        if named is not None and not (isinstance(named, str) and Path(named).absolute() == output_dir):
+            raise Refused(400, "the run's name says where it goes; leave output_dir out", "output_dir")
+        options["output_dir"] = str(output_dir)
+    check_names(options)
+    nested: dict = {}
+    for name, value in options.items():
+        *sections, last = name.split(".")
+        section = nested
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return block(nested).encode("ascii", "backslashreplace").decode()  # what is not ASCII stands in quotes
+
+
+def own_settings(folder: Path) -> tuple[str, str]:
+    """Of an existing run: its stage, and the text of its config.yaml. Refused where they cannot be read."""
+    stage = (read_json(folder / RUN_FILE) or {}).get("stage")
+    text = read_bytes(folder / SETTINGS_FILE)
+    if not isinstance(stage, str) or not text:
+        raise Refused(409, f"{folder.name} has no readable {RUN_FILE} and {SETTINGS_FILE}; start it again as a new run")
+    return stage, text.decode("utf-8", "replace")
+
+
+def evaluation(studio: Studio, runs: object, settings: object) -> dict:
+    """The settings of an evaluation of `runs`: those that are given, and where they name no prompts and no rewards,
+    those of the first run that was trained on rewards."""
+    if not isinstance(runs, list) or not 2 <= len(runs) <= 8:
+        raise Refused(400, "choose two to eight runs to evaluate", "runs")
+    if not isinstance(settings, dict):
+        raise Refused(400, "settings must be a mapping of options")
+    folders = [studio.folder(run) for run in runs]
+    if len(set(folders)) < len(folders):
+        raise Refused(400, "one run is named twice; choose two that differ", "runs")
+    models = [f"{run.replace('=', '_')}={folder}" for run, folder in zip(runs, folders, strict=True)]
+    return {"evaluate.models": models, **_evaluation_defaults(folders, settings), **settings}
+
+
+def _evaluation_defaults(folders: Sequence[Path], settings: Mapping[str, object]) -> dict:
+    """Prompts, reward sources and response length of the first run that was trained on rewards; {} without one."""
+    records = [read_json(folder / RUN_FILE) or {} for folder in folders]
+    record = next((record for record in records if isinstance(_value(record, "config.reward"), dict)), {})
+    config, defaults = record.get("config"), {}
+    if not any(name.startswith(("data.", "evaluate.labels")) for name in settings):
+        defaults |= {name: value for name in _EVALUATED if (value := _value(config, name)) is not None}
+        shares = [_value(record, "config.data.eval_fraction") for record in records]
+        defaults |= {} if config is None else _held_out(config, shares)
+    if not any(name.partition(".")[0] in (*_SCORED_BY, "roles") for name in settings):
+        model = _value(config, _REWARD_MODEL) or _value(record, "facts.reward_model")
+        defaults |= {name: value for name in _SCORED_BY if isinstance(value := _value(config, name), dict)}
+        defaults |= {_REWARD_MODEL: model} if isinstance(model, str) else {}
+    sampling = next((section["sampling"] for section in (config or {}).values()
+                     if isinstance(section, dict) and isinstance(section.get("sampling"), dict)), {})
+    if isinstance(most := sampling.get("max_new_tokens"), int) and not any("sampling" in name for name in settings):
+        defaults["evaluate.sampling.max_new_tokens"] = most
+    return defaults
+
+
+def _held_out(config: object, fractions: list) -> dict:
+    """Rows that no run was trained on: data.eval_sources, or the smallest share that a run held out. Where one held out
+    none, all rows, which the evaluation then announces."""
+    if isinstance(sources := _value(config, "data.eval_sources"), list) and sources:
+        return {"data.sources": sources, "evaluate.rows": "all"}
+    least = min((fraction for fraction in fractions if isinstance(fraction, (int, float))), default=None)
+    if least is None:
+        return {}
+    return {"data.eval_fraction": least} if least > 0 else {"evaluate.rows": "all"}
+
+
+def _value(config: object, option: str) -> object:
+    for name in option.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config
+
+
+# -- settings of others ----------------------------------------------------------------------------------------------
+
+
+def _check_confirmed(body: dict, settings: object) -> None:
+    """Settings of a run that this studio did not make may be somebody else's: code and addresses in them need a
+    confirmation."""
+    if (named := named_code(settings)) and body.get("is_confirmed") is not True:
+        raise Refused(409, f"these settings came with the run, and name {', '.join(named)[:500]}; go on only if you "
+                           "know who wrote them", "is_confirmed")
+
+
+def named_code(settings: object) -> list[str]:
+    """Each piece of code, address and permission that the settings (nested, or of dotted names) name, as text."""
+    named = []
+    for name, value in _leaves(settings):
+        if not value or str(value).startswith("builtin:"):
+            continue
+        if name.rpartition(".")[2] in _PERMISSIONS:
+            named.append(name)
+        elif any(f"{name}.".startswith(f"{option}.") for option in _TRUSTED):
+            named.append(f"{name} {value}")
+    return named
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner, name)
+    else:
+        yield name, value

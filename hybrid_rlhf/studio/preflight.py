@@ -1,0 +1,269 @@
+"""A new run before it starts: its goals, options and file of settings, and looks at data, examples and memory.
+
+The studio's own process imports no torch: `Look` asks a process of its own (preflight_process.py). That is killed where
+it has no answer within two minutes, takes more than 2 GiB or is needed no more, and is started again by the next
+question. A newer question replaces one of its kind that still waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from hybrid_rlhf.memory_plan.presets import CARDS
+from hybrid_rlhf.studio.goals import goals_answer
+from hybrid_rlhf.studio.new_jobs import new_folder
+from hybrid_rlhf.studio.preflight_process import LIGHT
+from hybrid_rlhf.studio.studio import Refused, Route, Studio
+
+SECONDS, MAX_BYTES = 120.0, 2 << 30  # of one question
+IDLE, IDLE_ON_CARD = 600.0, 15.0  # seconds; memory that a card's driver keeps for the process is missing to a run
+_START = ("import sys; sys.path[:] = sys.argv[1:]; "  # not the folder that the studio was started in
+          "from hybrid_rlhf.studio.preflight_process import main; main()")
+_CARD_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and that of WSL
+_log = logging.getLogger(__name__)
+
+
+def routes(studio: Studio, look: Look) -> list[Route]:
+    known_options = cache(lambda stage: look.ask("options", {"stage": stage}, f"options {stage}"))
+    known_card = cache(find_card)
+
+    def goals(_query: dict, _body: dict) -> dict:
+        try:
+            card, note = known_card(), None
+        except Refused as error:  # asked again the next time
+            card, note = "cpu", f"the card could not be looked at: {error}"
+        return goals_answer(card, {name: row.settings for name, row in CARDS.items()}) | {"card_note": note}
+
+    def settings(_query: dict, body: dict) -> dict:
+        folder, error, file = None, None, "settings.yaml"
+        if body.get("run"):
+            try:
+                path = new_folder(studio, body["run"])
+                folder, file = _shown(path), f"{path.name}.yaml"
+            except Refused as refusal:
+                error = str(refusal)
+        asked = {key: body.get(key) for key in ("stage", "settings", "card")}
+        answer = look.ask("settings", asked | {"output_dir": folder, "run_error": error})
+        return answer | {"file": file, "command": f"hybrid-rlhf --stage {body.get('stage')} --config {file}"}
+
+    def ask(kind: str, *keys: str) -> Route:
+        return Route("POST", f"/api/{kind}", lambda _query, body: look.ask(kind, {key: body.get(key) for key in keys}))
+
+    return [Route("GET", "/api/goals", goals),
+            Route("GET", "/api/options", lambda query, _body: known_options(str(query.get("stage")))),
+            Route("POST", "/api/settings", settings),
+            ask("data", "path", "stage", "columns", "name", "split"),
+            ask("preview", "stage", "settings", "card"),
+            ask("plan", "stage", "settings", "card", "memory")]
+
+
+def find_card() -> str:
+    """The preset for this machine's first GPU, or cpu. Asked of a process of its own, which holds nothing of the card
+    afterwards; not where there is none."""
+    if sys.platform == "darwin" or not any(os.path.exists(path) for path in _CARD_FILES):
+        return "cpu"
+    look = Look()
+    try:
+        return str(look.ask("card", {})["card"])
+    finally:
+        look.close()
+
+
+def _shown(folder: Path) -> str:
+    """Relative to where the studio was started, where it is below that: such a file works elsewhere too."""
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+
+
+# -- the process -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Question:
+    kind: str
+    key: str
+    content: dict
+    number: int
+    is_replaced: bool = False
+    reply: dict | None = None
+
+    @property
+    def is_light(self) -> bool:
+        return self.kind in LIGHT
+
+
+@dataclass
+class _Child:
+    """The process. why: what it was killed for, and culprit: by which question."""
+
+    process: subprocess.Popen
+    has_ended: bool = False
+    holds_card: bool = False
+    culprit: _Question | None = None
+    why: str = ""
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+    def send(self, question: _Question) -> None:
+        text = json.dumps({"number": question.number, "kind": question.kind, "asked": question.content})
+        with self.sending, suppress(BrokenPipeError):  # an end of the process is noticed by its reader
+            self.process.stdin.write(f"{text}\n".encode())
+            self.process.stdin.flush()
+
+    def kill(self, why: str, culprit: _Question | None = None) -> None:
+        self.why, self.culprit = why, culprit
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its memory, without that of files."""
+        try:
+            memory = psutil.Process(self.process.pid).memory_info()
+        except psutil.Error:
+            return 0
+        return memory.rss - getattr(memory, "shared", 0)
+
+
+class Look:
+    """Questions to the process. Any thread may ask; two are answered at a time, one of LIGHT and another one."""
+
+    def __init__(self, seconds: float = SECONDS, most_bytes: int = MAX_BYTES, idle: float = IDLE, start: str = _START
+                 ) -> None:
+        """start: the program of the process, which is given the paths of modules."""
+        self._seconds, self._most_bytes, self._idle, self._code = seconds, most_bytes, idle, start
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        self._waiting: dict[str, _Question] = {}
+        self._busy: dict[bool, _Question] = {}  # of light ones, and of others
+        self._child: _Child | None = None
+        self._timer: threading.Timer | None = None
+        self._is_closed = False
+
+    def ask(self, kind: str, content: dict, key: str | None = None) -> dict:
+        """The answer. key: a question replaces a waiting one of its key (default: its kind). Raises Refused: 409 for a
+        question that a newer one has replaced, 400 for a mistake in it, 503 and 504 where the process ended or took too
+        long."""
+        question = _Question(kind, key or kind, content, next(self._numbers))
+        self._take_turn(question)
+        try:
+            for _ in range(2):  # a second time where the process was killed for another question
+                child = self._send(question)
+                self._wait(question, child)
+                if question.reply is not None or child.culprit is question or not (child.why or question.is_light):
+                    break
+        finally:
+            with self._changed:
+                self._busy.pop(question.is_light, None)
+                self._changed.notify_all()
+                self._end_when_idle()
+        return _answer(question, child)
+
+    def close(self) -> None:
+        """End the process; nothing is answered any more."""
+        with self._changed:
+            self._is_closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._child is not None:
+                self._child.kill("the studio ends")
+            self._changed.notify_all()
+
+    def _take_turn(self, question: _Question) -> None:
+        with self._changed:
+            if question.key in self._waiting:
+                self._waiting[question.key].is_replaced = True
+            self._waiting[question.key] = question
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: question.is_replaced or self._is_closed or question.is_light not in self._busy)
+            if question.is_replaced:
+                raise Refused(409, "replaced")
+            del self._waiting[question.key]
+            if self._is_closed:
+                raise Refused(503, "the studio ends")
+            self._busy[question.is_light] = question
+
+    def _send(self, question: _Question) -> _Child:
+        with self._changed:
+            if self._is_closed:
+                raise Refused(503, "the studio ends")
+            if self._child is None or self._child.has_ended or self._child.why:
+                self._child = _Child(subprocess.Popen(
+                    [sys.executable, "-c", self._code, *sys.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL, start_new_session=True))
+                threading.Thread(target=self._read, args=(self._child,), daemon=True).start()
+            child = self._child
+        child.send(question)
+        return child
+
+    def _wait(self, question: _Question, child: _Child) -> None:
+        """Return with a reply, or when the process has ended: by itself, or as it took too long or too much memory."""
+        deadline = time.monotonic() + self._seconds
+        with self._changed:
+            while question.reply is None and not child.has_ended:
+                self._changed.wait(0.25)
+                if question.reply is not None or child.why:
+                    continue
+                if time.monotonic() > deadline:
+                    child.kill(f"no answer within {self._seconds:g} seconds", question)
+                elif child.num_bytes > self._most_bytes:
+                    child.kill(f"it takes more than {self._most_bytes / 2**30:g} GiB of memory",
+                               self._busy.get(False, question))
+
+    def _read(self, child: _Child) -> None:
+        """Hand out replies until the process ends."""
+        for line in child.process.stdout:
+            if not line.endswith(b"\n"):  # of one that was killed
+                break
+            reply = json.loads(line)
+            with self._changed:
+                child.holds_card = bool(reply.get("holds_card"))
+                for question in self._busy.values():
+                    if question.number == reply["number"]:
+                        question.reply = reply
+                self._changed.notify_all()
+        child.process.wait()
+        with self._changed:
+            child.has_ended = True
+            self._changed.notify_all()
+
+    def _end_when_idle(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._is_closed or self._child is None:
+            return
+        self._timer = threading.Timer(IDLE_ON_CARD if self._child.holds_card else self._idle, self._end_if_idle)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end_if_idle(self) -> None:
+        with self._changed:
+            if self._child is not None and not self._busy and not self._waiting:
+                self._child.kill("not needed")
+
+
+def _answer(question: _Question, child: _Child) -> dict:
+    if question.reply is None:
+        status = 504 if "seconds" in child.why else 503
+        why = child.why or f"the process that looks ended (code {child.process.returncode})"
+        raise Refused(status, f"{why}; the command line has no such bounds: hybrid-rlhf --stage ... --config FILE"
+                      + (f" --{question.kind}" if question.kind in ("preview", "plan") else ""))
+    error = question.reply.get("error")
+    if error is None:
+        return question.reply["answer"]
+    if "traceback" in error:
+        _log.error("a question of the studio's page failed\n%s", error["traceback"])
+    raise Refused(error["status"], error["text"], error["option"])

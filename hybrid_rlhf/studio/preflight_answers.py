@@ -1,0 +1,358 @@
+"""Answers to the page before a run starts: the options of a stage, whether it takes some settings, and what --preview
+and --plan find, all as the launcher itself would.
+
+For the process that answers (preflight_process.py): torch is imported here. Nothing that settings name is run: neither
+reward functions nor environments, which the launcher's own --preview does not run either, nor code of models.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from hybrid_rlhf import cli
+from hybrid_rlhf.commands.init import GOALS, found_card
+from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.core.text_safety import error_line, escape_control
+from hybrid_rlhf.data.chat import SkipRow
+from hybrid_rlhf.data.preview import counts, dropped
+from hybrid_rlhf.data.schema import KINDS, format_of, read_row
+from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import check_there, first_rows
+from hybrid_rlhf.memory_plan.amounts import Cards
+from hybrid_rlhf.memory_plan.plan import Plan
+from hybrid_rlhf.memory_plan.presets import card as card_of
+from hybrid_rlhf.memory_plan.search import Change
+from hybrid_rlhf.memory_plan.table import verdict
+from hybrid_rlhf.models.load import check_folder
+from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
+from hybrid_rlhf.studio.option_help import options_of, plain_settings
+from hybrid_rlhf.studio.settings_text import check_names, settings_text, with_card
+from hybrid_rlhf.training import builders, on_policy, reward_sources, time_options
+from hybrid_rlhf.training.memory_options import Place, look_ahead
+from hybrid_rlhf.training.registry import STAGES
+
+MAX_ROW, MAX_PART, MAX_COLUMNS = 2000, 20_000, 100  # characters of a row, and of a part of an example; columns
+PRINTING = ("preview", "plan")  # one at a time: what they print is kept
+_parsing = threading.Lock()  # the parser keeps state of its own
+
+
+class OptionError(UserError):
+    """A UserError about one option, which the page shows beside its field."""
+
+    def __init__(self, text: str, option: str | None) -> None:
+        super().__init__(text)
+        self.option = option
+
+
+def answer(kind: str, asked: dict) -> dict:
+    """The answer of QUESTIONS[kind], with the lines that the launcher would have printed beside it ("notes")."""
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed) if kind in PRINTING else nullcontext():
+            result = QUESTIONS[kind](asked)
+    except UserError as error:
+        option = getattr(error, "option", None) or _option_in(str(error), _names(asked))
+        raise OptionError(_line(error), option) from error
+    notes = [escape_control(line) for line in printed.getvalue().splitlines() if line.strip()]
+    return {**result, **({"notes": notes} if notes else {})}
+
+
+def settings(asked: dict) -> dict:
+    """The file of these settings, what the launcher makes of it, or why it would refuse it."""
+    stage, card, chosen = _stage(asked), asked.get("card"), _chosen(asked)
+    result: dict = {"yaml": "", "settings": dict(chosen), "given": chosen, "error": None}
+    try:
+        with about("output_dir"):
+            check(not asked.get("run_error"), str(asked.get("run_error")))
+        check_names(chosen)
+        defaults = _defaults(stage)
+        result["settings"] = defaults | chosen
+        result["yaml"] = settings_text(stage, chosen, defaults, card)
+        config = _read(stage, chosen)
+        result["settings"] = plain_settings(config)
+        _check_kept(chosen, result["settings"])
+        check_start(config)
+    except UserError as error:
+        option = getattr(error, "option", None) or _option_in(str(error), result["settings"])
+        result["error"] = {"option": option, "text": _line(error)}
+    return result
+
+
+def data(asked: dict) -> dict:
+    """Whether data can serve a stage, by its columns and first rows."""
+    stage, path = _stage(asked), str(asked.get("path") or "")
+    result: dict = {"rows": None, "format": None, "columns": [], "fits": False, "why": "", "first": []}
+    try:
+        check(bool(path.strip()), "give a file, a folder or a hub id")
+        columns = asked.get("columns") or {}
+        check(isinstance(columns, dict), "columns must be a mapping of names, such as {prompt: question}")
+        more = {key: str(asked[key]) for key in ("name", "split") if asked.get(key)}
+        rows, result["rows"] = first_rows(Source(path, columns={str(k): str(v) for k, v in columns.items()}, **more))
+        result["columns"] = [escape_control(str(name))[:100] for name in rows[0]][:MAX_COLUMNS]
+        result["first"] = [_cut(escape_control(json.dumps(row, ensure_ascii=False, default=str)), MAX_ROW)
+                           for row in rows]
+        row_format = format_of(rows, path)
+        result["format"] = row_format.name
+        needs = GOALS["ppo"].needs if stage == "all" else (STAGES[stage].reads.kind,)
+        lacks = [need for need in needs if need not in KINDS[row_format.kind]]
+        check(not lacks, f"{path} has {row_format.name} rows, which make no {' and no '.join(lacks)}; --stage {stage} "
+                         f"needs {', '.join(needs)} rows")
+        skipped = []
+        for number, row in enumerate(rows, 1):
+            try:
+                read_row(row, row_format, f"{path} row {number}")
+            except SkipRow as reason:
+                skipped.append(f"row {number} would be dropped ({escape_control(str(reason))})")
+        result["why"] = "; ".join([f"{row_format.name} rows, as --stage {stage} reads them", *skipped])
+        result["fits"] = True
+    except UserError as error:
+        result["why"] = _line(error)
+    return result
+
+
+def preview(asked: dict) -> dict:
+    """What --preview prints, as data; and a column that a built-in reward function would miss."""
+    config = _to_look_at(asked)
+    stages = list(importlib.import_module(STAGES[config.stage].module).previews(config))
+    check_columns(config, stages[0].data.train[0])
+
+    def label(stage: str, name: str) -> str:
+        return f"{stage}: {name}" if len(stages) > 1 else name
+
+    return {"counts": [{"name": label(each.stage, name), "rows": number}
+                       for each in stages for name, number in counts(each.data.report)],
+            "dropped": [{"why": label(each.stage, why), "rows": number}
+                        for each in stages for why, number in dropped(each.data.report)],
+            "examples": [{"title": row.title, "parts": [{"text": _cut(piece.text, MAX_PART),
+                                                         "is_trained": piece.is_trained} for piece in row.pieces]}
+                         for each in stages for row in each.rows]}
+
+
+# -- the plan of memory and time -------------------------------------------------------------------------------------
+
+
+def plan(asked: dict) -> dict:
+    """What --plan prints, as data. memory: bytes that the run may use (None: what is free). card: the name of one that
+    need not be here.
+
+    Of several stages the phases are those of all, and the rest is of the one that comes nearest to the memory."""
+    memory, card = asked.get("memory"), asked.get("card")
+    check(memory is None or (isinstance(memory, (int, float)) and 2**20 <= memory < 2**60),
+          "memory is no number of bytes; give one of 1 MiB at least, or null")
+    memory, gib = None if memory is None else int(memory), card_of(card, "card").gib if card else None
+    is_elsewhere = gib is not None and memory is None and device().type == "cpu"
+    place = Place.of(Cards(1, 1, (gib or 0) << 30)) if is_elsewhere else Place.here(memory)
+    _, plans, chosen = look_ahead(_to_look_at(asked), place)
+    largest = max(plans, key=lambda plan: plan.peak)
+    fits, changes = all(p.short <= 0 for p in plans), chosen.changes if chosen.fits else ()
+    stages = [plan.title.partition(":")[0] for plan in plans]
+    tightest = stages[plans.index(largest)]
+
+    def label(stage: str, name: str) -> str:
+        return f"{stage}: {name}" if len(plans) > 1 else name
+
+    return {"fits": fits, "available": largest.available, "title": largest.title, "host": max(p.host for p in plans),
+            "phases": [{"name": label(stage, phase), "bytes": plan.total(phase)}
+                       for stage, plan in zip(stages, plans, strict=True) for phase in plan.phases],
+            "lines": [{"name": f"{line.role}: {line.kind}", "bytes": line.phases[largest.peak_phase]}
+                      for line in largest.lines if line.phases.get(largest.peak_phase)],
+            "peak": {"name": label(tightest, largest.peak_phase), "bytes": largest.peak},
+            "verdict": label(tightest, verdict(largest, chosen.flags if chosen.fits else ())),
+            "advice": [] if fits else [f"{change.option} {change.chosen}: {change.why}" for change in changes],
+            "changes": [] if fits else [_change(change) for change in changes],
+            "plan_notes": [note for plan in plans for note in plan.notes], **_times(plans, stages, place)}
+
+
+def _change(change: Change) -> dict:
+    return {"option": change.option, "value": yaml.safe_load(change.chosen), "why": change.why}
+
+
+def _times(plans: list[Plan], stages: list[str], place: Place) -> dict:
+    """Seconds of a step by phase, on the first device that they can be predicted for."""
+    times, source, device_name = [], "", None
+    for stage, plan in zip(stages, plans, strict=True):
+        rows, source = time_options.predicted([("as given", plan)], place.device, place.card)
+        if not rows:
+            return {"times": [], "device": None, "time_note": f"time is not predicted: {source}"}
+        prediction, prefix = rows[0][1], f"{stage}: " if len(plans) > 1 else ""
+        device_name = prediction.device
+        times += [{"name": f"{prefix}{phase}", "seconds": seconds} for phase, seconds in prediction.phases.items()]
+        times += [{"name": f"{prefix}a step", "seconds": prediction.whole}]
+        times += [{"name": f"{prefix}the run of {prediction.steps} steps",
+                   "seconds": prediction.whole * prediction.steps}] if prediction.steps else []
+    left_out = time_options.left_out(plans[0])
+    note = f"predicted and not measured: {source}" + (f"; not counted: {', '.join(left_out)}" if left_out else "")
+    return {"times": times, "device": device_name, "time_note": note}
+
+
+# -- checks before data or weights are read --------------------------------------------------------------------------
+
+
+@contextmanager
+def about(option: str) -> Iterator[None]:
+    """A UserError of the block is about this option, whatever its text names."""
+    try:
+        yield
+    except UserError as error:
+        raise OptionError(str(error), option) from error
+
+
+def check_start(config: object) -> None:
+    """UserError for settings with which a launcher would not start: what is missing, and paths that are not there.
+    Nothing of a hub is read."""
+    stage = importlib.import_module(STAGES[config.stage].module)
+    if config.stage == "evaluate":
+        stage.contenders(config)
+        return
+    is_whole = hasattr(config, "run_stages")
+    with about("data.sources"):
+        builders.require_data(config.data, config.run_stages[0] if is_whole else config.stage)
+        for source in config.data.sources:
+            check_there(source)
+    with about("model.model_name_or_path"):
+        path = (config.model.model_name_or_path if is_whole else stage.start_model(config)[0]
+                if hasattr(stage, "start_model") else on_policy.find_actor(config))
+        check(path is not None or config.model.preset is not None,
+              "no model: give model.model_name_or_path (hub id or folder) or model.preset")
+        if path is not None and not config.model.preset:
+            needs = ("weights",) if config.model.tokenizer_name_or_path else ("weights", "tokenizer")
+            check_folder(builders.model_folder(path), needs, config.model.trust_pickled_weights)
+    if hasattr(config, "environment"):
+        _check_parents(config)
+    _check_functions(config.reward_sources if is_whole else getattr(config, "reward", None))
+
+
+def _check_parents(config: object) -> None:
+    """The reward model and the teacher of a stage that samples."""
+    distill, reward = getattr(config, "distill", None), config.roles.reward.model_name_or_path
+    if config.reward.has_model(config.roles, config.environment, is_needed=config.stage != "distill"):
+        with about("roles.reward.model_name_or_path"):
+            path = builders.parent_run(reward, config.output_dir, "reward", "roles.reward.model_name_or_path (or "
+                                                                            "reward.functions instead of a model)")
+            check_folder(builders.model_folder(path), ("weights",), config.model.trust_pickled_weights)
+    if distill is not None and getattr(distill, "coef", 1) > 0:
+        check(config.roles.teacher.model_name_or_path is not None,
+              "no teacher: give roles.teacher.model_name_or_path (a model or run with the student's tokenizer)")
+
+
+def check_columns(config: object, row: Mapping) -> None:
+    """UserError for a built-in reward function that needs a column which the data does not have. row: of the data."""
+    if hasattr(config, "environment"):  # of stages that sample
+        with about("reward.functions"):
+            reward_sources.check_columns(_builtin_functions(config.reward), row)
+
+
+def _builtin_functions(sources: object) -> list[FunctionSource]:
+    functions = [name for name in getattr(sources, "function_list", []) if name.startswith("builtin:")]
+    names = {name.partition(":")[2] for name in functions}
+    options = {name: value for name, value in sources.options.items() if name in names} if functions else {}
+    return open_functions(functions, options, 60.0)
+
+
+def _check_functions(sources: object) -> None:
+    """Built-in functions with their options; of functions in files only that the files are there."""
+    _builtin_functions(sources)
+    for text in getattr(sources, "function_list", []):
+        path, _, name = text.rpartition(":")
+        check(bool(path and name), f"reward.functions: {text!r} names no function; give path.py:name, or builtin:name")
+        check(not path.endswith(".py") or Path(path).is_file(), f"reward.functions: {path} does not exist; give a file "
+                                                                "that does")
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def _stage(asked: Mapping) -> str:
+    stage = asked.get("stage")
+    check(isinstance(stage, str) and stage in STAGES,
+          f"there is no stage {str(stage)[:60]!r}{nearest(str(stage)[:60], STAGES)}; there are {', '.join(STAGES)}")
+    return str(stage)
+
+
+def _chosen(asked: Mapping) -> dict[str, object]:
+    """The settings of the question, with the folder of the run and those of the card."""
+    options, folder, card = asked.get("settings") or {}, asked.get("output_dir"), asked.get("card")
+    check(isinstance(options, dict), "settings must be a mapping of options")
+    check(card is None or isinstance(card, str), "card must be a name")
+    sources = options.get("data.sources")
+    if isinstance(sources, (str, dict)) and sources:  # one of them
+        options = options | {"data.sources": [sources]}
+    return with_card(({"output_dir": folder} if folder else {}) | options, card)
+
+
+def _to_look_at(asked: Mapping) -> object:
+    """The settings, for a question that loads data or models."""
+    options = _chosen(asked)
+    check_names(options)
+    config = _read(_stage(asked), options)
+    check(not config.model.trust_remote_code,  # type: ignore[attr-defined]  # every stage has it
+          "model.trust_remote_code: a look runs no code that a model brings; the command line does: --preview, --plan")
+    return config
+
+
+def _read(stage: str, options: Mapping[str, object]) -> object:
+    """The settings as the launcher reads them from a file."""
+    with tempfile.TemporaryDirectory() as folder, _parsing:
+        path = Path(folder, "settings.yaml")
+        path.write_text(settings_text(stage, options, {}), encoding="utf-8")
+        try:
+            return cli.read_settings(stage, ["--config", str(path)] if options else [])[0]
+        except UserError as error:
+            text = str(error).replace(f"--config {path}: ", "").replace(f"--config {path}", "the settings")
+            raise UserError(text) from error
+
+
+@cache
+def _defaults(stage: str) -> dict[str, object]:
+    return plain_settings(_read(stage, {}))
+
+
+def _names(asked: Mapping) -> set[str]:
+    """The options that a message may be about."""
+    stage, options = asked.get("stage"), asked.get("settings")
+    known = _defaults(stage) if isinstance(stage, str) and stage in STAGES else ()
+    return {*known, *(options if isinstance(options, dict) else ())}
+
+
+def _check_kept(chosen: Mapping[str, object], read: Mapping[str, object]) -> None:
+    """UserError for text that the launcher would read as nothing: YAML of it is null, such as '#a' and '~'."""
+    for name, value in chosen.items():
+        is_lost = isinstance(value, str) and read.get(name, value) is None
+        check(not is_lost or str(value).lower() in ("none", "null"),
+              f"{name}: {value!r:.60} would be read as null; write it otherwise, such as ./ before a path")
+
+
+def _option_in(text: str, known: Iterable[str]) -> str | None:
+    """The option that a message is about: the first that it names, in full or by its last parts."""
+    names = {*known}
+    for match in re.finditer(r"[a-z_]\w*(?:\.[a-z_]\w*)+|^[a-z_]\w*|(?<=option )[a-z_]\w*", text):
+        word = match[0]
+        full = [name for name in sorted(names) if name == word or name.endswith(f".{word}")]
+        if full and ("." in word or word in names):
+            return word if word in names else full[0]
+    return None
+
+
+def _line(error: BaseException) -> str:
+    return error_line(error).removeprefix("error: ")
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more characters)"
+
+
+QUESTIONS: dict[str, Callable[[dict], dict]] = {
+    "options": lambda asked: options_of(_stage(asked)), "card": lambda _asked: {"card": found_card()},
+    "settings": settings, "data": data, "preview": preview, "plan": plan}

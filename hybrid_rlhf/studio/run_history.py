@@ -1,0 +1,312 @@
+"""What a run has written so far, read as it grows: curves of its metrics, alarms, samples and answers by step."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from array import array
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from hybrid_rlhf.report.alarms import Alarm, answered, find
+from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, SAMPLES, GrowingLines, Unreadable, last_rows, row_of
+from hybrid_rlhf.studio.studio import Refused
+
+MAX_RUNS = 8  # whose metrics are kept in memory
+MAX_ROWS = 2048  # that alarms are looked for in; those of a longer run are means of neighbours
+MAX_CURVES, POINTS = 60, (2, 2000)  # metrics of one request; the fewest and most points of a curve
+MAX_SAMPLES, MAX_ANSWERS, MAX_TEXT = 100, 200, 20_000  # of one request; characters of a prompt or answer
+MAX_STEP_BYTES = 16 * 2**20  # of the samples of one step
+_STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')  # how rows of samples begin
+_TURN = re.compile(r"^\[([^\[\]\n]{1,64})\] ", re.MULTILINE)  # how episodes are written (rollout/episode_record.py)
+T = TypeVar("T")
+
+
+class Point(NamedTuple):
+    """One or several neighbouring steps: the last of them, and their values; None where none was finite."""
+
+    step: int
+    low: float | None
+    high: float | None
+    mean: float | None
+
+
+class Table:
+    """Rows of metrics with rising steps. columns: per metric the places of its rows, and its values; nan for what is
+    not finite."""
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self.columns: dict[str, tuple[array, array]] = {}
+        self.first_not_finite: tuple[int, str] | None = None
+
+    def add(self, row: dict) -> None:
+        step, place = row["step"], len(self.steps)
+        for name, value in row.items():
+            if name == "step" or not (value is None or isinstance(value, (int, float))):
+                continue
+            number = math.nan if value is None else float(value)
+            if not math.isfinite(number):
+                self.first_not_finite = self.first_not_finite or (step, name)
+                number = math.nan
+            places, values = self.columns.get(name) or self.columns.setdefault(name, (array("l"), array("d")))
+            places.append(place)
+            values.append(number)
+        self.steps.append(step)
+
+    def buckets(self, name: str, most: int) -> Iterator[tuple[int, Sequence[float]]]:
+        """The metric in at most `most` buckets of neighbouring rows: the place of each bucket's last row, and its
+        finite values. Buckets without the metric are left out."""
+        if name not in self.columns:
+            return
+        places, values = self.columns[name]
+        width, start = -(-len(self.steps) // most), 0
+        while start < len(places):
+            after = (places[start] // width + 1) * width
+            end = bisect_left(places, after, start)
+            bucket = values[start:end]
+            total = sum(bucket)
+            yield min(after, len(self.steps)) - 1, bucket if total == total else [v for v in bucket if v == v]
+            start = end
+
+    def curve(self, name: str, most: int) -> list[Point]:
+        """The metric in at most `most` points, oldest first."""
+        return [Point(self.steps[place], min(values, default=None), max(values, default=None),
+                      sum(values) / len(values) if values else None)
+                for place, values in self.buckets(name, most)]
+
+    def rows(self) -> list[dict]:
+        """Rows as report/alarms.py reads them, at most MAX_ROWS; None for what is not finite."""
+        width = -(-len(self.steps) // MAX_ROWS)
+        if not width:
+            return []
+        rows = [{"step": self.steps[min(start + width, len(self.steps)) - 1]}
+                for start in range(0, len(self.steps), width)]
+        for name in self.columns:
+            for place, values in self.buckets(name, MAX_ROWS):
+                rows[place // width][name] = sum(values) / len(values) if values else None
+        return rows
+
+
+class Metrics:
+    """The metrics of the run in `folder`, training and held-out ones. For one thread at a time (`Histories`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lines = GrowingLines(folder / METRICS)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.trained, self.held_out = Table(), Table()
+        self._num_damaged = 0
+
+    @property
+    def step(self) -> int | None:
+        """The last one."""
+        return max((table.steps[-1] for table in self._tables() if table.steps), default=None)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all metrics, held-out ones last, each by its first row."""
+        return list(dict.fromkeys(name for table in self._tables() for name in table.columns))
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"{METRICS}: {self._num_damaged} damaged lines were skipped"] if self._num_damaged else []
+
+    def update(self) -> None:
+        """Read what is new. Raises Unreadable."""
+        self._lines.update(self._start_over, self._take)
+
+    def curve(self, name: str, most: int) -> list[Point]:
+        """A metric in at most `most` points; none for an unknown one."""
+        return next((points for table in self._tables() if (points := table.curve(name, most))), [])
+
+    def total(self, name: str) -> float:
+        """The sum of all training values."""
+        return sum(sum(values) for _, values in self.trained.buckets(name, 1))
+
+    def highest(self, name: str) -> float:
+        return max((point.high for point in self.curve(name, 1) if point.high is not None), default=0.0)
+
+    def alarms(self, answers: list[dict]) -> list[Alarm]:
+        """The alarms of report/alarms.py. In a run of more than MAX_ROWS steps it reads means, in which a spike of the
+        KL cannot be told from a slow rise. answers: the last ones to the fixed prompts."""
+        rows = self.trained.rows() + self.held_out.rows()
+        bad = self.trained.first_not_finite or self.held_out.first_not_finite
+        if bad is not None and rows:  # a mean of several steps hides it
+            rows.insert(1, {"step": bad[0], bad[1]: None})  # not the first row, which names the sources
+        is_thinned = len(self.trained.steps) > MAX_ROWS
+        return [a for a in find(rows) if not (is_thinned and a.name == "KL spike")] + answered(answers)
+
+    def _tables(self) -> tuple[Table, Table]:
+        return self.trained, self.held_out
+
+    def _take(self, _place: int, line: bytes) -> None:
+        row = row_of(line)
+        table = self.held_out if b'"eval/' in line else self.trained
+        if row is None or not isinstance(step := row.get("step"), int) or (table.steps and step <= table.steps[-1]):
+            self._num_damaged += 1
+        else:
+            table.add(row)
+
+
+class Histories:
+    """The metrics of the runs that were asked for last, for all threads."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Path, tuple[threading.Lock, Metrics]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def look(self, folder: Path, use: Callable[[Metrics], T]) -> T:
+        """What `use` returns for the metrics of the run in `folder`, read to their end. Raises Unreadable."""
+        with self._lock:
+            if folder not in self._known:
+                self._known[folder] = threading.Lock(), Metrics(folder)
+            self._known.move_to_end(folder)
+            lock, metrics = self._known[folder]
+            while len(self._known) > MAX_RUNS:
+                self._known.popitem(last=False)
+        with lock:
+            metrics.update()
+            return use(metrics)
+
+
+def alarms_of(histories: Histories, folder: Path) -> list[Alarm]:
+    """The alarms of a run that has no report. Raises Unreadable."""
+    answers = newest_answers(folder)
+    return histories.look(folder, lambda metrics: metrics.alarms(answers))
+
+
+def curves(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
+    """GET /api/history: names (a,b) in at most `points` points each."""
+    names = [name for name in query.get("names", "").split(",") if name][:MAX_CURVES]
+    try:
+        most = min(max(int(query.get("points", "400")), POINTS[0]), POINTS[1])
+    except ValueError:
+        raise Refused(400, "points must be a number") from None
+
+    def use(metrics: Metrics) -> dict:
+        series = {name: points for name in names if (points := metrics.curve(name, most))}
+        return {"step": metrics.step, "notes": metrics.notes, "series": {
+            name: {"steps": [p.step for p in points], "low": [p.low for p in points],
+                   "high": [p.high for p in points], "mean": [p.mean for p in points]}
+            for name, points in series.items()}}
+
+    try:
+        return histories.look(folder, use)
+    except Unreadable as error:
+        return {"step": None, "notes": [str(error)], "series": {}}
+
+
+# -- samples and answers ---------------------------------------------------------------------------------------------
+
+
+class SampleIndex:
+    """Where in a samples.jsonl the samples of each step begin."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lines = GrowingLines(folder / SAMPLES)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.places: dict[int, int] = {}  # step -> byte
+
+    def update(self) -> None:
+        """Raises Unreadable."""
+        self._lines.update(self._start_over, self._take)
+
+    def read(self, step: int | None, most: int) -> list[dict]:
+        """The first `most` samples of a step, of the newest where none is named; none of a step without samples."""
+        step = next(reversed(self.places), None) if step is None else step
+        if step not in self.places:
+            return []
+        with self._lines.path.open("rb") as file:
+            file.seek(self.places[step])
+            lines = file.read(MAX_STEP_BYTES).split(b"\n")
+        rows: list[dict] = []
+        for line in lines:
+            row = row_of(line)
+            if row is None or len(rows) == most or row.get("step") != step:
+                break
+            rows.append(shown(row))
+        return rows
+
+    def _take(self, place: int, line: bytes) -> None:
+        if begin := _STEP.match(line):
+            self.places.setdefault(int(begin.group(1)), place)
+
+
+class Samples:
+    """The indexes of the runs that were asked for last."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Path, SampleIndex] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def answer(self, folder: Path, query: dict[str, str]) -> dict:
+        """GET /api/samples: those of a step or of the newest one, and the answers to the fixed prompts."""
+        try:
+            step = int(query["step"]) if query.get("step") else None
+            most = min(max(int(query.get("limit") or 20), 1), MAX_SAMPLES)
+        except ValueError:
+            raise Refused(400, "step and limit must be numbers") from None
+        samples, notes, fixed = [], [], []
+        with self._lock:
+            index = self._known.setdefault(folder, SampleIndex(folder))
+            self._known.move_to_end(folder)
+            while len(self._known) > MAX_RUNS:
+                self._known.popitem(last=False)
+            try:
+                index.update()
+                samples = index.read(step, most)
+            except Unreadable as error:
+                notes.append(str(error))
+            steps = list(index.places)
+        try:
+            fixed = fixed_answers(folder)
+        except Unreadable as error:
+            notes.append(str(error))
+        return {"steps": steps, "samples": samples, "answers": fixed, "notes": notes}
+
+
+def fixed_answers(folder: Path) -> list[dict]:
+    """The newest answers to the fixed prompts, oldest first. Raises Unreadable."""
+    rows = [row for row in last_rows(folder / ANSWERS, 2**20) if isinstance(row.get("step"), int)]
+    return [shown(row) for row in rows[-MAX_ANSWERS:]]
+
+
+def newest_answers(folder: Path) -> list[dict]:
+    """Those of the last step. Raises Unreadable."""
+    rows = fixed_answers(folder)
+    last = max((row["step"] for row in rows), default=None)
+    return [row for row in rows if row["step"] == last]
+
+
+def shown(row: dict) -> dict:
+    """A sample for the page: texts of a bounded length, numbers, and what each source scored; without tokens. The text
+    of an episode also as "turns": [{"who", "text"}]."""
+    sample: dict = {}
+    for name, value in row.items():
+        if name == "scores" and isinstance(value, dict):
+            sample[name] = {source: score for source, score in value.items() if isinstance(score, (int, float))}
+        elif isinstance(value, str):
+            sample[name] = value if len(value) <= MAX_TEXT else (
+                f"{value[:MAX_TEXT]} … ({len(value) - MAX_TEXT} more characters)")
+        elif value is None or isinstance(value, (bool, int, float)):
+            sample[name] = value
+    if "ended_by" in row and isinstance(row.get("completion"), str):
+        sample["turns"] = turns(sample["completion"])
+    return sample
+
+
+def turns(text: str) -> list[dict]:
+    """Who said what in an episode. A line of an answer that looks like the beginning of a turn is taken for one."""
+    begins = list(_TURN.finditer(text))
+    ends = [begin.start() for begin in begins[1:]] + [len(text)]
+    before = [{"who": "", "text": text[: begins[0].start()].strip()}] if begins and begins[0].start() else []
+    return before + [{"who": begin.group(1), "text": text[begin.end():end].rstrip("\n")}
+                     for begin, end in zip(begins, ends, strict=False)]

@@ -1,0 +1,259 @@
+"""The pages of runs: the list, one run with all that is known of it, several beside each other, and their news."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hybrid_rlhf.report.metric_names import meaning
+from hybrid_rlhf.report.plots import SUBJECTS
+from hybrid_rlhf.studio import run_files
+from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, MODEL, PAGE, RECORD, SAMPLES, SETTINGS, Unreadable
+from hybrid_rlhf.studio.run_history import Histories, Metrics, Samples, curves, newest_answers
+from hybrid_rlhf.studio.runs import RunList
+from hybrid_rlhf.studio.studio import News, Refused, Route, Studio
+
+PHASES = ("generate", "score", "teacher", "train", "switch")  # of a step; no two of them overlap
+MAX_COMPARED, MAX_PROMPTS, MAX_OPTIONS = 8, 50, 300
+NO_MATTER = ("output_dir", "resume", "report_to")  # settings that change nothing in the result
+EACH, TREE = 1.0, 5.0  # seconds between two looks at running runs, and at all
+# what makes another list; steps and sizes, which grow all the time, do not
+_OF_THE_LIST = ("id", "stage", "status", "max_steps", "parents", "alarms", "has_model", "error")
+# A report holds text of models: it may show pictures and styles of its own, and run nothing.
+_REPORT_HEADERS = {"content-security-policy": "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'",
+                   "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-store"}
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+def open_runs(studio: Studio, runs: RunList, histories: Histories) -> tuple[list[Route], Callable[[], None]]:
+    """The addresses, and what ends the watcher that starts here."""
+    samples, watcher = Samples(), Watcher(runs, studio.news)
+
+    async def report(request: Request) -> Response:
+        return await asyncio.to_thread(_report, studio, request.query_params.get("id"))
+
+    def of_run(answer: Callable[[Path, dict], dict]) -> Callable:
+        return lambda query, _body: answer(studio.folder(query.get("id")), query)
+
+    watcher.start()
+    return [Route("GET", "/api/runs", lambda _query, _body: runs.answer()),
+            Route("GET", "/api/run", lambda query, _body: details(runs, histories, query.get("id", ""))),
+            Route("GET", "/api/history", of_run(lambda folder, query: curves(histories, folder, query))),
+            Route("GET", "/api/samples", of_run(samples.answer)),
+            Route("GET", "/api/compare", lambda query, _body: compare(runs, histories, query.get("ids", ""))),
+            Route("GET", "/api/report", report, is_raw=True)], watcher.stop
+
+
+def _report(studio: Studio, run: object) -> Response:
+    try:
+        page = run_files.read_bytes(studio.folder(run) / PAGE)
+    except Unreadable as error:
+        raise Refused(404, str(error)) from None
+    if page is None:
+        raise Refused(404, "this run has no report yet")
+    return Response(page, media_type="text/html", headers=_REPORT_HEADERS)
+
+
+def _reader(notes: list[str], prefix: str = "") -> Callable[[Callable[[], T | None], T], T]:
+    """A function that calls another one; where that raises Unreadable it adds a line to `notes` and returns the default
+    that it was given."""
+    def read(function: Callable[[], T | None], default: T) -> T:
+        try:
+            value = function()
+        except Unreadable as error:
+            notes.append(f"{prefix}{error}")
+            return default
+        return default if value is None else value
+
+    return read
+
+
+# -- one run ---------------------------------------------------------------------------------------------------------
+
+
+def details(runs: RunList, histories: Histories, run: str) -> dict:
+    """GET /api/run. What cannot be read is left out, and "notes" has a line of it."""
+    row, alarms, rows = runs.row(run), runs.alarms(run), runs.rows()[0]
+    folder, notes = runs.outputs / run, []
+    read = _reader(notes)
+    record = read(lambda: run_files.read_record(folder), {})
+    facts = record.get("facts") or {}
+    measured = read(lambda: histories.look(folder, _measured), {"phases": [], "memory": [], "metrics": [], "notes": []})
+    notes += measured.pop("notes")
+    children = [other["id"] for other in rows if run in other["parents"]]
+    known = [other["id"] for other in rows if other["id"] in (*row["parents"], *children)]  # which have a page
+    return {"row": row, "children": children, "known": known, "command": record.get("command") or "",
+            "header": facts.get("header") or [], "settings": read(lambda: settings_of(folder, record), ""),
+            "versions": record.get("versions") or {},
+            "alarms": [{"name": alarm.name, "text": alarm.text} for alarm in alarms], **measured,
+            "checkpoints": [checkpoint._asdict() for checkpoint in run_files.checkpoints(folder)],
+            "has_report": (folder / PAGE).is_file(),
+            "card": read(lambda: run_files.read_text(folder / MODEL / "README.md"), None),
+            "evaluation": read(lambda: run_files.read_text(folder / run_files.EVALUATION), None), "notes": notes}
+
+
+def _measured(metrics: Metrics) -> dict:
+    """Where the time went, the peaks of memory, and which metrics there are."""
+    names = metrics.names
+    times = {name: metrics.total(f"time/{name}") for name in PHASES if f"time/{name}" in names}
+    rest = metrics.total("time/step") - sum(times.values())
+    if rest > 0:
+        times["other" if times else "step"] = rest
+    peaks = [name for name in names if name.startswith("memory/") and name.count("/") == 2]
+    return {"phases": [{"name": name, "seconds": round(seconds, 3)} for name, seconds in times.items()],
+            "memory": [{"name": name.removeprefix("memory/"), "bytes": int(metrics.highest(name))} for name in peaks],
+            "metrics": described(names), "notes": metrics.notes}
+
+
+def described(names: Iterable[str]) -> list[dict]:
+    """Metrics with what they mean and the group that they are shown in."""
+    return [{"name": name, "meaning": meaning(name), "group": group(name)} for name in names]
+
+
+def group(name: str) -> str:
+    """The subject that the report draws a metric under; of others the first part of the name."""
+    plain = name.removeprefix("eval/")
+    for subject in SUBJECTS:
+        if any(re.fullmatch(pattern, plain) for pattern in subject.names):
+            return subject.title
+    return plain.partition("/")[0] if "/" in plain else "other"
+
+
+def settings_of(folder: Path, record: dict) -> str:
+    """config.yaml as it is; without one the settings in run.json."""
+    text = run_files.read_text(folder / SETTINGS)
+    return text or (yaml.safe_dump(record["config"], sort_keys=False) if record.get("config") else "")
+
+
+# -- several runs ----------------------------------------------------------------------------------------------------
+
+
+def compare(runs: RunList, histories: Histories, ids: str) -> dict:
+    """GET /api/compare: ids is a,b,c, two runs at least."""
+    names = list(dict.fromkeys(name for name in ids.split(",") if name))
+    if not 2 <= len(names) <= MAX_COMPARED:
+        raise Refused(400, f"choose 2 to {MAX_COMPARED} runs to compare")
+    rows = [runs.row(name) for name in names]
+    notes: list[str] = []
+
+    def parts(folder: Path) -> tuple[dict, list[dict], list[str]]:
+        read = _reader(notes, f"{folder.name}: ")
+        record = read(lambda: run_files.read_record(folder), {})
+        return (flat(record.get("config") or {}), read(lambda: newest_answers(folder), []),
+                read(lambda: histories.look(folder, lambda metrics: metrics.names), []))
+
+    settings, answers, metrics = zip(*(parts(runs.outputs / name) for name in names), strict=True)
+    return {"runs": rows, "differ": differing(settings), "prompts": side_by_side(answers),
+            "metrics": described(dict.fromkeys(name for names in metrics for name in names)), "notes": notes}
+
+
+def flat(settings: Mapping, prefix: str = "") -> dict[str, object]:
+    """Dotted option -> value; lists are values."""
+    options: dict[str, object] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            options |= flat(value, f"{prefix}{name}.")
+        else:
+            options[f"{prefix}{name}"] = value
+    return options
+
+
+def differing(settings: Sequence[dict]) -> list[dict]:
+    """The options that differ between the runs that have them, with their values; null where a run has none."""
+    rows = []
+    for option in dict.fromkeys(option for options in settings for option in options):
+        values = [options[option] for options in settings if option in options]
+        if option not in NO_MATTER and any(value != values[0] for value in values[1:]):
+            rows.append({"option": option, "values": [options.get(option) for options in settings]})
+    return rows[:MAX_OPTIONS]
+
+
+def side_by_side(answers: Sequence[list[dict]]) -> list[dict]:
+    """Each prompt with every run's answer to it, None where it has none; what most runs answer comes first. A reward
+    model's two responses to a prompt are two rows, by their side."""
+    table: dict[tuple[str, str], list[dict | None]] = {}
+    for place, rows in enumerate(answers):
+        for row in rows:
+            key = str(row.get("prompt", "")), str(row.get("side", ""))
+            table.setdefault(key, [None] * len(answers))[place] = row
+    order = sorted(table.items(), key=lambda item: sum(answer is None for answer in item[1]))
+    return [{"prompt": prompt, "answers": row} for (prompt, _), row in order[:MAX_PROMPTS]]
+
+
+# -- news ------------------------------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """A thread that looks at the files of runs. It publishes `run` {"id", "step"} when those of a running run have
+    grown, and `runs` {} when the list has changed. each, tree: seconds between two looks at running runs, and at
+    all."""
+
+    def __init__(self, runs: RunList, news: News, each: float = EACH, tree: float = TREE) -> None:
+        self._runs, self._news, self._each, self._every = runs, news, each, tree
+        self._end = threading.Event()
+        self._list: list | None = None
+        self._running: dict[str, list[run_files.Mark]] = {}
+        self._thread = threading.Thread(target=self._watch, name="studio-watcher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when it has ended."""
+        self._end.set()
+        self._thread.join(10)
+
+    def _watch(self) -> None:
+        last_look = -self._every
+        while not self._end.is_set():
+            try:
+                if time.monotonic() - last_look >= self._every:
+                    self.look_at_all()
+                    last_look = time.monotonic()
+                else:
+                    self.look_at_running()
+            except Exception:  # a fault in one look must not end the news
+                _log.exception("the watcher of runs failed, and goes on")
+            self._end.wait(self._each)
+
+    def look_at_all(self) -> None:
+        """The whole list, and which of them are running."""
+        self.look_at_running()
+        rows, _ = self._runs.rows()
+        now = [[row[name] for name in _OF_THE_LIST] for row in rows]
+        running = [row["id"] for row in rows if row["status"] == "running"]
+        self._running = {run: self._running.get(run) or self._marks(run) for run in running}
+        if self._list is not None and now != self._list:
+            self._news.publish("runs", {})
+        self._list = now
+
+    def look_at_running(self) -> None:
+        """Those that were running at the last look at all."""
+        for run, before in list(self._running.items()):
+            now = self._marks(run)
+            if now == before:
+                continue
+            self._running[run] = now
+            try:
+                row = self._runs.row(run)
+            except Refused:  # it was removed
+                del self._running[run]
+                continue
+            self._news.publish("run", {"id": run, "step": row["step"]})
+            if row["status"] != "running":
+                del self._running[run]
+                self._news.publish("runs", {})
+
+    def _marks(self, run: str) -> list[run_files.Mark]:
+        return [run_files.mark(self._runs.outputs / run / name) for name in (RECORD, METRICS, SAMPLES, ANSWERS)]
