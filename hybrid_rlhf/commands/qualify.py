@@ -4,130 +4,197 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from hybrid_rlhf import __version__
-from hybrid_rlhf.commands.qualification import machine, page
-from hybrid_rlhf.commands.qualification.findings import NOTE, SKIPPED, WRONG, Row, Task
-from hybrid_rlhf.commands.qualification.part_process import in_child
-from hybrid_rlhf.commands.qualification.parts import PARTS
+from hybrid_rlhf.commands import doctor
+from hybrid_rlhf.commands.qualify_numbers import equality
+from hybrid_rlhf.commands.qualify_page import CARD, NO_TIME, WRONG, Row, State, Task, page_of, verdict
+from hybrid_rlhf.commands.qualify_speed import speed, steps
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.accelerator import why_no_card
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.quiet import quiet_libraries
 from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.memory_plan import calibration
 
-DIFFERS = 1  # exit code
-# Of what a card holds beside tensors, the bounds within which a measurement is believed. What torch keeps above them is
-# reserve, which it gives back before it fails.
+# Bounds within which a measured calibration is believed. What torch reserves above them it gives back before it fails.
 LIBRARIES_BYTES, FRAGMENTATION = (2**28, 2 * 2**30), (0.02, 0.15)
+_STATES = {"ok": State.PASSED, "warning": State.NOTE, "missing": State.FAILED}  # doctor's, as a row has them
+Launch = Callable[[Task], Iterator[Row]]
 
 
-Launch = Callable[[str, Task], Iterator[Row]]
+def environment(task: Task) -> Iterator[Row]:
+    """The card, then doctor's findings, without the user's folders."""
+    numbers: dict = {"hybrid_rlhf": __version__, "torch": torch.__version__, "cuda": torch.version.cuda}
+    text = "none; the processor takes its place"
+    if task.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(task.device)
+        numbers |= {"name": torch.cuda.get_device_name(task.device), "bytes": total, "free": free,
+                    "capability": list(torch.cuda.get_device_capability(task.device)),
+                    "driver": _nvidia_smi("driver_version"), "held_by_others": task.foreign_bytes}
+        text = f"{numbers['name']}, {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free, driver {numbers['driver']}"
+    yield task.row(CARD, State.PASSED if task.device.type == "cuda" else State.NOTE, text, **numbers)
+    for finding in doctor.examine(compile_kernels=False):
+        text = finding.found.split(" free at ")[0] if finding.name.startswith("disk") else finding.found
+        cure = f" ({finding.cure})" if finding.cure else ""
+        yield task.row(finding.name, _STATES[finding.state], text + cure)
 
 
-@dataclass
-class Qualification:
-    """Rows as they come, and the files that hold them. folder: for qualify.json, qualify.md and qualify.log."""
+class Part(NamedTuple):
+    """run: its checks; least, most: seconds without which it is not begun, and after which it is stopped."""
 
-    folder: Path
-    minutes: float
-    is_dry: bool
-
-    def __post_init__(self) -> None:
-        self.rows: list[Row] = []
-        self._began = time.monotonic()
-
-    @property
-    def ends(self) -> float:
-        return self._began + 60 * self.minutes
-
-    def run(self, launch: Launch) -> int:
-        """All parts for which there is time; returns the exit code."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        log = self.folder / "qualify.log"
-        own_files.write_file(log, "")
-        if not self.is_dry:
-            calibration.read_calibration()  # which every part would refuse
-        others = machine.foreign_bytes() if not self.is_dry else None
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix="work-") as work:
-            for name, part in PARTS.items():
-                left = self.ends - time.monotonic()
-                task = Task(name, self.is_dry, Path(work).resolve(), log.resolve(),
-                            min(self.ends, time.monotonic() + part.most), tuple(self.rows), others)
-                if left < part.least and not self.is_dry:
-                    self._add(task.row("all of it", SKIPPED, "no time left; give more --minutes"))
-                else:
-                    for row in launch(name, task):
-                        self._add(self._in_time(row))
-                self._save()
-        return DIFFERS if any(row.state in WRONG for row in self.rows) else 0
-
-    def _in_time(self, row: Row) -> Row:
-        """`row`; or, where a part was stopped because all the time is over, that it was left out."""
-        if not row.found.startswith("stopped: ") or time.monotonic() < self.ends:
-            return row
-        return replace(row, name="the rest of it", state=SKIPPED, found="no time left; give more --minutes")
-
-    def _add(self, row: Row) -> None:
-        self.rows.append(row)
-        print(f"{time.monotonic() - self._began:5.0f} s  {row.part}: {row.name}: "
-              f"{'' if row.state == 'note' else f'{row.state}, '}{row.found}", file=sys.stderr, flush=True)
-
-    def _save(self) -> None:
-        """After every part, for a machine may be taken away. Folders of the user's are not named in what is sent."""
-        minutes, when = (time.monotonic() - self._began) / 60, datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
-        facts = {"version": __version__, "when": when, "is_dry": self.is_dry, "minutes": minutes,
-                 "verdict": page.verdict(self.rows), "rows": [row.stored() for row in self.rows]}
-        text = page.page_of(self.rows, is_dry=self.is_dry, minutes=minutes, version=__version__, when=when)
-        for name, content in (("qualify.json", json.dumps(facts, indent=1) + "\n"), ("qualify.md", text)):
-            for place, short in ((str(self.folder.resolve()), "."), (str(Path.home()), "~")):
-                content = content.replace(place, short)
-            own_files.write_file(self.folder / name, content)
-        if not self.is_dry:
-            self._calibrate()
-
-    def _calibrate(self) -> None:
-        try:
-            calibrate(self.rows)
-        except OSError as error:  # a folder that cannot be written; the other parts do not need it
-            if not any(row.name == "calibration" for row in self.rows):
-                self._add(Row(page.MACHINE, "calibration", NOTE, f"cannot be written: {error.strerror}"))
+    run: Callable[[Task], Iterator[Row]]
+    least: float
+    most: float
 
 
-def calibrate(rows: list[Row]) -> None:
-    """Write what was measured of the card where --plan reads it."""
-    found = [row.numbers for row in rows if "fragmentation" in row.numbers]
-    card = next((row.numbers for row in rows if row.name == machine.CARD), {})
-    rates = next((row.numbers["rates"] for row in rows if "rates" in row.numbers), None)
-    values: dict = {"device": card.get("name")}
-    if found:
-        values["fragmentation"] = _within(max(n["fragmentation"] for n in found), *FRAGMENTATION)
-    exact = [n["libraries_bytes"] for n in found if n["is_exact"]]
-    if exact:  # else it counts what other programs held
-        values["libraries_bytes"] = int(_within(max(exact), *LIBRARIES_BYTES))
-    if rates:
+PARTS = {"environment": Part(environment, 5, 90), "equality": Part(equality, 30, 200), "speed": Part(speed, 30, 120),
+         **{name: Part(steps, 60, 240) for name in ("grpo-qlora", "ppo-qlora", "grpo", "ppo")}}
+
+
+# -- a part in a process of its own ------------------------------------------------------------------------------------
+
+
+def rows_of(task: Task) -> Iterator[Row]:
+    """The rows of a part, in this process; an error of the part is its last row."""
+    try:
+        yield from PARTS[task.name].run(task)
+    except Exception as error:  # the other parts go on, whatever this one raises
+        yield task.failed("all of it", error)
+
+
+def in_child(task: Task) -> Iterator[Row]:
+    """The rows of a part as a child process sends them: a kernel that breaks the card's context, or hangs, ends one
+    part and no other. Its output goes into the log; its time limit or its death makes the last row."""
+    context, began, count = multiprocessing.get_context("spawn"), time.monotonic(), 0
+    receiving, sending = context.Pipe(duplex=False)
+    child = context.Process(target=_send_rows, args=(task, sending))
+    child.start()
+    sending.close()
+    try:
+        while receiving.poll(max(0.0, task.left)):
+            yield receiving.recv()
+            count += 1
+        yield (task.row("the rest of it", State.SKIPPED, NO_TIME) if task.is_last else
+               task.row("all of it", State.FAILED, f"stopped: not done after {time.monotonic() - began:.0f} s"))
+    except EOFError:
+        child.join()
+        code = child.exitcode or 0
+        if code or not count:
+            death = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            yield task.row("all of it", State.FAILED, f"its process ended with {death} after {count} rows; the end of "
+                                                      "the log says more")
+    finally:
+        with suppress(ProcessLookupError):  # of its group: it starts processes too
+            os.killpg(child.pid or 0, signal.SIGKILL)
+        child.kill()
+        child.join()
+
+
+def _send_rows(task: Task, sending: Connection) -> None:
+    os.setsid()
+    with task.log.open("a", encoding="utf-8") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    quiet_libraries()
+    for row in rows_of(task):
+        sending.send(row)
+
+
+# -- all parts, and what is kept of them -------------------------------------------------------------------------------
+
+
+def qualify(folder: Path, minutes: float, is_dry: bool, launch: Launch) -> list[Row]:
+    """The rows of all parts for which there is time, written to `folder` after each part."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log, rows, began = folder / "qualify.log", list[Row](), time.monotonic()
+    own_files.write_file(log, "")
+    if not is_dry:
+        calibration.read_calibration()  # a broken file would fail every part
+    memory = None if is_dry else _nvidia_smi("memory.used")  # before this command's own processes use the card
+    foreign_bytes = int(memory) * 2**20 if memory and memory.isdigit() else None
+    ends = began + 60 * minutes
+    with tempfile.TemporaryDirectory(dir=folder, prefix="work-") as work:
+        for name, part in PARTS.items():
+            limit = min(ends, time.monotonic() + part.most)
+            rates = next((row.numbers["rates"] for row in rows if "rates" in row.numbers), None)
+            task = Task(name, is_dry, Path(work).resolve(), log.resolve(), limit, limit == ends, rates, foreign_bytes)
+            has_time = is_dry or task.left >= part.least
+            for row in launch(task) if has_time else [task.row("all of it", State.SKIPPED, NO_TIME)]:
+                rows.append(row)
+                state = "" if row.state == State.NOTE else f"{row.state}, "
+                print(f"{time.monotonic() - began:5.0f} s  {row.part}: {row.name}: {state}{row.found}", file=sys.stderr,
+                      flush=True)
+            if not is_dry and not any(row.name == "calibration" for row in rows):
+                rows += calibrate(rows)
+            _save(folder, rows, is_dry, (time.monotonic() - began) / 60)
+    return rows
+
+
+def _save(folder: Path, rows: list[Row], is_dry: bool, minutes: float) -> None:
+    """qualify.json and qualify.md, which are meant to be sent: the user's folders are not named in them."""
+    when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
+    facts = {"version": __version__, "when": when, "is_dry": is_dry, "minutes": minutes, "verdict": verdict(rows),
+             "rows": [asdict(row) for row in rows]}
+    page = page_of(rows, is_dry=is_dry, minutes=minutes, version=__version__, when=when)
+    for name, text in (("qualify.json", json.dumps(facts, indent=1) + "\n"), ("qualify.md", page)):
+        text = text.replace(str(folder.resolve()), ".").replace(str(Path.home()), "~")
+        own_files.write_file(folder / name, text)
+
+
+def calibrate(rows: list[Row]) -> list[Row]:
+    """Write what was measured of the card to the file that --plan reads; returns a row where that is not possible."""
+    measured = [row.numbers for row in rows if "fragmentation" in row.numbers]
+    values: dict = {"device": next((row.numbers.get("name") for row in rows if row.name == CARD), None)}
+    if measured:
+        values["fragmentation"] = _within(FRAGMENTATION, max(n["fragmentation"] for n in measured))
+    if exact := [n["libraries_bytes"] for n in measured if n["is_exact"]]:  # else other programs' memory is in it
+        values["libraries_bytes"] = int(_within(LIBRARIES_BYTES, max(exact)))
+    if rates := next((row.numbers["rates"] for row in rows if "rates" in row.numbers), None):
         values["rates"] = rates
-    if len(values) > 1:
-        calibration.write_calibration(values)
+    try:
+        if len(values) > 1:
+            calibration.write_calibration(values)
+    except OSError as error:  # the other parts do not need the file
+        return [Row("environment", "calibration", State.NOTE, f"cannot be written: {error.strerror}")]
+    return []
 
 
-def _within(value: float, least: float, most: float) -> float:
-    return min(max(value, least), most)
+def _within(bounds: tuple[float, float], value: float) -> float:
+    return min(max(value, bounds[0]), bounds[1])
+
+
+def _nvidia_smi(query: str) -> str | None:
+    """The answer of nvidia-smi for the first card that this process sees; None where there is none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+    try:
+        done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", visible],
+                              capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0].strip() if done.stdout.strip() else None
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options; UserError for what cannot be."""
+    """The options; UserError for values that are out of range."""
     flags = command_flags("qualify", __doc__)
     flags.add_argument("--minutes", type=float, default=10.0, help="how long it may take (10)")
     flags.add_argument("--output_dir", type=expanded, default="qualify",
@@ -145,8 +212,8 @@ def main(argv: list[str] | None = None, launch: Launch = in_child) -> int:
         options = parse(argv)
         check(options.dry_run or torch.cuda.is_available(),
               f"qualify: no card that torch can use: {why_no_card()}; --dry_run tries the command without one")
-        done = Qualification(Path(options.output_dir), options.minutes, options.dry_run)
-        code = done.run(launch)
+        folder = Path(options.output_dir)
+        rows = qualify(folder, options.minutes, options.dry_run, launch)
     except UserError as error:
         print(error_line(error), file=sys.stderr)
         return 2
@@ -154,6 +221,6 @@ def main(argv: list[str] | None = None, launch: Launch = in_child) -> int:
         print(error_line(UserError(f"qualify: cannot write to {options.output_dir}: {error.strerror}; choose another "
                                    "--output_dir")), file=sys.stderr)
         return 2
-    print(f"{page.verdict(done.rows).replace('*', '')}\npage: {done.folder / 'qualify.md'}\n"
-          f"figures: {done.folder / 'qualify.json'}, details: {done.folder / 'qualify.log'}")
-    return code
+    print(f"{verdict(rows).replace('*', '')}\npage: {folder / 'qualify.md'}\n"
+          f"figures: {folder / 'qualify.json'}, details: {folder / 'qualify.log'}")
+    return int(any(row.state in WRONG for row in rows))

@@ -1,14 +1,15 @@
-"""What the server is asked: OpenAI's chat completions, and the scores that rewards/service.py asks for."""
+"""The requests that the server reads: OpenAI's chat completions and completions, and those of rewards/service.py for
+scores."""
 
 from __future__ import annotations
 
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.strict_json import loads, why
@@ -18,7 +19,9 @@ from hybrid_rlhf.data.turns import is_begun, with_kwargs
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.template_kwargs import KWARGS
 
-MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_SCORES, MAX_TOOLS, MAX_TOP = 4096, 4, 8, 256, 128, 20
+MAX_MESSAGES, MAX_CHOICES, MAX_SCORES, MAX_TOOLS, MAX_TOP, MAX_PROMPTS = 4096, 8, 256, 128, 20, 256
+MAX_STOPS, MAX_COMPLETION_STOPS = 4, 16  # OpenAI's 4 are fewer than evaluation suites send to /v1/completions
+_COMPLETION_TOKENS = 16  # OpenAI's default
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -36,31 +39,23 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Part(BaseModel, strict=True):
     type: str = "text"
     text: str | None = None
 
 
-class _Called(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Called(BaseModel, strict=True):
     name: str = Field(max_length=1000)
     arguments: str | dict
 
 
-class _Call(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Call(BaseModel, strict=True):
     id: str | None = None
     type: Literal["function"] = "function"
     function: _Called
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Message(BaseModel, strict=True):
     role: str
     content: str | list[_Part] | None = None
     tool_calls: list[_Call] | None = None
@@ -68,33 +63,25 @@ class _Message(BaseModel):
     name: str | None = None
 
 
-class _Function(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Function(BaseModel, strict=True):
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     description: str | None = None
     parameters: dict | None = None
     strict: bool | None = None
 
 
-class _Tool(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Tool(BaseModel, strict=True):
     type: Literal["function"]
     function: _Function
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class StreamOptions(BaseModel, strict=True):
     include_usage: bool = False
 
 
-class _ChatBody(BaseModel):
+class _ChatBody(BaseModel, strict=True, allow_inf_nan=False):
     """Fields that are not named here are ignored, as OpenAI's clients expect; those that would change the answer in a
-    way we have no means for are refused (_REFUSED)."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    way we have no means for are refused (_NOT_IN_CHATS)."""
 
     model: str | None = Field(None, max_length=1000)
     messages: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -127,26 +114,62 @@ class _ChatBody(BaseModel):
     ignore_eos: Any = None
 
 
-_REFUSED = ("functions", "response_format", "logit_bias", "frequency_penalty", "presence_penalty", "stop_token_ids",
-            "ignore_eos")
+class _CompletionBody(BaseModel, strict=True, allow_inf_nan=False):
+    """As _ChatBody; what is refused is _NOT_IN_COMPLETIONS."""
+
+    model: str | None = Field(None, max_length=1000)
+    prompt: Any = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=10**9)
+    min_p: float | None = Field(None, ge=0, lt=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    max_tokens: int | None = Field(None, ge=0, le=10**9)
+    min_tokens: int | None = Field(None, ge=0, le=10**9)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    suffix: Any = None
+    logit_bias: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: Any = None
+
+_NOT_IN_BOTH = ("logit_bias", "frequency_penalty", "presence_penalty", "stop_token_ids", "ignore_eos")
+_NOT_IN_CHATS, _NOT_IN_COMPLETIONS = ("functions", "response_format", *_NOT_IN_BOTH), ("suffix", *_NOT_IN_BOTH)
 
 
-class _ScoreBody(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _ScoreBody(BaseModel, strict=True):
     prompts: list[str | list[_Message]] = Field(max_length=MAX_SCORES)
     completions: list[str | list[_Message]] = Field(max_length=MAX_SCORES)
 
 
 @dataclass(frozen=True)
-class ChatRequest:
-    """One question. sampling: without limits of tokens. limit: the most tokens (None: the server's). stops: strings.
-    tools: schemas of what the model may call, which the first message carries too. num_top: the likeliest tokens to
-    tell beside each token and its log-probability (None: neither). continues: whether the answer goes on from the last
-    message, where that is the assistant's."""
+class GenerationRequest:
+    """A chat completion, which has messages, or a completion, which has prompts.
+
+    Attributes:
+        sampling: Settings without limits of tokens.
+        limit: The most tokens of an answer; None: the server's limit. 0: the prompts alone are wanted.
+        least: The fewest tokens of an answer.
+        num_top: How many of the likeliest tokens come beside each token and its log-probability; None: no
+            log-probabilities.
+        messages: A chat's; the first of them carries the tools too.
+        tools: Schemas of the functions that the model may call.
+        continues: Whether a chat's answer goes on from the last message, where that is the assistant's.
+        prompts: A completion's, each as text or as token ids.
+        has_echo: Whether answers begin with their prompts.
+        adds_special: Whether prompts that are text begin with the tokenizer's own BOS, where it has one.
+    """
 
     model: str | None
-    messages: list[dict]
     sampling: SamplingConfig
     limit: int | None
     least: int
@@ -155,15 +178,23 @@ class ChatRequest:
     num_choices: int
     is_stream: bool
     wants_usage: bool
-    tools: list[dict]
     num_top: int | None
+    messages: list[dict] = field(default_factory=list)
+    tools: list[dict] = field(default_factory=list)
     continues: bool = True
-
-    goes_on = False  # whether an answer is more of the prompt's text, and not a turn of its own
+    prompts: list[str | list[int]] = field(default_factory=list)
+    has_echo: bool = False
+    adds_special: bool = True
 
     @property
-    def has_calls(self) -> bool:
-        return any(message.get("tool_calls") for message in self.messages)
+    def is_chat(self) -> bool:
+        return not self.prompts
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the scores of the prompts are the answer: nothing is drawn, or the likeliest token alone."""
+        is_greedy = self.sampling.temperature == 0 and self.sampling.repetition_penalty == 1 and self.least == 0
+        return self.limit == 0 or (self.limit == 1 and is_greedy and self.has_echo and self.num_top is not None)
 
 
 def read_json(body: bytes) -> dict:
@@ -173,47 +204,97 @@ def read_json(body: bytes) -> dict:
         raise ValueError(f"{word} is no JSON")
 
     try:
-        found = json.loads(body.decode("utf-8"), parse_constant=refuse)
+        data = json.loads(body.decode("utf-8"), parse_constant=refuse)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 (byte {error.start}); "
                             "send JSON in UTF-8", code="invalid_json") from None
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply; send a flatter one", code="invalid_json") from None
-    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, and integers of thousands of digits
         raise ApiError(400, f"the body is not valid JSON: {' '.join(str(error).split())[:200]}; send a JSON object",
                        code="invalid_json") from None
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    return found
+    return data
 
 
-def read_chat(found: dict) -> ChatRequest:
+def read_chat(data: dict) -> GenerationRequest:
     """A chat completion's body. Raises ApiError 400 that names the parameter."""
-    body = validated(_ChatBody, found)
-    refuse_given(body, _REFUSED)
-    sampling = sampling_of(body)
-    tools = _tools(body, found.get("tools"))
+    body = _validated(_ChatBody, data)
+    _refuse_given(body, _NOT_IN_CHATS)
+    tools = _tools(body, data.get("tools"))
     messages = with_tools(_messages(body.messages, "messages"), tools)
     if body.chat_template_kwargs:
         messages = with_kwargs(messages, _as_json(body.chat_template_kwargs, KWARGS))
     if body.continue_final_message and not is_begun(messages):
         raise ApiError(400, "continue_final_message goes on from an assistant's message, and the last one is none "
                             "or says nothing; leave it out", param="continue_final_message")
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs true; send it too", param="top_logprobs")
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     if num_top is not None and tools:
         raise ApiError(400, "logprobs cannot be had beside tools; leave one of them out", param="logprobs",
                        code="unsupported_parameter")
-    if body.stream:
-        check_stream_logprobs(num_top, sampling, "top_logprobs")
-    return ChatRequest(body.model, messages, sampling, limit, body.min_tokens or 0, stops_of(body, MAX_STOPS),
-                       seed_of(body), body.n or 1, bool(body.stream), wants_usage(body), tools, num_top,
-                       body.continue_final_message is not False)
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return GenerationRequest(**_common(body, MAX_STOPS, num_top, "top_logprobs"), limit=limit, messages=messages,
+                             tools=tools, continues=body.continue_final_message is not False)
 
 
-def refuse_given(body: BaseModel, names: Sequence[str]) -> None:
+def read_completion(data: dict) -> GenerationRequest:
+    """A completion's body. Raises ApiError 400 that names the parameter."""
+    body = _validated(_CompletionBody, data)
+    _refuse_given(body, _NOT_IN_COMPLETIONS)
+    if body.best_of not in (None, body.n or 1):
+        raise ApiError(400, "best_of other than n is not supported here; leave it out", param="best_of",
+                       code="unsupported_parameter")
+    limit, has_echo = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, bool(body.echo)
+    if limit == 0 and (body.stream or not has_echo):
+        raise ApiError(400, "max_tokens 0 asks for the prompt alone; send echo true with it, and no stream",
+                       param="max_tokens")
+    common = _common(body, MAX_COMPLETION_STOPS, body.logprobs, "logprobs")
+    if body.stream and has_echo and body.logprobs is not None:
+        raise ApiError(400, "logprobs of an echoed prompt cannot be had in a stream; leave stream out",
+                       param="logprobs", code="unsupported_parameter")
+    return GenerationRequest(**common, limit=limit, prompts=_prompts(body.prompt), has_echo=has_echo,
+                             adds_special=body.add_special_tokens is not False)
+
+
+def _common(body: Any, max_stops: int, num_top: int | None, top_name: str) -> dict:
+    """What both requests have. top_name: the field that asks for the likeliest tokens."""
+    sampling = _sampling(body)
+    if body.stream and num_top:  # in a stream they are those of the draw
+        raise ApiError(400, f"{top_name} above 0 cannot be had in a stream: the likeliest tokens are found when the "
+                            "answer is whole; leave stream out", param=top_name, code="unsupported_parameter")
+    if body.stream and num_top is not None and sampling.temperature not in (0, 1):
+        raise ApiError(400, f"logprobs in a stream are those of temperature 0 or 1, not {sampling.temperature:g}; "
+                            "leave stream out", param="logprobs", code="unsupported_parameter")
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > max_stops or not all(0 < len(s) <= 1000 for s in stops):
+        raise ApiError(400, f"stop takes at most {max_stops} strings of 1 to 1000 characters", param="stop")
+    return dict(model=body.model, sampling=sampling, least=body.min_tokens or 0, stops=tuple(map(clean, stops)),
+                seed=secrets.randbits(63) if body.seed is None else body.seed, num_choices=body.n or 1,
+                is_stream=bool(body.stream), num_top=num_top,
+                wants_usage=bool(body.stream_options and body.stream_options.include_usage))
+
+
+def _prompts(given: Any) -> list[str | list[int]]:
+    """A string, strings, token ids, or lists of them (or of both), as a list of prompts."""
+    prompts = [given] if isinstance(given, str) or _is_ids(given) else given
+    if not isinstance(prompts, list) or not prompts:
+        raise ApiError(400, "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; "
+                            "send one", param="prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise ApiError(400, f"there are {len(prompts)} prompts; send at most {MAX_PROMPTS} at once", param="prompt")
+    for i, prompt in enumerate(prompts):
+        if not (isinstance(prompt, str) or _is_ids(prompt)):
+            raise ApiError(400, f"prompt.{i} is neither a string nor a list of token ids, or it is empty; fix it",
+                           param="prompt")
+    return [clean(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _is_ids(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
+
+
+def _refuse_given(body: BaseModel, names: Sequence[str]) -> None:
     """ApiError 400 for the first field of these that is set to anything but its rest."""
     for name in names:
         value = getattr(body, name)
@@ -221,45 +302,20 @@ def refuse_given(body: BaseModel, names: Sequence[str]) -> None:
             raise ApiError(400, f"{name} is not supported here; leave it out", param=name, code="unsupported_parameter")
 
 
-def sampling_of(body: Any) -> SamplingConfig:
+def _sampling(body: Any) -> SamplingConfig:
     """The settings of a body, without limits of tokens."""
-    given = {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
+    settings = {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
     if body.top_k is not None:
-        given["top_k"] = max(body.top_k, 0)  # -1 is another server's word for off
+        settings["top_k"] = max(body.top_k, 0)  # other servers write -1 for off
     try:
-        return SamplingConfig(**{k: v for k, v in given.items() if v is not None})
+        return SamplingConfig(**{name: value for name, value in settings.items() if value is not None})
     except UserError as error:
         raise ApiError(400, str(error)) from None
 
 
-def stops_of(body: Any, most: int) -> tuple[str, ...]:
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > most or not all(0 < len(s) <= 1000 for s in stops):
-        raise ApiError(400, f"stop takes at most {most} strings of 1 to 1000 characters", param="stop")
-    return tuple(map(clean, stops))
-
-
-def seed_of(body: Any) -> int:
-    return secrets.randbits(63) if body.seed is None else body.seed
-
-
-def wants_usage(body: Any) -> bool:
-    return bool(body.stream_options and body.stream_options.include_usage)
-
-
-def check_stream_logprobs(num_top: int | None, sampling: SamplingConfig, name: str) -> None:
-    """ApiError 400 for log-probabilities that a stream cannot have: in it they are those of the draw."""
-    if num_top:
-        raise ApiError(400, f"{name} above 0 cannot be had in a stream: the likeliest tokens are found when the answer "
-                            "is whole; leave stream out", param=name, code="unsupported_parameter")
-    if num_top is not None and sampling.temperature not in (0, 1):
-        raise ApiError(400, f"logprobs in a stream are those of temperature 0 or 1, not {sampling.temperature:g}; "
-                            "leave stream out", param="logprobs", code="unsupported_parameter")
-
-
-def read_score(found: dict) -> tuple[list[str | list[dict]], list[str]]:
+def read_score(data: dict) -> tuple[list[str | list[dict]], list[str]]:
     """Prompts (text, or messages) and their completions as text. Raises ApiError 400."""
-    body = validated(_ScoreBody, found)
+    body = _validated(_ScoreBody, data)
     if len(body.prompts) != len(body.completions):
         raise ApiError(400, f"{len(body.prompts)} prompts but {len(body.completions)} completions; "
                             "give one completion for each prompt", param="completions")
@@ -281,23 +337,21 @@ def _completion(given: str | list[_Message], where: str) -> str:
     return "".join(message["content"] for message in messages)
 
 
-def validated(shape: type[BaseModel], found: dict) -> Any:
+def _validated(shape: type[BaseModel], data: dict) -> Any:
     try:
-        return shape.model_validate(found)
+        return shape.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]
         raise ApiError(400, f"{where}: {first['msg']}; fix it or leave it out",
                        param=str(first["loc"][0]) if first["loc"] else None) from None
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply; send a flatter one", code="invalid_json") from None
 
 
 def _messages(given: Sequence[_Message], where: str) -> list[dict]:
     """Messages as templates read them; an answer of a tool has the name of the function that was called."""
     messages, called = [], {}
-    for i, each in enumerate(given):
-        message = _message(each, f"{where}.{i}")
+    for i, body in enumerate(given):
+        message = _message(body, f"{where}.{i}")
         for call in message.get("tool_calls", ()):
             called[call.get("id")] = call["function"]["name"]
         answered = message.get("tool_call_id")
@@ -317,15 +371,15 @@ def _message(message: _Message, where: str) -> dict:
     parts = message.content if isinstance(message.content, list) else [_Part(text=message.content or "")]
     if any(part.type != "text" for part in parts):
         raise ApiError(400, f"{where}.content: only text can be read here", param=param)
-    found: dict = {"role": _ROLES[message.role], "content": clean("".join(part.text or "" for part in parts))}
+    row: dict = {"role": _ROLES[message.role], "content": clean("".join(part.text or "" for part in parts))}
     if message.tool_calls and message.role != "assistant":
         raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools; leave them out", param=param)
     if message.tool_calls:
-        found["tool_calls"] = [_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)]
+        row["tool_calls"] = [_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)]
     if message.role == "tool":
         names = {"name": message.name, "tool_call_id": message.tool_call_id}
-        found |= {key: clean(value) for key, value in names.items() if value is not None}
-    return found
+        row |= {key: clean(value) for key, value in names.items() if value is not None}
+    return row
 
 
 def _call(call: _Call, where: str) -> dict:

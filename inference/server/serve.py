@@ -23,10 +23,9 @@ from hybrid_rlhf.inference.named_models import NamedModel, named_models
 
 if TYPE_CHECKING:
     from hybrid_rlhf.inference.server.app import Served
-    from hybrid_rlhf.inference.server.guard import PatientServer
-    from hybrid_rlhf.inference.server.worker import Worker
 
 KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
+STOP_SECONDS = 30  # for which a server that stops waits for open answers
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,7 +114,7 @@ def run(argv: list[str] | None) -> int:
         raise UserError(f"serve: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
     from hybrid_rlhf.inference.chat_models import model_folder
     from hybrid_rlhf.inference.scorer import Scorer
-    from hybrid_rlhf.inference.server.guard import STOP_SECONDS, PatientServer, TimeoutProtocol
+    from hybrid_rlhf.inference.server.guard import MAX_CONNECTIONS
     from hybrid_rlhf.inference.server.worker import Worker
 
     judge = options.reward_model
@@ -124,13 +123,16 @@ def run(argv: list[str] | None) -> int:
     if scorer:
         scorer.open()
     worker = Worker([m.lane for m in models])
-    took = _ready(worker)
+    began = time.perf_counter()
+    worker.start()
+    worker.draw_first()
+    took = time.perf_counter() - began
     limits = Limits(options.max_queue, options.max_new_tokens, options.max_prompt_tokens, options.max_body_bytes,
                     options.request_timeout)
     app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
-    server = PatientServer(uvicorn.Config(
-        app, http=TimeoutProtocol, ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
-        timeout_keep_alive=5, timeout_graceful_shutdown=STOP_SECONDS + 10), worker.begin_stop)
+    server = uvicorn.Server(uvicorn.Config(
+        app, http="h11", ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
+        limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=5, timeout_graceful_shutdown=STOP_SECONDS))
     taken.listen(1024)  # who reads the next line and comes at once is not turned away
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {', '.join([m.name for m in models] + ['/score'] * bool(scorer))} at "
@@ -138,24 +140,12 @@ def run(argv: list[str] | None) -> int:
     if models:
         print(f"each model was tried, and its cache for {options.max_batch} answers at once made, in {took:.1f} s: the "
               "first request waits for neither", file=sys.stderr, flush=True)
-    _hear_signals(server)
-    server.run(sockets=[taken])
-    return 0
-
-
-def _ready(worker: Worker) -> float:
-    """Start it, and draw a first answer of each model; the seconds that this took."""
-    began = time.perf_counter()
-    worker.start()
-    worker.draw_first()
-    return time.perf_counter() - began
-
-
-def _hear_signals(server: PatientServer) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn ends well, then sends itself the signal once more
         signal.signal(number, lambda *_: None)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the terminal is gone; under nohup it may
         signal.signal(signal.SIGHUP, server.handle_exit)
+    server.run(sockets=[taken])
+    return 0
 
 
 @lasting_streams()

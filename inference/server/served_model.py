@@ -1,4 +1,4 @@
-"""A model that is served, and what the server allows."""
+"""A model that is served: the prompts of its requests, within the server's limits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.data.chat import Rendered, SkipRow, compose_prompt, encode_all
 from hybrid_rlhf.data.least_tokens import LeastTokens
-from hybrid_rlhf.inference.server.protocol import ApiError
+from hybrid_rlhf.inference.detokenizer import IncrementalDetokenizer
+from hybrid_rlhf.inference.server.protocol import ApiError, GenerationRequest
 from hybrid_rlhf.inference.server.worker import ModelQueue
 from hybrid_rlhf.inference.token_text import TokenText
 from hybrid_rlhf.models.template_kwargs import KWARGS, split_kwargs
 from hybrid_rlhf.models.tool_calls import check_tools
 
-MAX_TOLD = 100  # names of variables that a model is told to read in vain
+MAX_NUMBERS = 2**20  # log-probabilities of echoed prompts in one answer: some 30 MB of JSON
 _log = logging.getLogger(__name__)
 
 
@@ -32,6 +34,24 @@ class Limits:
     max_prompt_tokens: int | None = None
     max_body_bytes: int = 2**20
     request_seconds: float = 300.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as tokens, and as text. has_bos: the first token is the tokenizer's own and has no text."""
+
+    ids: list[int]
+    text: str
+    has_bos: bool = False
+
+    def offsets(self, tokenizer) -> list[int]:  # noqa: ANN001 - a transformers class
+        """Where in the text each token begins; where the tokenizer changes what it reads, approximately."""
+        detokenizer, offsets, length = IncrementalDetokenizer(tokenizer), [], 0
+        for token in self.ids:
+            offsets.append(min(length, len(self.text)))
+            if not (self.has_bos and len(offsets) == 1):
+                length += len(detokenizer.push(token))
+        return offsets
 
 
 @dataclass
@@ -55,31 +75,79 @@ class Served:
         # of the embedding, asked for now: while the model decodes in its own thread, its parts are other ones
         self.num_rows = self.lane.engine.model.get_input_embeddings().num_embeddings
 
-    def check_tools(self, param: str) -> None:
-        """ApiError for a model whose template has no tools. In the thread of the encoder."""
-        try:
-            check_tools(self.encoder)
-        except UserError as error:
-            raise ApiError(400, f"{self.name} cannot call tools: {error}; or leave tools out", param=param,
-                           code="unsupported_parameter") from None
-
-    def tell_unread(self, messages: Sequence[dict]) -> None:
-        """One line, once, for variables of a request that the chat template does not read."""
-        for name in split_kwargs(self.encoder, messages[0].get(KWARGS) or {})[1]:
-            if name not in self.unread and len(self.unread) < MAX_TOLD:
-                self.unread.add(name)
-                _log.warning("%s: its chat template does not read %s of chat_template_kwargs", self.name, name[:100])
+    def described(self) -> dict:
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "hybrid_rlhf",
+                "max_context": self.lane.capacity}
 
     def wait(self) -> int:
         """Seconds after which there may be room again."""
         mean = sum(self.seconds) / len(self.seconds)
         return min(60, max(1, math.ceil(mean * self.num_open / (self.lane.num_slots * 2))))
 
+    # -- in the thread for prompts -----------------------------------------------------------------------------------
 
-def check_length(model: Served, limits: Limits, what: str, count: int, words: str = "", param: str = "messages"
-                 ) -> None:
-    """ApiError for more tokens than a prompt may have, with room for an answer."""
-    most = min(model.lane.capacity - 1, limits.max_prompt_tokens or model.lane.capacity)
-    if count > most:
-        raise ApiError(400, f"{what} {count} {words}tokens long; send less: with room for an answer there "
-                            f"may be {most}", param=param, code="context_length_exceeded")
+    def prompts(self, asked: GenerationRequest, limits: Limits) -> list[Prompt]:
+        """The prompts of a request; ApiError for one that is too long or that the model cannot read."""
+        if asked.is_chat:
+            return [self._chat_prompt(asked, limits)]
+        prompts = [self._completion_prompt(prompt, limits, asked.adds_special) for prompt in asked.prompts]
+        count = sum(len(prompt.ids) for prompt in prompts) * asked.num_choices * ((asked.num_top or 0) + 1)
+        if asked.num_top is not None and asked.has_echo and count > MAX_NUMBERS:
+            raise ApiError(400, f"these prompts ask for {count} log-probabilities, more than {MAX_NUMBERS} at once; "
+                                "send fewer prompts or a smaller logprobs", param="prompt")
+        return prompts
+
+    def _chat_prompt(self, asked: GenerationRequest, limits: Limits) -> Prompt:
+        if not self.encoder.chat_template:
+            raise ApiError(400, f"{self.name} has no chat template, so it cannot chat; send a prompt to "
+                                "/v1/completions", param="model")
+        if asked.tools or any(message.get("tool_calls") for message in asked.messages):
+            try:
+                check_tools(self.encoder)
+            except UserError as error:
+                raise ApiError(400, f"{self.name} cannot call tools: {error}; or leave tools out",
+                               param="tools" if asked.tools else "messages", code="unsupported_parameter") from None
+        try:
+            self._note_unread(asked.messages)
+            rendered = compose_prompt(self.encoder, asked.messages, asked.continues)
+        except SkipRow as error:
+            raise ApiError(400, f"these messages make no prompt: {error}; "
+                                "send messages that the model's template takes", param="messages") from None
+        what = "the messages and tools are" if asked.tools else "the messages are"
+        self._check_length(limits, what, self.least_tokens.of(rendered), "or more ")
+        ids = encode_all(self.encoder, [rendered])[0].ids
+        self._check_length(limits, what, len(ids))
+        return Prompt(ids, rendered.shown)
+
+    def _completion_prompt(self, prompt: str | list[int], limits: Limits, adds_special: bool) -> Prompt:
+        what = dict(what="a prompt is", param="prompt")
+        if not isinstance(prompt, str):
+            self._check_length(limits, count=len(prompt), **what)
+            if wrong := [token for token in prompt if not 0 <= token < self.num_rows]:
+                raise ApiError(400, f"{str(wrong[0])[:40]} is no token of {self.name}; ids lie in "
+                                    f"[0, {self.num_rows - 1}]", param="prompt")
+            return Prompt(prompt, self.encoder.decode(prompt, clean_up_tokenization_spaces=False))
+        rendered = Rendered(prompt, [], True)
+        self._check_length(limits, count=self.least_tokens.of(rendered), words="or more ", **what)
+        ids = (encode_all(self.encoder, [rendered])[0].ids if adds_special else
+               self.encoder(prompt, add_special_tokens=False)["input_ids"])
+        self._check_length(limits, count=len(ids), **what)
+        if not ids:
+            raise ApiError(400, "a prompt is empty, and no BOS is put before it; send some text", param="prompt")
+        bos = self.encoder.bos_token
+        has_bos = bool(bos) and ids[0] == self.encoder.bos_token_id and not prompt.startswith(bos)
+        return Prompt(ids, prompt, has_bos)
+
+    def _check_length(self, limits: Limits, what: str, count: int, words: str = "", param: str = "messages") -> None:
+        """ApiError for more tokens than a prompt may have, with room for an answer."""
+        most = min(self.lane.capacity - 1, limits.max_prompt_tokens or self.lane.capacity)
+        if count > most:
+            raise ApiError(400, f"{what} {count} {words}tokens long; send less: with room for an answer there "
+                                f"may be {most}", param=param, code="context_length_exceeded")
+
+    def _note_unread(self, messages: Sequence[dict]) -> None:
+        """Log, once, variables of a request that the chat template does not read."""
+        for name in split_kwargs(self.encoder, messages[0].get(KWARGS) or {})[1]:
+            if name not in self.unread:
+                self.unread.add(name)
+                _log.warning("%s: its chat template does not read %s of chat_template_kwargs", self.name, name[:100])

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from hybrid_rlhf import cli, kernels
-from hybrid_rlhf.commands import qualify
-from hybrid_rlhf.commands.qualification import equality, page, part_process, random_inputs, steps
-from hybrid_rlhf.commands.qualification.findings import DIFFERS, FAILED, NOTE, PASSED, SKIPPED, Row, Task
-from hybrid_rlhf.commands.qualification.parts import PARTS, Share
-from hybrid_rlhf.commands.qualification.speed import card_rates
+from hybrid_rlhf.commands import qualify, qualify_numbers, qualify_page, qualify_speed
+from hybrid_rlhf.commands.qualify import PARTS, Part
+from hybrid_rlhf.commands.qualify_page import WRONG, Row, State, Task
+from hybrid_rlhf.commands.qualify_speed import card_rates
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.kernels import reference
 from hybrid_rlhf.memory_plan.amounts import Cards
@@ -46,12 +47,12 @@ def task(place):
 def kernels_only(monkeypatch):
     """Without the checks of the engine."""
     for name in ("_greedy", "_drift"):
-        monkeypatch.setattr(equality, name, lambda *_given: (PASSED, ""))
+        monkeypatch.setattr(qualify_numbers, name, lambda *_given, **_named: (State.PASSED, ""))
 
 
 def only(*parts):
     """How qualify runs these parts here and no others."""
-    return lambda name, task: part_process.in_process(name, task) if name in parts else iter(())
+    return lambda task: qualify.rows_of(task) if task.name in parts else iter(())
 
 
 def rows_in(folder):
@@ -63,7 +64,7 @@ def states(rows):
 
 
 def wrong(rows):
-    return [(row.name, row.found) for row in rows if row.state in (DIFFERS, FAILED)]
+    return [(row.name, row.found) for row in rows if row.state in WRONG]
 
 
 # -- whole commands ----------------------------------------------------------------------------------------------------
@@ -85,8 +86,8 @@ def test_a_dry_run_without_a_card_checks_numbers_and_says_that_it_was_dry(place,
 def test_steps_on_the_simulated_card_take_the_memory_that_the_plan_says(place):
     with simulated_card():
         assert qualify.main(["--dry_run"], only("grpo")) == 0
-    assert states(rows_in(place / "qualify")) == {("grpo", "run"): PASSED, ("grpo", "memory"): PASSED,
-                                                  ("grpo", "time"): NOTE, ("grpo", "beside tensors"): NOTE}
+    assert states(rows_in(place / "qualify")) == {("grpo", "run"): State.PASSED, ("grpo", "memory"): State.PASSED,
+                                                  ("grpo", "time"): State.NOTE, ("grpo", "beside tensors"): State.NOTE}
     assert not (place / "cache/calibration.json").exists()
 
 
@@ -94,11 +95,11 @@ def test_steps_on_the_simulated_card_take_the_memory_that_the_plan_says(place):
 @pytest.mark.timeout(900)
 def test_every_part_passes_on_the_simulated_card(place):
     with simulated_card():
-        assert qualify.main(["--dry_run"], part_process.in_process) == 0, rows_in(place / "qualify")
+        assert qualify.main(["--dry_run"], qualify.rows_of) == 0, rows_in(place / "qualify")
     rows = rows_in(place / "qualify")
-    assert not wrong(rows) and not [row for row in rows if row.state == SKIPPED]
+    assert not wrong(rows) and not [row for row in rows if row.state == State.SKIPPED]
     assert {(part, name) for part in RUNS for name in ("run", "memory")} <= {
-        key for key, state in states(rows).items() if state == PASSED}
+        key for key, state in states(rows).items() if state == State.PASSED}
     assert all(row.numbers["predicted"] for row in rows if row.name == "time")
     assert "simulated card" in (place / "qualify/qualify.md").read_text().splitlines()[0]
 
@@ -174,7 +175,7 @@ def test_a_check_that_raises_is_a_row_and_the_others_go_on(task, kernels_only, m
     right = kernels.ops_for("cpu")
     monkeypatch.setattr(kernels, "ops_for", lambda _device: right._replace(decode_attention=attend))
     rows = states(PARTS["equality"].run(task))
-    assert rows["equality", "attention, fp32"] == FAILED and rows["equality", "sampling"] == PASSED
+    assert rows["equality", "attention, fp32"] == State.FAILED and rows["equality", "sampling"] == State.PASSED
     assert "misaligned address" in task.log.read_text()
 
 
@@ -191,14 +192,14 @@ METRICS = [{"memory/actor/generate": 900.0 * MIB, "memory/actor/score": 300.0 * 
 
 
 @pytest.mark.parametrize("sizes, state, named", [
-    (dict(generate=1000, score=600, train_actor=1900, step_actor=1500), PASSED, "training the actor"),
-    (dict(generate=1000, score=600, train_actor=1500, step_actor=1200), DIFFERS, "training the actor"),
-    (dict(generate=2600, score=600, train_actor=1900, step_actor=1500), DIFFERS, "generating"),
-    (dict(generate=1000, score=200, train_actor=100, step_actor=1900), DIFFERS, "scoring")])
+    (dict(generate=1000, score=600, train_actor=1900, step_actor=1500), State.PASSED, "training the actor"),
+    (dict(generate=1000, score=600, train_actor=1500, step_actor=1200), State.DIFFERS, "training the actor"),
+    (dict(generate=2600, score=600, train_actor=1900, step_actor=1500), State.DIFFERS, "generating"),
+    (dict(generate=1000, score=200, train_actor=100, step_actor=1900), State.DIFFERS, "scoring")])
 def test_memory_that_is_not_what_was_predicted_is_found(task, sizes, state, named):
     """Of 2000 MiB measured 1900 predicted is within a tenth, 1500 is not; 900 of 2600 is less than half."""
     with simulated_card():
-        row = steps._memory_row(task, plan_of(**sizes), METRICS)
+        row = qualify_speed.memory_row(task, plan_of(**sizes), METRICS)
     assert row.state == state and named in row.found
     assert row.numbers["measured"] == {"generate": 900 * MIB, "score": 500 * MIB, "actor/update": 2000 * MIB}
     assert row.numbers["predicted"]["actor/update"] == MIB * max(sizes["train_actor"], sizes["step_actor"])
@@ -206,8 +207,8 @@ def test_memory_that_is_not_what_was_predicted_is_found(task, sizes, state, name
 
 @pytest.mark.slow
 def test_a_plan_that_is_off_makes_the_exit_code_1(place, monkeypatch):
-    true = steps._plan_of
-    monkeypatch.setattr(steps, "_plan_of", lambda words: replace(true(words), lines=tuple(
+    true = qualify_speed._plan_of
+    monkeypatch.setattr(qualify_speed, "_plan_of", lambda words: replace(true(words), lines=tuple(
         replace(line, phases={k: v + GIB for k, v in line.phases.items()}) for line in true(words).lines)))
     with simulated_card():
         assert qualify.main(["--dry_run"], only("grpo")) == 1
@@ -217,94 +218,122 @@ def test_a_plan_that_is_off_makes_the_exit_code_1(place, monkeypatch):
 def test_a_step_that_takes_more_than_three_times_as_long_as_predicted_differs(task, monkeypatch):
     monkeypatch.setattr(time_options, "times_of", lambda *_: type("Time", (), {
         "phases": {"generate": 1.0, "score": 0.5, "train actor": 0.4, "step actor": 0.1}}))
-    known = (Row("speed", "rates", NOTE, "", {"rates": rates_of_card(CARDS["3060"]).stored()}),)
-    for seconds, state in ((2.0, PASSED), (5.9, PASSED), (6.1, DIFFERS), (0.5, DIFFERS)):
+    rates = rates_of_card(CARDS["3060"]).stored()
+    for seconds, state in ((2.0, State.PASSED), (5.9, State.PASSED), (6.1, State.DIFFERS), (0.5, State.DIFFERS)):
         metrics = [{"time/generate": 99.0}, *[{"time/generate": seconds - 1, "time/score": 0.5, "time/train": 0.5}] * 2]
-        row = steps._time_row(replace(task, is_dry=False, known=known), plan_of(generate=1), metrics)
+        row = qualify_speed.time_row(replace(task, is_dry=False, rates=rates), plan_of(generate=1), metrics)
         assert row.state == state, seconds
     assert row.numbers["predicted"] == {"generate": 1.0, "score": 0.5, "train": 0.5}
 
 
 def test_numbers_that_are_not_finite_and_steps_that_are_missing_differ(task):
     fine = {"policy/loss": 0.1, "value/explained_variance": float("nan"), "engine/logprob_drift": 0.001}
-    sizes = random_inputs.Sizes()
-    assert steps._run_row(task, "m", sizes, [fine] * 3).state == PASSED
-    assert steps._run_row(task, "m", sizes, [fine] * 2).state == DIFFERS
-    broken = steps._run_row(task, "m", sizes, [fine, fine | {"policy/loss": float("inf")}, fine])
-    assert (broken.state, "not finite: policy/loss" in broken.found) == (DIFFERS, True)
-    assert steps._run_row(task, "m", sizes, [fine, fine, fine | {"engine/logprob_drift": 0.5}]).state == DIFFERS
+    sizes = qualify_speed.Sizes(8, 128, 128)
+    assert qualify_speed.run_row(task, "m", sizes, [fine] * 3).state == State.PASSED
+    assert qualify_speed.run_row(task, "m", sizes, [fine] * 2).state == State.DIFFERS
+    broken = qualify_speed.run_row(task, "m", sizes, [fine, fine | {"policy/loss": float("inf")}, fine])
+    assert (broken.state, "not finite: policy/loss" in broken.found) == (State.DIFFERS, True)
+    drifting = qualify_speed.run_row(task, "m", sizes, [fine, fine, fine | {"engine/logprob_drift": 0.5}])
+    assert drifting.state == State.DIFFERS
 
 
 def test_a_run_that_ends_with_an_error_is_a_row_with_its_line(task, monkeypatch):
-    monkeypatch.setattr(steps, "make_rows", lambda *_: None)  # so there are no prompts
+    make = qualify_speed.make_inputs
+    monkeypatch.setattr(qualify_speed, "make_inputs", lambda task, *given: (
+        make(task, *given), (task.folder / "prompts.jsonl").unlink())[0])
     (row,) = (r for r in PARTS["grpo"].run(replace(task, name="grpo")) if r.name == "run")
-    assert row.state == FAILED and "exit code 2" in row.found and "prompts.jsonl does not exist" in row.found
+    assert row.state == State.FAILED and "exit code 2" in row.found and "prompts.jsonl does not exist" in row.found
 
 
 # -- processes and time ------------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_dies_is_a_row(task):
-    (row,) = part_process.in_child("no such part", replace(task, name="no such part"))
-    assert row.state == FAILED and "ended with exit code 1 after 0 rows" in row.found
-    assert "KeyError" in task.log.read_text()
+def dies(_task):
+    yield Row("equality", "first", State.PASSED, "")
+    os.abort()
+
+
+def finds_nothing(_task):
+    return iter(())
+
+
+def hangs(_task):
+    time.sleep(60)
+    yield
+
+
+def child_rows(task, run, monkeypatch):
+    """The rows of a part that a child process runs: it finds the function by name, as pickle has it."""
+    monkeypatch.setattr(qualify, "_send_rows", partial(send_rows, run))
+    return list(qualify.in_child(task))
+
+
+def send_rows(run, task, sending):
+    qualify.PARTS[task.name] = Part(run, 0, 0)
+    send(task, sending)
+
+
+send = qualify._send_rows
+
+
+def test_a_process_that_dies_is_a_row_after_those_that_it_has_sent(task, monkeypatch):
+    first, last = child_rows(task, dies, monkeypatch)
+    assert first.name == "first" and last.state == State.FAILED
+    assert "ended with signal SIGABRT after 1 rows" in last.found
 
 
 def test_a_process_that_finds_nothing_is_a_row(task, monkeypatch):
-    monkeypatch.setattr(part_process, "_CODE", "")
-    (row,) = part_process.in_child("equality", task)
-    assert row.state == FAILED and "ended with exit code 0 after 0 rows" in row.found
+    (row,) = child_rows(task, finds_nothing, monkeypatch)
+    assert row.state == State.FAILED and "ended with exit code 0 after 0 rows" in row.found
 
 
-def test_a_process_whose_time_is_over_is_stopped(task):
-    began = time.monotonic()
-    rows = list(part_process.in_child("equality", replace(task, ends=time.monotonic() + 0.5)))
-    assert rows[-1].state == FAILED and "stopped: not done after" in rows[-1].found and time.monotonic() - began < 30
-
-
-def test_rows_are_read_whole_as_they_come():
-    lines = iter(['{"part": "p", "name": "a", ', '', '"state": "passed", "found": "x", "numbers": {}}\n', '', ''])
-    running = iter([True, True, False])
-    found = list(part_process._until(lambda: next(lines, ""), lambda: next(running)))
-    assert found == [Row("p", "a", PASSED, "x", {})]
+def test_a_process_whose_time_is_over_is_stopped(task, monkeypatch):
+    began, short = time.monotonic(), replace(task, ends=time.monotonic() + 0.5)
+    (row,) = child_rows(short, hangs, monkeypatch)
+    assert row.state == State.FAILED and "stopped: not done after" in row.found and time.monotonic() - began < 30
+    (row,) = child_rows(replace(short, is_last=True), hangs, monkeypatch)
+    assert (row.name, row.state) == ("the rest of it", State.SKIPPED)
 
 
 def test_parts_without_time_are_left_out_with_a_line_and_what_there_is_was_saved(place, monkeypatch):
     saved = []
 
-    def launch(name, task):
-        yield task.row(name, PASSED, "x")
+    def launch(task):
+        yield task.row(task.name, State.PASSED, "x")
 
-    monkeypatch.setattr(qualify, "PARTS", {n: Share(p.run, 1000 if n in RUNS else 0, 1) for n, p in PARTS.items()})
-    monkeypatch.setattr(qualify.Qualification, "_save", lambda self, save=qualify.Qualification._save: (
-        save(self), saved.append(len(rows_in(place / "qualify")))))
+    monkeypatch.setattr(qualify, "PARTS", {n: Part(p.run, 1000 if n in RUNS else 0, 1) for n, p in PARTS.items()})
+    monkeypatch.setattr(qualify, "_save", lambda *given, save=qualify._save: (
+        save(*given), saved.append(len(rows_in(place / "qualify")))))
     with simulated_card():
         assert qualify.main(["--minutes", "10"], launch) == 0
     rows = rows_in(place / "qualify")
-    assert [row.state for row in rows] == [PASSED] * 3 + [SKIPPED] * 4 and saved == [1, 2, 3, 4, 5, 6, 7]
+    assert [row.state for row in rows] == [State.PASSED] * 3 + [State.SKIPPED] * 4 and saved == [1, 2, 3, 4, 5, 6, 7]
     assert "4 were left out" in (place / "qualify/qualify.md").read_text().splitlines()[2]
 
 
 def test_the_model_is_the_largest_that_fits_card_and_disk(task, monkeypatch):
-    def chosen(free, disk, per_parameter, on_disk, smallest, largest):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device=None: (int(free * GIB), 1 << 50))
-        monkeypatch.setattr(random_inputs.shutil, "disk_usage", lambda _path: type("U", (), {"free": disk * GIB}))
-        return random_inputs.choose_model(replace(task, is_dry=False), per_parameter, on_disk, smallest, largest)
+    def chosen(case, free, disk, card=24):
+        sizes = (int(free * GIB), card * GIB)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device=None: sizes)
+        monkeypatch.setattr(qualify_speed.shutil, "disk_usage", lambda _path: type("U", (), {"free": disk * GIB}))
+        return qualify_speed.choose_model(replace(task, is_dry=False), qualify_speed.CASES[case])
 
-    whole, qlora = ("Llama-134M shape", "Qwen2.5-0.5B shape"), ("Qwen2.5-0.5B shape", "Qwen2.5-1.5B shape")
-    assert chosen(7.2, 100, 36, 40, *whole) == ("Llama-134M shape", "")  # 36 bytes of 0.134e9 are 4.5 GiB, and 1.5
-    assert chosen(22.5, 100, 36, 40, *whole) == ("Qwen2.5-0.5B shape", "")  # 16.4 GiB, and 1.5
-    assert chosen(7.2, 100, 2.5, 8, *qlora) == ("Qwen2.5-1.5B shape", "")
-    assert chosen(7.2, 6, 2.5, 8, *qlora) == ("Qwen2.5-0.5B shape", "")  # 8 bytes of 1.54e9 are 11.5 GiB of disk
-    assert chosen(7.2, 3, 2.5, 8, *qlora)[1].startswith("the disk is too full: 5 GiB are needed")
-    assert chosen(4, 99, 36, 40, *whole) == ("", "too little of the card is free: 6.0 GiB are needed")
+    assert chosen("ppo", 7.2, 100) == "Llama-134M shape"  # 36 bytes of 0.134e9 are 4.5 GiB, and 1.5
+    assert chosen("ppo", 22.5, 100) == "Qwen2.5-0.5B shape"  # 16.4 GiB, and 1.5
+    assert chosen("grpo-qlora", 22.5, 100) == "Qwen2.5-3B shape"
+    assert chosen("grpo-qlora", 7.2, 100, card=8) == "Qwen2.5-1.5B shape"
+    assert chosen("grpo-qlora", 7.2, 6) == "Qwen2.5-0.5B shape"  # 8 bytes of 1.54e9 are 11.5 GiB of disk
+    with pytest.raises(UserError, match="the disk is too full: 5 GiB are needed"):
+        chosen("grpo-qlora", 7.2, 3)
+    with pytest.raises(UserError, match=r"too little of the card is free: 6.0 GiB are needed"):
+        chosen("ppo", 4, 99)
 
 
 # -- calibration and page ----------------------------------------------------------------------------------------------
 
 
 def measured(name, /, **numbers):
-    return Row("grpo", name, NOTE, "", numbers)
+    return Row("grpo", name, State.NOTE, "", numbers)
 
 
 def test_a_calibration_is_within_its_bounds_and_the_plan_reads_it(place, monkeypatch):
@@ -341,7 +370,7 @@ def test_a_cache_that_cannot_be_written_does_not_end_the_other_parts(place, monk
 
     monkeypatch.setattr(qualify.calibration, "write_calibration", refuse)
     with simulated_card():
-        assert qualify.main([], lambda name, task: iter([measured("rates", rates={"memory": 1})])) == 0
+        assert qualify.main([], lambda task: iter([measured("rates", rates={"memory": 1})])) == 0
     rows = rows_in(place / "qualify")
     assert [row.found for row in rows if row.name == "calibration"] == ["cannot be written: Permission denied"]
     assert sum(row.name == "rates" for row in rows) == len(PARTS)
@@ -354,23 +383,23 @@ def test_rates_that_are_none_are_one_line(place):
 
 
 def test_the_page_says_first_what_is_wrong():
-    rows = [Row("environment", "card", PASSED, "RTX 3060", {"name": "NVIDIA GeForce RTX 3060"}),
-            Row("environment", "torch", PASSED, "2.13"), Row("equality", "sampling", DIFFERS, "a | b"),
-            Row("ppo", "run", SKIPPED, "no time left")]
-    text = page.page_of(rows, is_dry=False, minutes=9.5, version="1", when="today").splitlines()
+    rows = [Row("environment", "card", State.PASSED, "RTX 3060", {"name": "NVIDIA GeForce RTX 3060"}),
+            Row("environment", "torch", State.PASSED, "2.13"), Row("equality", "sampling", State.DIFFERS, "a | b"),
+            Row("ppo", "run", State.SKIPPED, "no time left")]
+    text = qualify_page.page_of(rows, is_dry=False, minutes=9.5, version="1", when="today").splitlines()
     assert text[:4] == ["# hybrid-rlhf qualify: NVIDIA GeForce RTX 3060", "",
                         "**1 of 3 checks did not pass.** 1 was left out.", ""]
     assert text[4] == "## What is wrong" and text[8] == (
         "| Does it compute the right numbers?: sampling | differs | a \\| b |")
     assert "| as it should be |  | torch 2.13 |" in text
-    assert page.verdict([]).startswith("**Nothing was checked.**")
+    assert qualify_page.verdict([]).startswith("**Nothing was checked.**")
 
 
 def test_folders_of_the_user_are_not_in_what_is_sent(place, monkeypatch):
     monkeypatch.setenv("HOME", str(place / "someone"))
 
-    def launch(name, task):
-        yield task.row("run", FAILED, f"cannot read {place / 'someone/secret'} and {task.folder}")
+    def launch(task):
+        yield task.row("run", State.FAILED, f"cannot read {place / 'someone/secret'} and {task.folder}")
 
     assert qualify.main(["--dry_run"], launch) == 1
     for name in ("qualify.md", "qualify.json"):

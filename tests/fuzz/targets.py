@@ -19,8 +19,7 @@ from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.examples import MAKERS, Counts, Lengths
 from hybrid_rlhf.data.schema import FORMATS, KINDS, detect, read_row
 from hybrid_rlhf.data.sources import Source
-from hybrid_rlhf.inference.server.completion_protocol import read_completion
-from hybrid_rlhf.inference.server.protocol import ApiError, read_chat, read_json, read_score
+from hybrid_rlhf.inference.server.protocol import ApiError, read_chat, read_completion, read_json, read_score
 from hybrid_rlhf.models.weights import fingerprint
 from hybrid_rlhf.run.runfile import read_run
 

@@ -66,7 +66,7 @@ DEPENDENCIES = {
     "psutil": (f"{H}.studio",),
     "pyarrow": (f"{H}.data.sources",),  # datasets brings it
     # fastapi brings it and starlette
-    "pydantic": (f"{H}.inference.server.protocol", f"{H}.inference.server.completion_protocol"),
+    "pydantic": (f"{H}.inference.server.protocol",),
     "reasoning_gym": (f"{H}.rewards.reasoning_task",),
     "starlette": (f"{H}.inference.server", f"{H}.studio"),
     "tokenizers": (f"{H}.models",),

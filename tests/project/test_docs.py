@@ -59,8 +59,7 @@ def parse_command(words: list[str]) -> None:
     elif program == "pip":
         parse_pip(rest)
     elif program == "curl":
-        from hybrid_rlhf.inference.server.completion_protocol import read_completion
-        from hybrid_rlhf.inference.server.protocol import read_chat
+        from hybrid_rlhf.inference.server.protocol import read_chat, read_completion
 
         read = read_completion if rest[0].endswith("/v1/completions") else read_chat
         read(json.loads(rest[rest.index("-d") + 1]))

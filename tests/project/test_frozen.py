@@ -52,9 +52,9 @@ def api() -> str:
 
 def server() -> str:
     """The fields of what the server reads."""
-    from hybrid_rlhf.inference.server import completion_protocol, protocol
+    from hybrid_rlhf.inference.server import protocol
 
-    bodies = (protocol._ChatBody, completion_protocol._CompletionBody, protocol._ScoreBody)
+    bodies = (protocol._ChatBody, protocol._CompletionBody, protocol._ScoreBody)
     schemas = [schema for body in bodies for found in [body.model_json_schema()]
                for schema in (found, *found.get("$defs", {}).values())]
     return "".join(sorted({f"{schema['title']}: {', '.join(schema.get('properties', {}))}\n" for schema in schemas}))

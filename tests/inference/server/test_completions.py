@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from hybrid_rlhf.inference.server import completion_replies
+from hybrid_rlhf.inference.server import served_model
 from hybrid_rlhf.inference.server.served_model import Limits
 from tests.factories.tiny import save_tiny
 from tests.inference.server.tiny_server import chat, content, events, running, until
@@ -288,7 +288,7 @@ def test_a_bad_body_is_an_error_in_openais_shape(body, said, served):
 
 
 def test_more_numbers_than_an_answer_may_hold_are_refused(served, monkeypatch):
-    monkeypatch.setattr(completion_replies, "MAX_NUMBERS", 50)
+    monkeypatch.setattr(served_model, "MAX_NUMBERS", 50)
     refused = complete(served, [60] * 30, max_tokens=0, echo=True, logprobs=1)
     assert refused.status_code == 400 and "60 log-probabilities, more than 50" in refused.json()["error"]["message"]
     assert complete(served, [60] * 30, max_tokens=0, echo=True, logprobs=0).status_code == 200

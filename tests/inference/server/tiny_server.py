@@ -16,7 +16,6 @@ import uvicorn
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.conversation import Conversation, open_conversation
 from hybrid_rlhf.inference.server.app import make_app
-from hybrid_rlhf.inference.server.guard import PatientServer, TimeoutProtocol
 from hybrid_rlhf.inference.server.served_model import Limits, Served
 from hybrid_rlhf.inference.server.worker import ModelQueue, Worker
 
@@ -34,15 +33,16 @@ def running(folders: dict[str, str], *, limits: Limits | None = None, num_slots:
 
 
 @contextmanager
-def serving(models: list[Served], limits: Limits | None = None, **settings) -> Iterator[SimpleNamespace]:
-    """The same over models that are loaded."""
+def serving(models: list[Served], limits: Limits | None = None, patience: int = 5,
+            **settings) -> Iterator[SimpleNamespace]:
+    """The same over models that are loaded. patience: seconds for open answers at the end."""
     worker = Worker([m.lane for m in models])
     worker.start()
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
-    server = PatientServer(uvicorn.Config(make_app(models, worker, limits or Limits(), **settings),
-                                          http=TimeoutProtocol, ws="none", log_level="error",
-                                          timeout_graceful_shutdown=5, timeout_keep_alive=1), worker.begin_stop)
+    server = uvicorn.Server(uvicorn.Config(
+        make_app(models, worker, limits or Limits(), **settings), http="h11", ws="none", log_level="error",
+        timeout_graceful_shutdown=patience, timeout_keep_alive=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
     thread.start()
     while not server.started:
