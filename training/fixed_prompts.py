@@ -98,6 +98,13 @@ def first_prompts(data: StageData, count: int) -> Prompts | None:
     return collate.collate_prompts(rows) if rows else None
 
 
+def prompts_of(data: StageData, count: int) -> list[list[int]]:
+    """Token ids of the first `count` different prompts that an offline stage holds out (of training rows where it
+    holds none out)."""
+    prompts = dict.fromkeys(tuple(_prompt_of(row)) for row in _first(data, len(data.held_out) or len(data.train)))
+    return [list(ids) for ids in prompts][:count]
+
+
 def _first(data: StageData, count: int) -> list[dict]:
     rows = data.held_out if len(data.held_out) else data.train
     return [rows[i] for i in range(min(count, len(rows)))]

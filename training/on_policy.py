@@ -44,6 +44,7 @@ from hybrid_rlhf.training.build_roles import RoleInputs, Sources, build, check_r
 from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
 from hybrid_rlhf.training.reward_sources import RewardConfig
+from hybrid_rlhf.training.step2_reward import own_samples
 
 MAX_CRITIC_WARMUP = 5  # steps
 
@@ -371,8 +372,13 @@ def _reward_line(reward: str | None, has_check: bool) -> str | None:
     if accuracy - count ** -0.5 < 0.5:
         return (f"warning: {ranked}, which may be chance: its score will rise whether answers get better or not. Train "
                 "it for longer or on more pairs (--stage reward), and read the samples")
-    return ranked + ("" if has_check else "; how it ranks this policy's own answers is not known: a function of weight "
-                     "0 (reward.functions, reward.weights) that checks them would show it")
+    measured = record.facts.get("own_samples", {})
+    if "agreement" in measured:
+        return f"{'warning: ' * own_samples.may_be_chance(measured)}{ranked}; {own_samples.line(measured)}"
+    if has_check:
+        return ranked
+    return (f"{ranked}; how it ranks this policy's own answers is not known: reward.own_samples of --stage reward "
+            "measures it, and a function of weight 0 (reward.functions, reward.weights) that checks them would show it")
 
 
 def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: int) -> int:

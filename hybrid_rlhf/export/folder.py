@@ -95,7 +95,7 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     targets = [folder, *([folder.with_name(folder.name.replace("model", "adapter"))] if lora_layers(model) else [])]
 
     def write(gather: Gather) -> None:
-        with _disk_told(f"cannot write {folder}", ", and the same command goes on from the last checkpoint"), whole(
+        with _disk_told(f"cannot write {folder}", ", and give the same command again"), whole(
                 *targets) as places:
             _write_all(model, tokenizer, places, targets, eos_ids, gather)
 

@@ -84,8 +84,8 @@ class RunRecord:
             self.describe(metrics, tokenizer, **facts)
             self.close("finished")
         except OSError as error:
-            raise UserError(f"cannot write in {self.output_dir}: {error.strerror}; make room, and the same command "
-                            "goes on from the last checkpoint") from error
+            raise UserError(f"cannot write in {self.output_dir}: {error.strerror}; make room, and give the "
+                            "same command again") from error
         barrier()
 
     def describe(self, metrics: dict[str, float], tokenizer, **facts: object) -> None:  # noqa: ANN001

@@ -184,7 +184,7 @@ def test_a_run_without_room_for_its_model_says_so_in_run_json_and_goes_on_when_t
         patch.setattr(supervised, "export", confined)
         assert main(words) == 2
     said = capsys.readouterr().err.splitlines()
-    line = "cannot write run/model: File too large; make room, and the same command goes on from the last checkpoint"
+    line = "cannot write run/model: File too large; make room, and give the same command again"
     assert said[-4:-1] == [f"error: {line}", "report: run/report.html", "checkpoint: run/checkpoints/step-00000002"]
     record = runfile.read_run("run")
     assert (record.status, record.error) == ("failed", f"UserError: {line}")

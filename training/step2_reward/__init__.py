@@ -19,6 +19,7 @@ from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_options
 from hybrid_rlhf.training.registry import READS
+from hybrid_rlhf.training.step2_reward import own_samples
 
 FEW_STATISTICS = 16  # rows; the spread of fewer scores is a guess
 NUM_STATISTICS = 512  # pairs whose scores give the mean and spread that stage 3 normalises by
@@ -31,12 +32,17 @@ class RewardConfig:
     Attributes:
         center_coef: Weight of (s_chosen + s_rejected)^2, which keeps scores near zero; 0 turns it off.
         head_std: Standard deviation of the new head's weights; null takes 1 / sqrt(hidden size + 1).
+        own_samples: After the training, two models are trained on half of the pairs each, and the share of pairs of the
+            starting model's own answers that both rank alike is measured over so many prompts, for stage 3 to say.
+            It takes as long as the training did; 0 leaves it out.
     """
 
     center_coef: float = 0.01
     head_std: float | None = None
+    own_samples: int = 0
 
     def __post_init__(self) -> None:
+        check(self.own_samples >= 0, f"reward.own_samples is {self.own_samples}; it must not be negative")
         check(self.center_coef >= 0, f"reward.center_coef is {self.center_coef}; it must not be negative")
 
 
@@ -94,20 +100,26 @@ def _collation(_config: Config, pad: int) -> tuple:
 
 def _open(opened: supervised.Opened) -> supervised.Learner:
     config, tokenizer = opened.config, opened.tokenizer
+    role = _open_role(opened)
+    scored = fixed_prompts.of_reward(role, tokenizer, opened.data, config.train.num_fixed_prompts)
+
+    def facts() -> dict:
+        return {"score_statistics": score_statistics(role, tokenizer, opened.data),
+                "base_weights": identity(opened.model.model_name_or_path)} | own_samples.agreement(opened, _open_role)
+
+    return supervised.Learner(RewardTrainer(role, config.reward.center_coef), "reward", role.engine,
+                              role.engine.module.model, [tokenizer.eos_token_id], scored, facts)
+
+
+def _open_role(opened: supervised.Opened) -> Reward:
+    """A reward model with a new head on the weights of the starting model, and its optimizer."""
+    config, tokenizer = opened.config, opened.tokenizer
     model = builders.open_scalar(opened.model, tokenizer, new_head_std=config.reward.head_std,
                                  in_parts=config.engine.cuts_weights)
     builders.seed_dropout(config.seed)
     engine = builders.scalar_engine(model, tokenizer)
     supervised.prepare_training(engine, config, opened.steps)
-    role = Reward(engine, config.engine.micro_batch_tokens)
-    scored = fixed_prompts.of_reward(role, tokenizer, opened.data, config.train.num_fixed_prompts)
-
-    def facts() -> dict:
-        return {"score_statistics": score_statistics(role, tokenizer, opened.data),
-                "base_weights": identity(opened.model.model_name_or_path)}
-
-    return supervised.Learner(RewardTrainer(role, config.reward.center_coef), "reward", engine, model,
-                              [tokenizer.eos_token_id], scored, facts)
+    return Reward(engine, config.engine.micro_batch_tokens)
 
 
 def score_statistics(role: Reward, tokenizer, data: datasets.StageData) -> dict:  # noqa: ANN001

@@ -1,0 +1,106 @@
+"""Agreement of two reward models, each trained on half of the pairs, on answers of the model that stage 2 started from.
+
+Held-out pairs say how a reward model ranks answers like those it learned from; stage 3 asks it about the policy's own
+samples, which are closer to each other. Where two models of disjoint halves of the data disagree, the ranking is noise
+(ensembles of reward models as a check on over-optimisation: Coste et al. 2310.02743).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.data import collate
+from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.roles import Reward
+from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.trainers.reward import RewardTrainer
+from hybrid_rlhf.training import builders, fixed_prompts, scored_answers, supervised
+
+Open = Callable[[supervised.Opened], Reward]  # a new reward model with its optimizer
+
+
+def agreement(opened: supervised.Opened, open_reward: Open) -> dict:
+    """{"own_samples": {agreement, pairs, held_out}}: the share of pairs of sampled answers that both halves rank alike,
+    of how many pairs, and the same share on the held-out pairs. {"own_samples": {"why": ...}} where it could not be
+    measured: the run is finished without it."""
+    num_prompts = opened.config.reward.own_samples
+    if not num_prompts:
+        return {}
+    try:
+        with activity.slow(f"training on each half of the pairs (reward.own_samples {num_prompts})"), \
+                explained("while measuring the model's own samples"):
+            measured = _measured(opened, open_reward, num_prompts)
+    except UserError as error:
+        measured = {"why": str(error)}
+    if is_main():
+        print(f"reward.own_samples: {line(measured)}", file=sys.stderr)
+    return {"own_samples": measured}
+
+
+def line(measured: dict) -> str:
+    """What was measured, or why it was not, in words."""
+    if "why" in measured:
+        return f"not measured: {measured['why']}"
+    if measured["agreement"] is None:
+        return "not measured: both answers to each prompt got equal scores"
+    known = "" if measured["held_out"] is None else f", in {measured['held_out']:.0%} on held-out pairs"
+    return (f"two models of half the data each agreed in {measured['agreement']:.0%} of {measured['pairs']} pairs of "
+            f"the starting model's own answers{known} (50% is chance)")
+
+
+def may_be_chance(measured: dict) -> bool:
+    """Whether the agreement is within two standard errors (1 / sqrt(n)) of a coin's."""
+    return measured.get("agreement") is not None and measured["agreement"] - measured["pairs"] ** -0.5 < 0.5
+
+
+def _measured(opened: supervised.Opened, open_reward: Open, num_prompts: int) -> dict:
+    rollout = _sampled(opened, num_prompts)
+    held_out = [opened.data.held_out[i] for i in range(len(opened.data.held_out))]
+    verdicts = [_verdicts(opened, open_reward, half, rollout, held_out) for half in range(2)]
+    own, known = (_agreement(*both) for both in zip(*verdicts, strict=True))
+    return {"agreement": own[0], "pairs": own[1], "held_out": known[0]}
+
+
+def _sampled(opened: supervised.Opened, num_prompts: int) -> Rollout:
+    """Two answers to each of the first held-out prompts, sampled by the starting model."""
+    ids = fixed_prompts.prompts_of(opened.data, num_prompts)
+    prompts = Prompts(ids, [""] * len(ids))
+    limit = max(1, min(fixed_prompts.MAX_NEW_TOKENS, opened.config.data.max_length - max(map(len, ids))))
+    actor = scored_answers.open_actor(opened.model, opened.tokenizer)
+    with torch.no_grad(), actor.inference():
+        return actor.generate(prompts.repeat(2), SamplingConfig(max_new_tokens=limit, temperature=1.0),
+                              opened.config.seed)
+
+
+def _verdicts(opened: supervised.Opened, open_reward: Open, half: int, rollout: Rollout,
+              held_out: Sequence[dict]) -> tuple[Tensor, Tensor]:
+    """Score differences within the sampled pairs, and within the held-out pairs, of a model trained on every second
+    pair from `half`."""
+    config, pad = opened.config, opened.tokenizer.pad_token_id
+    rows = [opened.data.train[i] for i in range(half, len(opened.data.train), 2)]
+    loader = builders.train_loader(rows, config.train, config.seed, lambda rows: collate.collate_pairs(rows, pad),
+                                   drop_last=False)
+    steps = max(1, opened.steps // 2)
+    reward = open_reward(opened._replace(steps=steps))
+    trainer = RewardTrainer(reward, config.reward.center_coef)
+    for _ in range(steps):
+        trainer.step(loader.next())
+    with torch.no_grad():
+        own = reward.score_rollout(rollout).view(-1, 2)
+        known = reward.score(collate.collate_pairs(held_out, pad).sequences).view(2, -1).T if held_out else own[:0]
+    return own[:, 0] - own[:, 1], known[:, 0] - known[:, 1]
+
+
+def _agreement(first: Tensor, second: Tensor) -> tuple[float | None, int]:
+    """The share of pairs that both rank alike, and of how many; equal answers, which have no order, are left out."""
+    is_ranked = (first != 0) & (second != 0)
+    count = int(is_ranked.sum())
+    return (float((first.sign() == second.sign())[is_ranked].float().mean()) if count else None), count
