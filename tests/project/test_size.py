@@ -31,7 +31,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/run": (2271, 17),
     "hybrid_rlhf/studio": (10225, 91),
     "hybrid_rlhf/trainers": (1441, 10),
-    "training": (5450, 35),
+    "training": (5482, 35),
     "inference": (4003, 34),
     "tests": (64576, 463),
     "benchmarks": (11093, 76),
