@@ -244,6 +244,7 @@ def _log_likelihoods(model: Path, asked: list[str], answers: list[str], ended: l
     return results
 
 
+NAMES = {"vader": "VADER", "manner": "nats a token"}
 TASKS = {"reviews": (write_reviews, vader), "manner": (write_dialogues, manner)}
 
 
@@ -304,7 +305,7 @@ def bounds_of_manner(options: argparse.Namespace) -> dict:
 def tables_of(found: dict) -> list[str]:
     """The machine, and a line for each model of each seed."""
     judge = found.get("judge", "vader")
-    columns = ("seed", "model", f"{judge} (95%)", "distinct", "ended", "length", "KL", "perplexity", "CPU min", "min")
+    columns = ("seed", "model", f"{NAMES.get(judge, judge)} (95%)", "distinct", "ended", "length", "KL", "perplexity", "CPU min", "min")
     lines = []
     for row in found["rows"]:
         lines.append([row["seed"], "reward model", f"accuracy {row['reward']['accuracy']}", *[""] * 5,
