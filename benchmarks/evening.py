@@ -305,7 +305,8 @@ def bounds_of_manner(options: argparse.Namespace) -> dict:
 def tables_of(found: dict) -> list[str]:
     """The machine, and a line for each model of each seed."""
     judge = found.get("judge", "vader")
-    columns = ("seed", "model", f"{NAMES.get(judge, judge)} (95%)", "distinct", "ended", "length", "KL", "perplexity", "CPU min", "min")
+    columns = ("seed", "model", f"{NAMES.get(judge, judge)} (95%)", "distinct", "ended", "length", "KL", "perplexity",
+               "CPU min", "min")
     lines = []
     for row in found["rows"]:
         lines.append([row["seed"], "reward model", f"accuracy {row['reward']['accuracy']}", *[""] * 5,

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.own_files import check_inside, write_file
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.run.runfile import ROWS_FOLDER, TRACKERS
 from hybrid_rlhf.trl_words import INSTEAD
 

@@ -18,8 +18,7 @@ from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_prompt
-from hybrid_rlhf.data.tool_columns import with_tools
-from hybrid_rlhf.data.transcripts import clean
+from hybrid_rlhf.data.messages import clean, with_tools
 from hybrid_rlhf.data.turns import is_begun, without_blank
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine

@@ -9,8 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.data.chat import Rendered, SkipRow, Text, as_turn, compose
-from hybrid_rlhf.data.least_tokens import LeastTokens
+from hybrid_rlhf.data.chat import LeastTokens, Rendered, SkipRow, Text, as_turn, compose
 from hybrid_rlhf.models.load import max_positions
 from hybrid_rlhf.rewards.classifier import ClassifierSource
 from hybrid_rlhf.rollout import Prompts, Rollout

@@ -17,7 +17,7 @@ from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.train.parameters import count_parameters, share_unquantised, without_adapter
 from hybrid_rlhf.export import gguf

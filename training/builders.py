@@ -23,7 +23,7 @@ from hybrid_rlhf.core.out_of_memory import SMALLER, explained
 from hybrid_rlhf.data import chat, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.data.source import Reads
+from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.engine.decode.tensor_parallel import check_configured

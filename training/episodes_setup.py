@@ -13,7 +13,7 @@ from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.added_turns import check_keeps_history
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.datasets import DataConfig, StageData
-from hybrid_rlhf.data.tool_columns import with_tools
+from hybrid_rlhf.data.messages import with_tools
 from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.open import open_environments
 from hybrid_rlhf.environments.open_isolated import open_isolated

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hybrid_rlhf.core.config import check
-from hybrid_rlhf.data import collate, datasets, row_counts
+from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.run import runfile
@@ -75,8 +75,8 @@ def _key(row: dict) -> str:
 
 def tell(count: int, why: str, report: dict) -> None:
     """Say on stderr how many prompts are asked, and warn where they are few. why: which they are."""
-    parts = [f"evaluate: {count} of {report['read']} prompts are asked ({why})", *row_counts.drops(report)]
-    print("; ".join(parts), *(f"data: {line}" for line in row_counts.unread(report)), sep="\n", file=sys.stderr)
+    parts = [f"evaluate: {count} of {report['read']} prompts are asked ({why})", *datasets.drops(report)]
+    print("; ".join(parts), *(f"data: {line}" for line in datasets.unread(report)), sep="\n", file=sys.stderr)
     if count < FEW:
         print(f"warning: {count} prompts tell only very large differences between models apart; give {FEW} or more, "
               "better hundreds", file=sys.stderr)

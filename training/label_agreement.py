@@ -10,7 +10,7 @@ from hybrid_rlhf.core import config
 from hybrid_rlhf.data import labels
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.data.labels import LabelledAnswer, LabelledPair, Labels
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.report.agreement import Agreement, of_answers, of_pairs
 from hybrid_rlhf.report.compare import Method
 from hybrid_rlhf.report.terminal import ProgressLine

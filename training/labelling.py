@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.core.config import check
-from hybrid_rlhf.data import chat, responses
+from hybrid_rlhf.data import chat, labels
 from hybrid_rlhf.data.chat import SkipRow
-from hybrid_rlhf.data.labels import prompt_key
-from hybrid_rlhf.data.responses import Asked
-from hybrid_rlhf.data.tool_columns import kwargs_of, tools_of, with_tools
+from hybrid_rlhf.data.labels import Asked, prompt_key
+from hybrid_rlhf.data.messages import kwargs_of, tools_of, with_tools
 from hybrid_rlhf.data.turns import with_kwargs
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.models import load
@@ -80,7 +79,7 @@ def sample(asked: Sequence[Asked], model: ModelConfig, tokenizer, sampling: Samp
         _draw(ids, waiting, model, tokenizer, sampling, seed, drawn)
     drawn.close()
     for number in ids:
-        responses.add(asked[number], drawn.known[number][0], lost)
+        labels.add(asked[number], drawn.known[number][0], lost)
     return sum(drawn.known[number][1] for number in ids)
 
 
@@ -212,7 +211,7 @@ def _add_rows(asked: Asked, known: Known, choice: Choice, found: Judged) -> None
         more = {"score_chosen": max(a, b), "score_rejected": min(a, b)}
         if choice.margin:
             more["margin"] = abs(a - b)
-        found.rows.append(responses.pair_row(asked, asked.responses[better], asked.responses[worse], more))
+        found.rows.append(labels.pair_row(asked, asked.responses[better], asked.responses[worse], more))
 
 
 def lines_of(found: Judged, source: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.data.preview import Preview, look
-from hybrid_rlhf.data.source import Reads
+from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.idle_cache import give_back_idle
 from hybrid_rlhf.environments.contract import Environments

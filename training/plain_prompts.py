@@ -8,7 +8,7 @@ from pathlib import Path
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.data.source import Reads
+from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.run import runfile
 
 

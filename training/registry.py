@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hybrid_rlhf.data.source import Reads
+from hybrid_rlhf.data.sources import Reads
 
 
 class Rate(NamedTuple):

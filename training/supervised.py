@@ -16,7 +16,7 @@ from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig, StageData
 from hybrid_rlhf.data.preview import Preview, look
-from hybrid_rlhf.data.source import Reads
+from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.engine import HybridEngine, ZeroConfig
 from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models.load import ModelConfig

@@ -191,7 +191,7 @@ def _gguf(folder: Path, name: str, dtype: str) -> Path:
 
 def _modelfile(folder: Path, weights: str) -> Path:
     """A Modelfile beside the weights, with the template where Ollama's language can say it."""
-    from hybrid_rlhf.data.chat import render
+    from hybrid_rlhf.data.turns import render
     from hybrid_rlhf.export import ollama
     from hybrid_rlhf.models.tokenizer import load_tokenizer, turn_ends
 

@@ -19,12 +19,12 @@ from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.core.text_safety import error_line
-from hybrid_rlhf.data.source import Source, as_sources
+from hybrid_rlhf.data.sources import Source, as_sources
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rewards.judge.judge_config import PAIRWISE, JudgeConfig
 
 if TYPE_CHECKING:
-    from hybrid_rlhf.data.responses import Asked
+    from hybrid_rlhf.data.labels import Asked
     from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.rewards import RewardSource
     from hybrid_rlhf.training.labelling import Judged
@@ -192,7 +192,7 @@ def _source(config: LabelConfig) -> RewardSource:
 
 def _asked(config: LabelConfig, lost: Counter[str]) -> list[Asked]:
     """The prompts, with the responses of the data where these are judged."""
-    from hybrid_rlhf.data.responses import read_asked
+    from hybrid_rlhf.data.labels import read_asked
 
     is_read = config.model is None or config.responses is not None
     found = read_asked(as_sources(config.data), config.columns, is_read, lost)

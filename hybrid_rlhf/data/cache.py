@@ -1,22 +1,77 @@
-"""Tokenized rows on disk, under a key of everything that made them. JSON, never a pickle."""
+"""Tokenized rows on disk, under a key of everything that made them. JSON, never a pickle.
+
+`datasets` has a cache of its own, but importing it takes half a second at the start of every run, longer than a demo
+takes to tokenize, and a checkpoint knows its rows by the sha256 of the lines that are written here.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import json
+import mmap
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.given_paths import expanded
-from hybrid_rlhf.core.own_files import remove_folder, write_file
-from hybrid_rlhf.data import row_file
+from hybrid_rlhf.core.own_files import fresh_folder, put
 
 Tables = tuple[Sequence[dict], Sequence[dict], dict]  # train, held-out, counts
+_COUNTS = "counts.json"
+
+
+class Table(Sequence):
+    """The rows of NAME.jsonl, mapped into memory and parsed one at a time. NAME.npy holds the end of each line."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Raises OSError or ValueError where the two files do not belong together."""
+        self._folder = folder
+        self._ends = np.lib.format.open_memmap(folder / f"{name}.npy", mode="r")
+        with (folder / f"{name}.jsonl").open("rb") as file:
+            self._text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if self._ends[-1] != len(self._text):
+            raise ValueError(f"{folder / name}.jsonl is cut off")
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, i: int) -> dict:
+        i = range(len(self))[i]
+        try:
+            return json.loads(self._text[self._ends[i - 1] if i else 0 : self._ends[i]])
+        except ValueError as error:
+            raise UserError(f"the tokenized rows in {self._folder} are damaged; remove that folder: they are made "
+                            "again") from error
+
+    def digest(self) -> str:
+        """sha256 of all rows, the same as that of the rows that were saved."""
+        return hashlib.sha256(self._text).hexdigest()
+
+
+def rows_digest(rows: Sequence[dict]) -> str:
+    """sha256 of all `rows` as `save` writes them."""
+    if hasattr(rows, "digest"):
+        return rows.digest()
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(_line(row, default=str))
+    return digest.hexdigest()
+
+
+def _line(row: dict, **options: object) -> bytes:
+    return json.dumps(row, separators=(",", ":"), **options).encode() + b"\n"
+
+
+def save(rows: Sequence[dict], folder: Path, name: str) -> None:
+    """Write at least one row of plain JSON types."""
+    with (folder / f"{name}.jsonl").open("wb") as file:
+        lengths = [file.write(_line(row)) for row in rows]
+    np.save(folder / f"{name}.npy", np.cumsum(lengths, dtype=np.int64), allow_pickle=False)
 
 
 def folder(cache_dir: str | None) -> Path:
@@ -36,13 +91,11 @@ def key(rows: Iterable[dict], tokenizer, settings: dict) -> str:  # noqa: ANN001
 
 @cache
 def _code() -> str:
-    """Whatever turns rows into tokens: a change of it makes old tables unreachable."""
-    here = Path(__file__).parent
-    names = ("template", "template_kwargs", "template_trial", "call_formats", "thoughts", "tokenizer")
-    models = (here.parent / "models" / f"{name}.py" for name in names)
-    files = [*sorted(here.glob("*.py")), *models]
+    """The source that turns rows into tokens: a change of it makes old tables unreachable."""
+    package = Path(__file__).parents[1]
+    files = [path for name in ("data", "models") for path in sorted((package / name).glob("*.py"))]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("tokenizers", "transformers", "jinja2")]
-    return "\n".join([*versions, *(f.read_text(encoding="utf-8") for f in files)])
+    return "\n".join([*versions, *(path.read_text(encoding="utf-8") for path in files)])
 
 
 def tokenizer_text(tokenizer) -> str:  # noqa: ANN001
@@ -56,48 +109,25 @@ def tokenizer_text(tokenizer) -> str:  # noqa: ANN001
 
 
 def load(path: Path) -> Tables | None:
-    """The tables under `path`, or None where there are none; damaged ones are removed."""
-    file = path / "counts.json"
-    if not os.path.lexists(file) and (path.is_dir() or not os.path.lexists(path)):
-        return None  # another process may be writing them: counts.json is the last
+    """The tables that `store` wrote to `path`; None where there are none, or after a power cut left half of them."""
     try:
-        counts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        counts = None
-    tables = [_table(path / name, counts[name]) for name in ("train", "held_out")] if _are_counts(counts) else [None]
-    if None in tables:
-        with suppress(OSError):
-            remove_folder(path)
+        counts = json.loads((path / _COUNTS).read_text(encoding="utf-8"))
+        train, held_out = (Table(path, name) if counts[name] else [] for name in ("train", "held_out"))
+    except (OSError, ValueError, LookupError):
         return None
-    return (*tables, counts)
-
-
-def _are_counts(value: object) -> bool:
-    """Whether these are the counts that `store` wrote."""
-    if not isinstance(value, dict):
-        return False
-    by_reason = [value.get(name) for name in ("dropped", "rendered", "unread")]
-    if not all(isinstance(counts, dict) for counts in by_reason):
-        return False
-    numbers = [value.get(name) for name in ("read", "other_stages", "truncated", "train", "held_out")]
-    numbers += [number for counts in by_reason for number in counts.values()]
-    return all(type(number) is int and number >= 0 for number in numbers)
-
-
-def _table(path: Path, size: int) -> Sequence[dict] | None:
-    """The rows of a table of `size` rows, or None where they are damaged."""
-    rows = row_file.read(path) if size else []
-    return rows if rows is not None and len(rows) == size else None
+    return train, held_out, counts
 
 
 def store(path: Path, tables: Tables) -> None:
     """Keep the tables under `path`; a folder that cannot be written to costs time, not the run."""
     train, held_out, counts = tables
     try:
-        for name, rows in (("train", train), ("held_out", held_out)):
-            if rows:
-                row_file.save(rows, path / name)
-        path.mkdir(parents=True, exist_ok=True)
-        write_file(path / "counts.json", json.dumps(counts))  # last: it says that the rest is complete
+        with fresh_folder(path.parent) as beside:
+            for name, rows in (("train", train), ("held_out", held_out)):
+                if rows:
+                    save(rows, beside, name)
+            (beside / _COUNTS).write_text(json.dumps(counts), encoding="utf-8")
+            if load(path) is None:
+                put(beside, path)
     except (OSError, UserError):
         return

@@ -10,8 +10,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data import cache, chat, sources
-from hybrid_rlhf.data.blend import Blend, blend, deal, is_held_out, split_key
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.examples import (
     CUT_AWAY,
@@ -24,15 +24,16 @@ from hybrid_rlhf.data.examples import (
     decode_columns,
     prepared,
 )
-from hybrid_rlhf.data.row_counts import add_up, describe, summary
+from hybrid_rlhf.data.loader import Blend, blend, deal, is_held_out, split_key
 from hybrid_rlhf.data.schema import KINDS, Example, Format, columns_hint, detect, format_of, read_row
-from hybrid_rlhf.data.source import Reads, Source, as_sources
+from hybrid_rlhf.data.sources import Reads, Source, as_sources
 from hybrid_rlhf.models.template_kwargs import check_kwargs
 
-__all__ = ["DataConfig", "StageData", "build", "describe", "open_sources", "raw_texts", "summary"]
 _CHUNK = 1000  # sequences tokenized in one call
 _MEASURED, _BOUNDLESS = 200, 2**20  # rows measured where a length is too small for all; tokens
 _CHUNK_CHARACTERS = 4_000_000  # or so many characters, if that is fewer
+SHOWN = 12  # columns in a line
+LOST = 0.1  # share of the rows whose loss is worth a line of its own
 
 
 @dataclass(frozen=True)
@@ -344,3 +345,67 @@ def _spoken(part: chat.Text | None) -> Iterator[str]:
         yield f"{message['role']}\n{message['content']}"
         for name in ("tools", "tool_calls"):
             yield from (json.dumps(each, ensure_ascii=False) for each in message.get(name, ()))
+
+
+def add_up(parts: Sequence[dict], num_train: int, num_held_out: int) -> dict:
+    """The sources' counts added up; train and held_out count the rows after blending."""
+    total = {name: sum(p[name] for p in parts) for name in ("read", "other_stages", "truncated")}
+    dropped, rendered, unread = (dict(sum((Counter(p[name]) for p in parts), Counter()))
+                                 for name in ("dropped", "rendered", "unread"))
+    usable = sum(p["train"] for p in parts)
+    return {**total, "dropped": dropped, "rendered": rendered, "usable": usable, "train": num_train,
+            "held_out": num_held_out, **({"unread": unread} if unread else {})}
+
+
+def describe(report: dict) -> str:
+    """A report in one line."""
+    parts = [f"{report['read']} rows read", f"{report['train']} to train on", f"{report['held_out']} held out"]
+    parts += [f"{report['other_stages']} left to other stages"] if report["other_stages"] else []
+    parts += [f"{report['truncated']} truncated"] if report["truncated"] else []
+    return ", ".join(parts + _rendered(report) + drops(report))
+
+
+def _rendered(report: dict) -> list[str]:
+    return [f"{n} {how}" for how, n in sorted(report.get("rendered", {}).items())]
+
+
+def drops(report: dict) -> list[str]:
+    """How many rows were dropped, by reason."""
+    return [f"{n} dropped: {escape_control(reason)}" for reason, n in sorted(report["dropped"].items())]
+
+
+def unread(report: dict) -> list[str]:
+    """A line of the columns with text that nothing of the run reads, if there are any."""
+    names = [escape_control(str(name)) for name in report.get("unread", {})]
+    if not names:
+        return []
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return [f"columns that are not read: {shown} (to read one, name it in the source's columns, such as {{context: "
+            f"{names[0]}}})"]
+
+
+def summary(report: dict, name: str | None = None) -> list[str]:
+    """What became of the rows, as lines for the start of a run: one, one more for how they were rendered, one of the
+    columns that are not read, and one more where over a tenth is lost.
+
+    Lost is what is dropped, what loses its tail and what data.split leaves to other stages. name: of rows beside the
+    stage's own.
+    """
+    usable, data = report.get("usable", report["train"]), f"data of {name}" if name else "data"
+    lines = [f"{data}: {describe(report | {'rendered': {}})}"]
+    if usable != report["train"]:
+        lines[0] += f" (chosen from {usable} by weights and data.max_samples)"
+    elif "distinct" in report:
+        lines[0] += f" (by weights: {report['distinct']} different ones in an epoch, and others in the next)"
+    lines += [f"{data}: {'; '.join(_rendered(report))}"] * bool(report.get("rendered"))
+    lines += [f"{data}: {line}" for line in unread(report)]
+    if report.get("not_used"):
+        lines.append(f"{data}: nothing for {name or 'this stage'} in {', '.join(report['not_used'])}")
+    faulty, elsewhere = sum(report["dropped"].values()) + report["truncated"], report["other_stages"]
+    whole = usable + report["held_out"] + elsewhere + sum(report["dropped"].values())
+    if faulty + elsewhere > LOST * whole:
+        reasons = [f"{elsewhere} left to other stages (data.split null gives this stage every row)"] * bool(elsewhere)
+        reasons += [f"{report['truncated']} cut to data.max_length"] * bool(report["truncated"]) + drops(report)
+        lines.append(f"{'warning' if faulty > LOST * whole else 'note'}: {faulty + elsewhere} of {whole} rows "
+                     f"({(faulty + elsewhere) / whole:.0%}) are lost to {name or 'this stage'}: {'; '.join(reasons)}")
+    return lines

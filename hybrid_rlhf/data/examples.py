@@ -12,11 +12,10 @@ from typing import NamedTuple
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Rendered, SkipRow, Text
-from hybrid_rlhf.data.literal import BREAK, broken
+from hybrid_rlhf.data.messages import kwargs_of, with_tools
 from hybrid_rlhf.data.question import flat
 from hybrid_rlhf.data.schema import REPEATED, UNTRAINED, Example
-from hybrid_rlhf.data.tool_columns import kwargs_of, with_tools
-from hybrid_rlhf.data.turns import with_kwargs
+from hybrid_rlhf.data.turns import BREAK, broken, with_kwargs
 from hybrid_rlhf.models.template import dialect_of, folds_system
 from hybrid_rlhf.models.template_kwargs import KWARGS, split_kwargs
 

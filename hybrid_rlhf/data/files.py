@@ -1,4 +1,8 @@
-"""Rows from one file's bytes. Whatever is wrong with a file is one line that names the file and the line."""
+"""Rows of one file. Whatever is wrong with a file is one line that names the file and the line.
+
+`datasets` reads these files too, but it takes half a second to import, guesses types (a csv's "007" becomes 7), needs
+the same keys in every row, and names no line of a mistake.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,8 @@ from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.host_memory import free_host_bytes
-from hybrid_rlhf.core.strict_json import loads, why
 
 Rows = list[dict]
-MAX_COLUMNS = 10_000  # of a table: 50,000 took gigabytes before the first row
-MAX_CELL = 2**26  # characters in a value of a table; the reader takes four bytes for each, and as much again to grow
 MAX_START = 2**25  # bytes of a file that is read whole only to show some of its rows
 _SHOWN = 2**22  # bytes of the start of a larger one
 _TIMES = 8  # bytes of memory for each byte of a text: its characters (one emoji makes all four bytes wide), lines, rows
@@ -34,82 +35,73 @@ def read_file(path: str | Path) -> Rows:
     row {"text"} per line, or {"question", "answer"} where most lines are "utterance TAB reply". Raises UserError naming
     file and line for anything else.
     """
-    text = _text(path)
-    nul = text.find("\0")
-    check(nul < 0, f"{path} line {_line_of(text, nul)}: a NUL byte; save the file as text in UTF-8")
-    rows = list(PARSERS[kind_of(path)](text, path))
+    with _readable(path), _unpacked(path) as source:
+        size, free = Path(path).stat().st_size, free_host_bytes()
+        check(free is None or size * _TIMES <= free,
+              f"{path} has {size:,} bytes, more than 1/{_TIMES} of the free memory, which its rows may fill; free "
+              "some, or give the rows in parts or as parquet")
+        data = source.read()
+    rows = list(PARSERS[kind_of(path)](_text(data, path), path))
     check(bool(rows), f"{path} is empty: no row in it; give a file with rows")
     return rows
 
 
 def read_start(path: str | Path, count: int, most: int = MAX_START) -> tuple[Rows, bool]:
-    """Some rows of such a file, `count` at least where there are as many, and whether these are all: of one of more
-    than `most` bytes, unpacked, only the start is read. Raises UserError as `read_file` does."""
+    """At least `count` rows of such a file, if it has them, and whether these are all: of more than `most` unpacked
+    bytes only the start is read. Raises UserError as `read_file` does."""
     with _readable(path), _unpacked(path) as source:
         data = source.read(most + 1)
     if len(data) <= most:
         return read_file(path), True
-    data = data[:_SHOWN]
-    encoding = _encoding_of(data)
-    try:
-        text = codecs.getincrementaldecoder(encoding)().decode(data)
-    except UnicodeDecodeError as error:
-        raise _no_text(path, data, error, encoding) from error
-    nul = text.find("\0")
-    check(nul < 0, f"{path} line {_line_of(text, nul)}: a NUL byte; save the file as text in UTF-8")
-    kind = kind_of(path)
+    text, kind = _text(data[:_SHOWN], path, is_cut=True), kind_of(path)
     if kind == ".json" and not _is_object(text.lstrip().partition("\n")[0]):
         return _first_objects(text, path, count), False
-    whole = text[:text.rfind("\n") + 1]
-    check(bool(whole.strip()), f"{path} line 1: longer than {_SHOWN:,} bytes; give a file with a row on each line")
-    return list(islice(PARSERS[".jsonl" if kind == ".json" else kind](whole, path), count)), False
+    lines = text[:text.rfind("\n") + 1]
+    check(bool(lines.strip()), f"{path} line 1: longer than {_SHOWN:,} bytes; give a file with a row on each line")
+    return list(islice(PARSERS[".jsonl" if kind == ".json" else kind](lines, path), count)), False
 
 
 def _first_objects(text: str, path: str | Path, count: int) -> Rows:
-    """The first objects of a list that goes on."""
-    place, rows, reader = re.compile(r"\s*\[\s*").match(text), [], json.JSONDecoder()
-    check(place is not None, f"{path}: a large file of JSON that is no list; its rows are seen when the run starts")
-    start = place.end() if place else 0
+    """The first objects of a list that is cut off."""
+    rows: Rows = []
+    opening = re.match(r"\s*\[\s*", text)
+    if opening is None:
+        raise UserError(f"{path}: a large file of JSON that is no list; its rows are seen when the run starts")
+    place = opening.end()
     while len(rows) < count:
         try:
-            row, end = reader.raw_decode(text, start)
-            loads(text[start:end])  # not nested too deeply
-        except (ValueError, RecursionError) as error:
+            row, end = json.JSONDecoder().raw_decode(text, place)
+        except ValueError as error:
             raise UserError(f"{path} item {len(rows) + 1}: not valid JSON, or longer than {_SHOWN:,} bytes "
-                            f"({why(error)}); fix it, or give jsonl") from error
+                            f"({_why(error)}); fix it, or give jsonl") from error
         check(isinstance(row, dict), f"{path} item {len(rows) + 1}: a JSON object is needed, found {_kind(row)}")
         rows.append(row)
-        start = end + len(text[end:end + 1000]) - len(text[end:end + 1000].lstrip(" \t\r\n,"))
+        separator = re.compile(r"[ \t\r\n,]*").match(text, end)
+        place = separator.end() if separator else end
     return rows
 
 
 def kind_of(path: str | Path) -> str:
-    """The suffix that says how a file is read, without .gz; '' for a name that says nothing."""
+    """The suffix that decides how a file is read, without .gz; '' for an unknown one."""
     suffixes = [s.lower() for s in Path(path).suffixes]
     suffixes = suffixes[:-1] if suffixes[-1:] == [".gz"] else suffixes
     last = suffixes[-1] if suffixes else ""
     return last if last in PARSERS or last == ".parquet" else ""
 
 
-def _text(path: str | Path) -> str:
-    """The file as text, without byte order mark; UTF-8, or UTF-16 where the mark says so."""
-    with _readable(path):
-        data = _bytes(path)
-    encoding = _encoding_of(data)
+def _text(data: bytes, path: str | Path, is_cut: bool = False) -> str:
+    """Bytes as text, without byte order mark; UTF-8, or UTF-16 where the mark says so. is_cut: the last character may
+    be cut off."""
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
-        return data.decode(encoding)
+        text = codecs.getincrementaldecoder(encoding)().decode(data, final=not is_cut)
     except UnicodeDecodeError as error:
-        raise _no_text(path, data, error, encoding) from error
-
-
-def _encoding_of(data: bytes | bytearray) -> str:
-    return "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-
-
-def _no_text(path: str | Path, data: bytes | bytearray, error: UnicodeDecodeError, encoding: str) -> UserError:
-    line = data[: error.start].count(b"\n") + 1
-    return UserError(f"{path} line {line}: byte 0x{data[error.start]:02x} is not {encoding.removesuffix('-sig')}; save "
-                     "the file as UTF-8")
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(f"{path} line {line}: byte 0x{data[error.start]:02x} is not {encoding.removesuffix('-sig')}; "
+                        "save the file as UTF-8") from error
+    nul = text.find("\0")
+    check(nul < 0, f"{path} line {text.count(chr(10), 0, max(nul, 0)) + 1}: a NUL byte; save the file as text in UTF-8")
+    return text
 
 
 @contextmanager
@@ -122,29 +114,11 @@ def _readable(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def _unpacked(path: str | Path) -> Iterator[BufferedIOBase]:
-    """The file, or what is packed in it."""
+    """The file, decompressed if it is gzipped."""
     with Path(path).open("rb") as file:
         is_packed = file.read(2) == b"\x1f\x8b"
         file.seek(0)
         yield gzip.GzipFile(fileobj=file) if is_packed else file
-
-
-def _bytes(path: str | Path) -> bytearray:
-    """The file, unpacked. UserError, at the first byte too many, for one whose rows may not fit into memory."""
-    free, data = free_host_bytes(), bytearray()
-    most = None if free is None else free // _TIMES
-    with _unpacked(path) as source:
-        has = "unpacks to" if isinstance(source, gzip.GzipFile) else "has"
-        while piece := source.read(2**20):
-            data += piece
-            check(most is None or len(data) <= most,
-                  f"{path} {has} more than {most or 0:,} bytes, 1/{_TIMES} of the "
-                  "free memory, which their rows may fill; free some, or give the rows in parts or as parquet")
-    return data
-
-
-def _line_of(text: str, position: int) -> int:
-    return text.count("\n", 0, max(position, 0)) + 1
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
@@ -158,9 +132,9 @@ def _parse_jsonl(text: str, path: str | Path) -> Rows:
 
 def _object(text: str, where: str) -> dict:
     try:
-        value = loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({why(error)}); fix that line") from error
+        value = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({_why(error)}); fix that line") from error
     check(isinstance(value, dict), f"{where}: a JSON object is needed, found {_kind(value)}")
     return value
 
@@ -169,13 +143,12 @@ def _parse_json(text: str, path: str | Path) -> Rows:
     if not text.strip():
         return []
     try:
-        value = loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and _is_object(text.lstrip().split("\n", 1)[0]):
+        value = json.loads(text)
+    except ValueError as error:
+        if str(error).startswith("Extra data") and _is_object(text.lstrip().split("\n", 1)[0]):
             return _parse_jsonl(text, path)  # many people call their jsonl .json
-        raise UserError(f"{path} line {error.lineno}: not valid JSON ({why(error)}); fix it there") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({why(error)}); fix it, or give jsonl") from error
+        line = f" line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(f"{path}{line}: not valid JSON ({_why(error)}); fix it there, or give jsonl") from error
     if isinstance(value, dict):
         value = _from_object(value)
     check(isinstance(value, list), f"{path}: a list of JSON objects is needed, found {_kind(value)}")
@@ -197,9 +170,13 @@ def _from_object(value: dict) -> object:
 
 def _is_object(line: str) -> bool:
     try:
-        return isinstance(loads(line), dict)
-    except (ValueError, RecursionError):
+        return isinstance(json.loads(line), dict)
+    except ValueError:
         return False
+
+
+def _why(error: Exception) -> str:
+    return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else "a number too long"
 
 
 def _kind(value: object) -> str:
@@ -208,26 +185,20 @@ def _kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def check_columns(number: int, path: str | Path) -> None:
-    check(number <= MAX_COLUMNS, f"{path} has {number:,} columns; write a file of those that are needed, at most "
-                                 f"{MAX_COLUMNS:,}")
-
-
 def _table_lines(text: str) -> Iterator[str]:
-    """Its lines with their ends, which a value in quotes may hold (io.StringIO copies all, four bytes a character)."""
-    return (found[0] for found in re.finditer(r"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n", text))
+    """The lines with their ends, which a quoted value may hold. io.StringIO would copy all, four bytes a character."""
+    return (line[0] for line in re.finditer(r"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n", text))
 
 
 def _delimited(delimiters: str) -> Callable[[str, str | Path], Iterator[dict]]:
     """A reader, row by row, of lines separated by one of `delimiters`: by the one that the header has most of."""
 
     def parse(text: str, path: str | Path) -> Iterator[dict]:
-        csv.field_size_limit(MAX_CELL)
+        csv.field_size_limit(2**31 - 1)
         header = next(filter(str.strip, _table_lines(text)), "")
         delimiter = max(delimiters, key=header.count)  # of equals the first
         reader = csv.DictReader(_table_lines(text), delimiter=delimiter, strict=True)
         try:
-            check_columns(len(reader.fieldnames or ()), path)
             for row in reader:
                 where = f"{path} line {reader.line_num}"
                 check(None not in row, f"{where}: more values than the header has columns; "

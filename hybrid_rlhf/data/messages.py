@@ -1,13 +1,15 @@
-"""Conversations as others write them down, as lists of {"role", "content"}."""
+"""Conversations as rows have them, as lists of {"role", "content"}: messages, plain transcripts, tools and tool calls.
+
+Values may be JSON text, and tables fill missing keys with null. Tools and calls come out in the one form that chat
+templates read: {"type": "function", "function": {...}}, arguments as an object.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 
-from hybrid_rlhf.data.files import loads
-from hybrid_rlhf.data.tool_columns import calls_of, result_of, without_nulls
-from hybrid_rlhf.data.transcripts import clean
-from hybrid_rlhf.data.turns import SkipRow
+from hybrid_rlhf.data.turns import SkipRow, Text
 from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
 
 _ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
@@ -22,6 +24,8 @@ _READ = ("role", "from", "content", "value", "tool_calls", "function_call", *_TR
 MEDIA = frozenset(f"{kind}{ending}" for kind in ("image", "video", "audio") for ending in (
     "", "s", "_url", "_urls", "_path", "_paths"))
 WITH_MEDIA = "a row with images, video or audio (only text is read)"
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+NO_OBJECT = "a tool call whose arguments are no JSON object"
 
 
 def messages_of(rows: list, column: str) -> list[dict]:
@@ -43,8 +47,8 @@ def parsed_messages(text: str, column: str, is_answer: bool = False) -> list[dic
     if not text.lstrip().startswith(("[", "{")):
         return None
     try:
-        rows = loads(text)
-    except (ValueError, RecursionError):
+        rows = json.loads(text)
+    except ValueError:
         if column in _OFTEN_MESSAGES and re.fullmatch(
                 r"\s*\[\s*\{\s*'(role|from|content|value)':.*\}\s*\]\s*", text, re.DOTALL):
             raise ValueError(f"{column} holds messages as Python prints them; write JSON") from None
@@ -122,3 +126,156 @@ def _words(part: object) -> str:
     if not isinstance(text, str):
         raise SkipRow("a message with parts that are no text")
     return text
+
+
+def clean(text: str) -> str:
+    """The text with lone surrogates, which no tokenizer can read, replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict:
+    return {"role": "assistant", "content": content}
+
+
+def is_transcript(text: object) -> bool:
+    """Whether a string is an HH transcript: "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
+    return isinstance(text, str) and text.lstrip().startswith("Human:") and "\n\nAssistant:" in text
+
+
+def parse_transcript(text: str, is_prompt: bool = False) -> list[dict]:
+    """An HH transcript as messages. In a prompt, a last "Assistant:" with nothing behind it is no message."""
+    pieces = _TURN.split("\n\n" + text.lstrip())[1:]
+    messages = [{"role": "user" if who == "Human" else "assistant", "content": said.strip()}
+                for who, said in zip(pieces[::2], pieces[1::2], strict=True)]
+    is_open = messages[-1] == assistant("") and text.rstrip().endswith("Assistant:")
+    return messages[:-1] if is_prompt and is_open else messages
+
+
+def common_prompt(chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], list[dict], list[dict]]:
+    """Two conversations -> what they share, and what follows in each, which must begin with an assistant turn.
+
+    A shared beginning ends at a user turn; if the two conversations are one, they part at the last assistant turn.
+    """
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    shared = min(shared, len(chosen) - 1, len(rejected) - 1)
+    if any(turns[shared]["role"] != "assistant" for turns in (chosen, rejected)):
+        raise SkipRow("the two conversations do not part at an answer")
+    if shared == 0:
+        raise SkipRow("the two conversations share no prompt")
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Two texts -> their shared beginning, cut back to the end of a word, and the rest of each.
+
+    Two texts that begin differently have no prompt (""): the pair says which of two texts is the better one.
+    """
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if shared == len(chosen) == len(rejected):
+        raise SkipRow("the two answers are the same")
+    while shared and not chosen[shared - 1].isspace():
+        shared -= 1
+    shared -= 1 if shared and chosen[shared - 1] == " " else 0  # the space belongs to the answer's first token
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def with_tools(messages: Text | None, tools: list[dict]) -> Text | None:
+    """Messages of which the first carries the tools that may be called; a string as it is."""
+    if not isinstance(messages, list) or not messages or not tools:
+        return messages
+    return [{**messages[0], "tools": tools}, *messages[1:]]
+
+
+def tools_of(tools: object, column: str = "tools") -> list[dict]:
+    """The schemas of a row's tools, of which the list or each one may be JSON text; none for null or "".
+
+    Raises TypeError or ValueError that names the column for what is no list of schemas.
+    """
+    found = _parsed(tools) if isinstance(tools, str) and tools.strip() else tools
+    if not found or (isinstance(found, str) and not found.strip()):
+        return []
+    schemas = [_parsed(tool) for tool in found] if isinstance(found, list) else []
+    if not schemas or not all(isinstance(tool, dict) for tool in schemas):
+        raise TypeError(f"{column} must be a list of tool schemas, not {tools!r:.40}")
+    return [_wrapped(without_nulls(tool)) for tool in schemas]
+
+
+def kwargs_of(kwargs: object) -> dict:
+    """The variables of the chat template that a row sets: a mapping, or its JSON text. SkipRow for what is none."""
+    found = without_nulls(_parsed(kwargs) or {})
+    if not isinstance(found, dict):
+        raise SkipRow("chat_template_kwargs that are no mapping")
+    return found
+
+
+def calls_of(message: dict, content: object, column: str) -> list[dict]:
+    """The tool calls of a message: its `tool_calls`; OpenAI's older `function_call`; or `content`, where the role of
+    the message is LLaMA-Factory's function_call. Each may be JSON text.
+
+    Raises TypeError that names the column for what is no call, SkipRow for arguments that are no JSON object.
+    """
+    calls = message.get("tool_calls") or message.get("function_call")
+    if not calls and message.get("role", message.get("from")) == "function_call":
+        calls = _parsed(content)
+        if not isinstance(calls, dict | list):
+            raise SkipRow("a function_call that is no JSON object")
+    calls = _parsed(calls) or []
+    if not isinstance(calls, dict | list):
+        raise TypeError(f"{column}: tool_calls must be a list of tool calls, not {type(calls).__name__}")
+    return [_call(call, column) for call in ([calls] if isinstance(calls, dict) else calls)]
+
+
+def result_of(content: object) -> object:
+    """What a tool returned, as text or text in parts: JSON of anything else, as environments show it."""
+    is_parts = isinstance(content, list) and content and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
+    return content if isinstance(content, str) or is_parts else json.dumps(without_nulls(content), ensure_ascii=False)
+
+
+def without_nulls(value: object) -> object:
+    """A JSON value without keys that hold null, since tables give every row the keys of all rows, its texts cleaned."""
+    if isinstance(value, dict):
+        return {clean(str(k)): without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, str):
+        return clean(value)
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def _call(call: object, column: str) -> dict:
+    """A call with its arguments as an object; those that were JSON text keep their nulls."""
+    call = _parsed(call)
+    if not isinstance(call, dict):
+        raise TypeError(f"{column}: a tool call must be an object, not {type(call).__name__}")
+    call = _wrapped(without_nulls(call))
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise TypeError(f"{column}: a tool call needs the name of its function")
+    given = function.get("arguments", {})
+    given = (_parsed(given) if given.strip() else {}) if isinstance(given, str) else given
+    if not isinstance(given, dict):
+        raise SkipRow(NO_OBJECT)
+    return {**call, "function": {**function, "arguments": given}}
+
+
+def _wrapped(value: dict) -> dict:
+    """A tool or a call as OpenAI writes it: what is of the function inside `function`, an id beside it."""
+    if "function" in value or "name" not in value:
+        return value
+    outer = {k: v for k, v in value.items() if k in ("id", "type")}
+    return {"type": "function", **outer, "function": {k: v for k, v in value.items() if k not in outer}}
+
+
+def _parsed(value: object) -> object:
+    """What the JSON text says; text that is none, and any other value, as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

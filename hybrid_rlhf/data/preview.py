@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data.datasets import DataConfig, StageData, build
-from hybrid_rlhf.data.source import Reads
+from hybrid_rlhf.data.sources import Reads
 
 if TYPE_CHECKING:
     from rich.console import Console

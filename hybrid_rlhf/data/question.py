@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hybrid_rlhf.data import transcripts
-from hybrid_rlhf.data.messages import messages_of, parsed_messages
-from hybrid_rlhf.data.transcripts import assistant, clean, user
+from hybrid_rlhf.data.messages import (
+    assistant,
+    clean,
+    is_transcript,
+    messages_of,
+    parse_transcript,
+    parsed_messages,
+    user,
+)
 from hybrid_rlhf.data.turns import Text
 
 SYSTEM = ("system", "system_prompt")
@@ -71,8 +77,8 @@ def _system_column(row: Mapping) -> str | None:
 def _part(value: object, column: str, is_needed: bool) -> Text | None:
     """A column's text, or messages: those of a transcript, of JSON text, of a history of [question, answer] pairs."""
     if isinstance(value, str):
-        if column == "prompt" and transcripts.is_transcript(value):
-            return transcripts.parse(value, is_prompt=True)
+        if column == "prompt" and is_transcript(value):
+            return parse_transcript(value, is_prompt=True)
         return parsed_messages(value, column) or clean(value)
     rows = [value] if isinstance(value, dict) else value
     if isinstance(rows, list) and rows and all(

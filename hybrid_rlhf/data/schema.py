@@ -7,6 +7,7 @@ meant to be run together, become messages. What a row asks is read by question.p
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,13 +18,24 @@ from itertools import islice, product
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.data import transcripts
 from hybrid_rlhf.data.chat import SkipRow, Text
-from hybrid_rlhf.data.files import loads
-from hybrid_rlhf.data.messages import WITH_MEDIA, has_media, is_untrained, messages_of, parsed_messages
+from hybrid_rlhf.data.messages import (
+    WITH_MEDIA,
+    assistant,
+    clean,
+    common_prompt,
+    common_text,
+    has_media,
+    is_transcript,
+    is_untrained,
+    messages_of,
+    parse_transcript,
+    parsed_messages,
+    tools_of,
+    user,
+    with_tools,
+)
 from hybrid_rlhf.data.question import PARTS, Question, beside, flat, looks_like_a_prompt, question_of, without_system
-from hybrid_rlhf.data.tool_columns import tools_of, with_tools
-from hybrid_rlhf.data.transcripts import assistant, clean, user
 
 
 @dataclass
@@ -230,8 +242,8 @@ def _sequence(value: object, column: str) -> list:
     """A list; from a csv, the JSON text of one."""
     if isinstance(value, str):
         try:
-            value = loads(value)
-        except (ValueError, RecursionError):
+            value = json.loads(value)
+        except ValueError:
             raise ValueError(f"{column} must be a list, not {value!r:.40}") from None
     if not isinstance(value, list):
         raise TypeError(f"{column} must be a list, not {type(value).__name__}")
@@ -258,7 +270,7 @@ def _example(row: dict, asked: Question, texts: list[Text], scores: Sequence[flo
         texts, notes = [text[len(turns) :] for text in texts], {REPEATED: 1}
     rests = _without_question(written, turns, texts)
     if isinstance(asked.text, list) and not isinstance(written, list):
-        texts, rests = ([text if not isinstance(text, str) else text.strip() if transcripts.is_transcript(written) else
+        texts, rests = ([text if not isinstance(text, str) else text.strip() if is_transcript(written) else
                          text.removeprefix(" ") if written else [assistant(text)] for text in part]
                         for part in (texts, [text.lstrip() for text in rests]))
     answers, shorter = (list(zip(part, scores, strict=True)) if part else [] for part in (texts, rests))
@@ -282,18 +294,18 @@ def _read_pair(row: dict, *columns: str) -> Example:
     margin = _number(row["margin"], "margin") if row.get("margin") is not None else 0.0
     asked = _last_question(row, asks[0]) if asks and asks[0] in CONVERSATIONS else question_of(row, asks or ("prompt",))
     if asked.text is None:
-        are_turns = [isinstance(text, list) or transcripts.is_transcript(text) for text in texts]
+        are_turns = [isinstance(text, list) or is_transcript(text) for text in texts]
         if not any(are_turns):
-            prompt, *rests = transcripts.common_text(*texts)
+            prompt, *rests = common_text(*texts)
             return Example(prompt, list(zip(rests, (1.0, 0.0), strict=True)), margin=margin, is_text_pair=True)
         if not all(are_turns):
             raise SkipRow("one answer is a transcript, the other is not")
-        texts = [transcripts.parse(text) if isinstance(text, str) else text for text in texts]
+        texts = [parse_transcript(text) if isinstance(text, str) else text for text in texts]
         if texts[0] == texts[1]:
             raise SkipRow("the two answers are the same")
     are_whole = [isinstance(text, list) and text[0]["role"] != "assistant" for text in texts]
     if asked.text is None or all(are_whole):  # both begin with the question
-        shared, *texts = transcripts.common_prompt(*texts)
+        shared, *texts = common_prompt(*texts)
         prompt = _messages_between(row["prompt"], shared) if asks == ["prompt"] else []
         is_more = isinstance(asked.text, list) and asked.text[-len(shared) :] == shared  # by a system message, say
         asked = beside(prompt, row, asks) if prompt else asked if is_more else beside(shared, row)

@@ -3,29 +3,103 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, nearest
-from hybrid_rlhf.core.given_paths import check_file, expanded
+from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
-from hybrid_rlhf.data.files import MAX_START, PARSERS, check_columns, kind_of, read_file, read_start
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.files import MAX_START, PARSERS, kind_of, read_file, read_start
 
 # Generated on the spot, no file and no network: name -> module:function, a function () -> list of rows.
 EMBEDDED = {f"demo/{name}": f"hybrid_rlhf.data.demo:{name}" for name in ("demonstrations", "preferences", "prompts")}
 # Descriptions of a data set, not data.
 _NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json",
              "dataset-metadata.json", "package.json"}
-MAX_ENTRIES = 10_000  # of a folder of which some rows are shown
 _SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place that rows come from.
+
+    Attributes:
+        path: demo/demonstrations, demo/preferences, demo/prompts; a jsonl, json, csv, tsv, txt or parquet file (.gz
+            too); a folder of such files or a saved data set; or a hub id.
+        name: Configuration of a hub data set, or subfolder of a folder.
+        split: Which split (a single file has no splits and is read whole).
+        weight: Share of the training rows relative to the other sources' weights. Without any weight every row is
+            used once per epoch; give weights to all sources or to none.
+        columns: Our column names and theirs, such as {prompt: question}.
+        stages: Stages that read this source; empty means every stage it has the columns for.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    weight: float | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    stages: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check(bool(self.path), "data.sources: a source has no path; give a file, a folder, a hub id or demo/<name>")
+        check(self.weight is None or 0 < self.weight < float("inf"),
+              f"data.sources: weight of {self.path} is {self.weight}; it must be positive")
+
+
+class Reads(NamedTuple):
+    """The rows that a stage trains on, or samples from.
+
+    stage: its name, as `stages` of a source has it. kind: what is made of an example (MAKERS in examples.py). share:
+    the position in data.split.
+    """
+
+    stage: str
+    kind: str
+    share: int
+
+
+Named = Source | str | PurePath | Mapping  # one source, as a user may name it
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "path": ((str, PurePath), "text"), "name": ((str,), "text or null"), "split": ((str,), "text"),
+    "weight": ((int, float), "a number or null"), "stages": ((list, tuple), "a list of stages, such as [sft]"),
+    "columns": ((Mapping,), "a mapping of names, such as {prompt: question}")}
+
+
+def as_sources(given: Sequence[Named] | Named | None, option: str = "data.sources") -> list[Source]:
+    """What stands at data.sources (or `option`) as a list of Source: one source or a list, each a path or a mapping.
+
+    Settings are data: a mapping is read key by key, and nothing that it names is imported. UserError for what is
+    neither, for unknown keys and for values of the wrong type.
+    """
+    if given is None:
+        return []
+    items = given if isinstance(given, (list, tuple)) else [given]
+    return [item if isinstance(item, Source) else _source(item, option) for item in items]
+
+
+def _source(item: object, option: str) -> Source:
+    if isinstance(item, (str, PurePath)):
+        check(not str(item).startswith(("[", "{")), f"{option}: {item} is no path; write a path, or a list such as "
+                                                    "[a.jsonl, {path: b.jsonl}]")
+        return Source(str(item))
+    check(isinstance(item, Mapping), f"{option}: {item!r:.60} is no source; give a path, or {{path: ...}}")
+    known = [f.name for f in fields(Source)]
+    for key, value in item.items():
+        check(key in known, f"unknown key {key} in {option}{nearest(str(key), known)}; its keys are {', '.join(known)}")
+        types, description = _KINDS[key]
+        check(isinstance(value, types) or (value is None and key != "path"),
+              f"{option}: {key} is {value!r:.60}; it must be {description}")
+    check("path" in item, f"{option}: {dict(item)} has no path; give a file, a folder, a hub id or demo/<name>")
+    values = {key: value for key, value in item.items() if value is not None}
+    return Source(**values | {"path": str(values["path"])})
 
 
 def read(source: Source) -> Sequence[dict]:
@@ -49,32 +123,28 @@ def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
     """Some rows of a source, columns renamed, and how many it has (None: only a whole reading would tell). Large files
     are not read whole, and of the hub no more is loaded than is shown. Raises UserError as `read` does."""
     path = Path(expanded(source.path))
-    if path.is_dir() and not source.path.startswith("demo/") and (large := _large_files(path, source)):
+    is_demo = source.path.startswith("demo/")
+    if path.is_dir() and not is_demo and (large := _large_files(path, source)):
         return first_rows(replace(source, path=str(large[0]), name=None), count)[0], None
-    if source.path.startswith("demo/") or path.is_dir():
+    if is_demo or path.is_dir():
         rows = read(source)
         return [rows[i] for i in range(min(count, len(rows)))], len(rows)
-    if path.is_file():
-        check_file(path, "data.sources:")
-        check(bool(kind_of(path)), _unknown_kind(path))
-        if kind_of(path) == ".parquet":
-            found, number = _start_of_parquet(path, count)
-        else:
-            found, is_all = read_start(path, count)
-            number = len(found) if is_all else None
-    else:
-        check_file(path, "data.sources:")
+    number = None
+    if not path.is_file():
         check(not _looks_local(source.path), _missing(source.path))
-        found, number = _start_of_hub(source, count), None
-    check(bool(found), f"{source.path} is empty: no row in split {source.split}; give another file or split")
-    return list(_renamed(found[:count], source)), number
+        rows = _start_of_hub(source, count)
+    elif kind_of(path) == ".parquet":
+        rows, number = _start_of_parquet(path, count)
+    else:
+        check(bool(kind_of(path)), _unknown_kind(path))
+        rows, is_all = read_start(path, count)
+        number = len(rows) if is_all else None
+    check(bool(rows), f"{source.path} is empty: no row in split {source.split}; give another file or split")
+    return list(_renamed(rows[:count], source)), number
 
 
 def _large_files(folder: Path, source: Source) -> list[Path]:
-    """The data files of a folder where they are too large to be read only to show some rows; else nothing."""
-    entries = (name for _, folders, names in os.walk(_below(folder, source)) for name in (*folders, *names))
-    check(next(islice(entries, MAX_ENTRIES, None), None) is None,
-          f"{source.path} holds more than {MAX_ENTRIES:,} files and folders; give the folder of the data")
+    """The data files of a folder, if they are too large to be read only to show some rows; else nothing."""
     files = [] if _is_saved(_below(folder, source)) else _files(folder, source)
     return files if sum(file.stat().st_size for file in files) > MAX_START else []
 
@@ -82,8 +152,7 @@ def _large_files(folder: Path, source: Source) -> list[Path]:
 def _start_of_parquet(path: Path, count: int) -> tuple[list[dict], int]:
     from pyarrow.parquet import ParquetFile
 
-    with _damage_told(path), ParquetFile(path) as file:
-        check_columns(file.metadata.num_columns, path)
+    with _readable_parquet(path), ParquetFile(path) as file:
         batch = next(file.iter_batches(batch_size=count), None)
         return batch.to_pylist() if batch is not None else [], file.metadata.num_rows
 
@@ -92,7 +161,7 @@ def _start_of_hub(source: Source, count: int) -> list[dict]:
     stay_offline_if_unreachable()
     import datasets
 
-    with _hub_errors_told(source), _quiet():
+    with _loaded_from_hub(source):
         rows = datasets.load_dataset(source.path, source.name, split=source.split, streaming=True)
         return list(islice(rows, count))
 
@@ -106,7 +175,6 @@ def _read(source: Source) -> Sequence[dict]:
     elif path.is_file():
         rows = _file(path)
     else:
-        check_file(path, "data.sources:")
         check(not _looks_local(source.path), _missing(source.path))
         rows = _hub(source)
     check(len(rows) > 0, f"{source.path} is empty: no row in split {source.split}; give another file or split")
@@ -132,7 +200,8 @@ def _file(path: Path) -> Sequence[dict]:
 
 
 def _missing(path: str) -> str:
-    return f"data.sources: {path} does not exist; give a file, a folder or a hub id"
+    what = "is no plain file" if os.path.exists(expanded(path)) else "does not exist"
+    return f"data.sources: {path} {what}; give a file, a folder or a hub id"
 
 
 def _unknown_kind(path: Path) -> str:
@@ -141,23 +210,18 @@ def _unknown_kind(path: Path) -> str:
 
 def _parquet(paths: list[Path]) -> Sequence[dict]:
     import datasets
-    from pyarrow.parquet import ParquetFile
 
-    with _damage_told(paths[0]):
-        for path in paths:
-            with ParquetFile(path) as file:
-                check_columns(file.metadata.num_columns, path)
-        with _quiet():
-            return datasets.Dataset.from_parquet([str(p) for p in paths])
+    with _readable_parquet(paths[0]), _quiet():
+        return datasets.Dataset.from_parquet([str(p) for p in paths])
 
 
 @contextmanager
-def _damage_told(path: Path) -> Iterator[None]:
+def _readable_parquet(path: Path) -> Iterator[None]:
     try:
         yield
-    except (UserError, MemoryError):
+    except MemoryError:
         raise
-    except Exception as error:  # whatever the reader makes of a damaged file, it is the file that is wrong
+    except Exception as error:  # a reader raises anything for a damaged file
         raise UserError(f"{path}: not a readable parquet file ({_first_line(error)}); "
                         "write it anew, or as jsonl") from error
 
@@ -189,8 +253,6 @@ def _files(folder: Path, source: Source) -> list[Path]:
     folder = _below(folder, source)
     found = [p for p in folder.rglob("*") if kind_of(p) and p.name not in _NOT_DATA
              and not any(part.startswith(".") for part in p.relative_to(folder).parts)]
-    for path in found:
-        check_file(path, "data.sources:")
     files = sorted(p for p in found if p.is_file())
     texts = [p for p in files if kind_of(p) != ".txt"]  # beside data, a .txt is a licence or a note
     return _of_split(texts or files, folder, source.split)
@@ -217,9 +279,6 @@ def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
 def _saved(folder: Path, split: str) -> Sequence[dict]:
     import datasets
 
-    for path in folder.rglob("*"):
-        check_file(path, "data.sources:")
-    _check_inside(folder)
     try:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:
@@ -231,25 +290,11 @@ def _saved(folder: Path, split: str) -> Sequence[dict]:
     return saved
 
 
-def _check_inside(folder: Path) -> None:
-    """UserError for a saved data set whose state names files elsewhere."""
-    for state in [folder / "state.json", *folder.glob("*/state.json")]:
-        try:
-            found = json.loads(state.read_text(encoding="utf-8"))["_data_files"] if state.exists() else []
-            names = [str(entry["filename"]) for entry in found]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise UserError(f"{folder}: not a readable saved data set ({state.name} is damaged); save it "
-                            "anew, or as jsonl") from error
-        for name in names:
-            check(Path(name).name == name, f"{folder}: {state.name} names a file outside of its folder "
-                                             f"({name[:80]}); save it anew, or as jsonl")
-
-
 def _hub(source: Source) -> Sequence[dict]:
     stay_offline_if_unreachable()
     import datasets
 
-    with _hub_errors_told(source), _quiet():
+    with _loaded_from_hub(source):
         return datasets.load_dataset(source.path, source.name, split=source.split)
 
 
@@ -271,9 +316,10 @@ def _is_filled(scalar) -> bool:  # noqa: ANN001
 
 
 @contextmanager
-def _hub_errors_told(source: Source) -> Iterator[None]:
+def _loaded_from_hub(source: Source) -> Iterator[None]:
     try:
-        yield
+        with _quiet():
+            yield
     except Exception as error:  # offline, missing, gated, a script: the library has a class for each
         raise UserError(f"data.sources: {source.path} is no file or folder here, and loading it from the hub failed: "
                         f"{type(error).__name__}: {_first_line(error)}; give another path") from error

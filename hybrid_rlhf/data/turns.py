@@ -10,18 +10,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
-from hybrid_rlhf.data.literal import BREAK, broken, broken_messages, whole
 from hybrid_rlhf.models import template
 from hybrid_rlhf.models.template import dialect_of, stripped_marks
 from hybrid_rlhf.models.template_kwargs import KWARGS
-from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, thought_of
+from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, thought_of, words_of
 
 Text = str | list  # a plain string, or messages: a list of {"role", "content"}
 MAX_TURNS = 1024
-MAX_RENDERED = 2**30  # characters of a conversation times its answers: each is kept behind all that was said before
 _MARKER_LENGTH = 64  # characters of a generation prompt that thinking markers may take
+BREAK = "\ufdd0"  # a noncharacter, which Unicode keeps for a program's own use: no text may hold it
+_known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (what they depend on, its control tokens)
 
 
 class SkipRow(Exception):  # noqa: N818 - not a fault: the row is dropped and counted
@@ -46,7 +49,7 @@ def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = Fa
            continues: bool = False) -> str:
     """Messages as text, in the dialect of the tokenizer's template (models/template.py). Raises SkipRow if it does.
 
-    Content never makes a special token: where it reads like one it is broken (data/literal.py).
+    Content never makes a special token: where it reads like one it is broken (data/turns.py).
     """
     try:
         adapted = template.adapted(messages, dialect_of(tokenizer))
@@ -101,8 +104,6 @@ def answers_of(tokenizer, messages: Sequence[dict], first: int = 0,  # noqa: ANN
         raise SkipRow("no assistant turn")
     if len(turns) > MAX_TURNS:  # each is found by rendering all before it
         raise SkipRow(f"more than {MAX_TURNS} answers in one conversation")
-    if len(turns) * sum(len(m["content"]) for m in messages) > MAX_RENDERED:
-        raise SkipRow("a conversation too long for its number of answers")
     return [_answer(tokenizer, messages, turn) if turn > first or begun is None else
             _rest(tokenizer, messages[:turn], messages[turn], begun) for turn in turns]
 
@@ -265,3 +266,65 @@ def _find(words: str, text: str, start: int = 0) -> int:
     if found < 0:
         found = max(text.find(json.dumps(words, ensure_ascii=is_ascii)[1:-1], start) for is_ascii in (False, True))
     return found
+
+
+def control_tokens(tokenizer, is_own: bool = False) -> tuple[str, ...]:  # noqa: ANN001
+    """The texts that `tokenizer` reads as special tokens, longest first, without the markers of thoughts; is_own: in
+    what the assistant says itself, where the markers of tool calls are none either."""
+    size = len(tokenizer.get_added_vocab()) if not hasattr(tokenizer, "__len__") else len(tokenizer)
+    key = (size, getattr(tokenizer, "chat_template", None), *map(str, tokenizer.all_special_tokens))
+    if tokenizer not in _known or _known[tokenizer][0] != key:
+        texts = {str(t) for t in tokenizer.all_special_tokens}
+        texts |= {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        texts = {t for t in texts if len(t) > 1}.difference(words_of(), words_of([template.stripped_marks(tokenizer)]))
+        others, own = (tuple(sorted(t, key=len, reverse=True)) for t in (texts, texts - template.call_words(tokenizer)))
+        _known[tokenizer] = (key, others, own)
+    return _known[tokenizer][1 + is_own]
+
+
+@lru_cache(32)
+def _pattern(tokens: tuple[str, ...]) -> re.Pattern:
+    return re.compile(f"(?={_branches(tokens)})")  # ahead only: one may begin inside another
+
+
+def _branches(ends: Sequence[str]) -> str:
+    """A regular expression of texts that begin with one of `ends`, character by character: some tokenizers have a
+    thousand special tokens, and trying each of them everywhere takes as long."""
+    if "" in ends:
+        return ""
+    following: dict[str, list[str]] = {}
+    for end in ends:
+        following.setdefault(end[0], []).append(end[1:])
+    found = [re.escape(first) + _branches(rest) for first, rest in following.items()]
+    return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
+
+
+def broken(tokenizer, text: str, is_own: bool = False) -> str:  # noqa: ANN001
+    """`text` with a BREAK behind the first character of whatever would become a control token. is_own: it is what the
+    assistant says."""
+    text = text.replace(BREAK, "\ufffd")
+    tokens = control_tokens(tokenizer, is_own)
+    if not tokens:
+        return text
+    starts = [match.start() for match in _pattern(tokens).finditer(text)]
+    edges = [0, *(start + 1 for start in starts), len(text)]
+    return BREAK.join(text[a:b] for a, b in pairwise(edges)) if starts else text
+
+
+def broken_messages(tokenizer, messages: Sequence[dict]) -> list[dict]:  # noqa: ANN001
+    """Messages whose every text but the role is `broken`, whatever it is nested in."""
+
+    def walk(value: object, is_own: bool) -> object:
+        if isinstance(value, str):
+            return broken(tokenizer, value, is_own)
+        if isinstance(value, dict):
+            return {walk(k, is_own): walk(v, is_own) for k, v in value.items()}
+        return [walk(v, is_own) for v in value] if isinstance(value, list) else value
+
+    return [{k: v if k == "role" else walk(v, message["role"] == "assistant" and k not in ("tool_calls", "tools"))
+             for k, v in message.items()} for message in messages]
+
+
+def whole(text: str) -> str:
+    """The text as it was written."""
+    return text.replace(BREAK, "")

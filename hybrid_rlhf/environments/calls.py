@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from hybrid_rlhf.core.function_worker import no_second_process, one_line
 from hybrid_rlhf.core.text_safety import escape_control, shortened
-from hybrid_rlhf.data.transcripts import clean
+from hybrid_rlhf.data.messages import clean
 from hybrid_rlhf.environments.event_loop import EventLoop
 from hybrid_rlhf.environments.hung_threads import interrupt
 from hybrid_rlhf.rewards.deadline import Overdue, within

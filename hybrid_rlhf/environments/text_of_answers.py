@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from hybrid_rlhf.core.text_safety import escape_control
-from hybrid_rlhf.data.transcripts import clean
+from hybrid_rlhf.data.messages import clean
 
 
 def shown(value: object, max_chars: int) -> str:

@@ -12,7 +12,7 @@ from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Rendered, Text
-from hybrid_rlhf.data.literal import broken
+from hybrid_rlhf.data.turns import broken
 from hybrid_rlhf.models.load import max_positions
 from hybrid_rlhf.models.tokenizer import Tokenizer, turn_ends
 from hybrid_rlhf.roles import Reward

@@ -14,7 +14,7 @@ import torch
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.tensors import KeptSets, pad_right
 from hybrid_rlhf.data import chat
-from hybrid_rlhf.data.tool_columns import with_tools
+from hybrid_rlhf.data.messages import with_tools
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.calls import CallPool
 from hybrid_rlhf.environments.contract import Environments, Instance

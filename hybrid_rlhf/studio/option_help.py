@@ -18,7 +18,7 @@ from hybrid_rlhf.algorithms import divergence, schedule
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.config import help_of_options
 from hybrid_rlhf.core.options import type_of, value_of
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.engine.train.optimizers import OPTIMIZERS
 from hybrid_rlhf.models.load import ATTENTIONS, PRESETS
 from hybrid_rlhf.rewards.judge.judge_config import MODES, ON_FAILURE, PROBABILITY, VERDICT

@@ -28,8 +28,7 @@ from hybrid_rlhf.core.text_safety import error_line, escape_control
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.preview import counts, dropped
 from hybrid_rlhf.data.schema import KINDS, format_of, read_row
-from hybrid_rlhf.data.source import Source
-from hybrid_rlhf.data.sources import check_there, first_rows
+from hybrid_rlhf.data.sources import Source, check_there, first_rows
 from hybrid_rlhf.memory_plan.amounts import Cards
 from hybrid_rlhf.memory_plan.plan import Plan
 from hybrid_rlhf.memory_plan.presets import card as card_of

@@ -141,8 +141,7 @@ def last_question(messages: list[dict]) -> int | None:
 
 def read_conversation(path: str) -> tuple[list[dict], list[dict]]:
     """The messages and the tools in the first row of a jsonl file. Raises UserError for anything else."""
-    from hybrid_rlhf.data.messages import messages_of
-    from hybrid_rlhf.data.tool_columns import tools_of
+    from hybrid_rlhf.data.messages import messages_of, tools_of
     from hybrid_rlhf.data.turns import SkipRow
 
     cure = "give a file that /save wrote"
@@ -168,7 +167,7 @@ def _is_message(message: object) -> bool:
 
 def read_tools(path: str) -> list[dict]:
     """A file's list of functions that may be called. Raises UserError for anything else."""
-    from hybrid_rlhf.data.tool_columns import tools_of
+    from hybrid_rlhf.data.messages import tools_of
 
     tools = _read(path, "--tools", "tools", _TOOLS)
     check(isinstance(tools, list) and bool(tools), f"{path} holds no tools: it is no list of them; {_TOOLS}")
@@ -186,7 +185,7 @@ def _check_tools(tools: list, path: str) -> None:
 def _read(path: str, where: str, what: str, cure: str, is_row: bool = False) -> object:
     """The JSON value in a file, or in its first line. Raises UserError for what is none."""
     from hybrid_rlhf.core.strict_json import loads
-    from hybrid_rlhf.data.transcripts import clean
+    from hybrid_rlhf.data.messages import clean
     from hybrid_rlhf.inference.conversation import BAD_PATH
 
     path = expanded(path)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hybrid_rlhf.data.transcripts import clean
+from hybrid_rlhf.data.messages import clean
 from hybrid_rlhf.inference.response_text import AnswerText
 from hybrid_rlhf.inference.sequence_scores import ScoredToken
 from hybrid_rlhf.inference.server.protocol import ApiError, GenerationRequest

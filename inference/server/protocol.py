@@ -13,8 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.strict_json import loads, why
-from hybrid_rlhf.data.tool_columns import tools_of, with_tools
-from hybrid_rlhf.data.transcripts import clean
+from hybrid_rlhf.data.messages import clean, tools_of, with_tools
 from hybrid_rlhf.data.turns import is_begun, with_kwargs
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.template_kwargs import KWARGS

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.chat import Rendered, SkipRow, compose_prompt, encode_all
-from hybrid_rlhf.data.least_tokens import LeastTokens
+from hybrid_rlhf.data.chat import LeastTokens, Rendered, SkipRow, compose_prompt, encode_all
 from hybrid_rlhf.inference.detokenizer import IncrementalDetokenizer
 from hybrid_rlhf.inference.server.protocol import ApiError, GenerationRequest
 from hybrid_rlhf.inference.server.worker import ModelQueue

@@ -17,7 +17,7 @@ import torch
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.commands import label
 from hybrid_rlhf.data.labels import read_labels
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.training import scored_answers
 from tests.factories.judges import judge_server, said
 from tests.factories.tiny import save_tiny

@@ -16,7 +16,7 @@ from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.data import cache, chat, sources
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.inference.chat.session import read_conversation
 from hybrid_rlhf.inference.chat_models import model_folder
@@ -204,7 +204,6 @@ def no_file(request, tmp_path) -> tuple[Path, str]:
 
 READERS = {
     "--config": lambda p: parse(step1_sft.Config, ["--config", str(p)], prog="p"),
-    "data.sources:": lambda p: sources.read(Source(str(p))),
     "/load:": lambda p: read_conversation(str(p)),
     "model file": read_object,
 }
@@ -217,17 +216,6 @@ def test_what_is_no_file_is_refused_by_its_kind_and_not_waited_for(no_file, wher
         READERS[where](path)
     assert str(caught.value) == (f"{where} {path} is {kind}, and what is given is read more than once; write it to a "
                                  "file and give that")
-
-
-@pytest.mark.parametrize("name", ["train.jsonl", "state.json", "data.arrow"])
-def test_a_folder_of_data_with_a_pipe_in_it_is_refused(tmp_path, name):
-    if name != "train.jsonl":
-        (tmp_path / "dataset_info.json").write_text("{}")
-        (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
-        (tmp_path / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=f"{name} is a pipe"):
-        sources.read(Source(str(tmp_path)))
 
 
 def test_a_run_record_that_is_a_pipe_is_one_line_and_no_run_to_a_chat(tmp_path):

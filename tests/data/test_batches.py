@@ -18,12 +18,11 @@ from rich.console import Console
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.tensors import predicted
 from hybrid_rlhf.core.text_safety import escape_control
-from hybrid_rlhf.data import row_file
-from hybrid_rlhf.data.blend import blend
+from hybrid_rlhf.data.cache import Table, save
 from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.data.collate import collate_pairs, collate_prompts, collate_sft, pack
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.data.loader import Loader, blend
 from hybrid_rlhf.data.preview import marked, preview
 from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.training.registry import READS
@@ -207,14 +206,14 @@ def test_a_preview_shows_three_examples_and_the_counts(tmp_path):
 
 def test_a_changed_row_anywhere_gives_another_fingerprint_whether_rows_are_in_memory_or_on_disk(tmp_path):
     rows = [{"input_ids": [i, i + 1]} for i in range(400)]
-    row_file.save(rows, tmp_path / "rows")
+    save(rows, tmp_path, "rows")
 
     def of(table: list[dict]) -> str:
         return Loader(table, 8, list, seed=0).fingerprint()
 
     known = {of(rows)} | {of([*rows[:i], {"input_ids": [i, 0]}, *rows[i + 1 :]]) for i in (0, 1, 199, 201, 398, 399)}
     assert len(known) == 7 and of(rows[::-1]) not in known and of(rows[:-1]) not in known
-    on_disk, other = blend([row_file.read(tmp_path / "rows")], [None], 0), blend([rows], [None], 0, max_samples=390)
+    on_disk, other = blend([Table(tmp_path, "rows")], [None], 0), blend([rows], [None], 0, max_samples=390)
     assert of(on_disk) == of(blend([rows], [None], 0)) != of(other)
     assert len({of(blend([rows], [None], 0, max_samples=390)), of(blend([rows], [None], 1, max_samples=390))}) == 2
 

@@ -21,8 +21,8 @@ from hybrid_rlhf.data.chat import (
     encode_all,
     encode_prompt,
     ensure_template,
-    render,
 )
+from hybrid_rlhf.data.turns import render
 from tests.factories.tiny import tiny_tokenizer
 
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is red?"},

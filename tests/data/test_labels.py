@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.labels import LabelledAnswer, LabelledPair, read_labels, spoken
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 
 
 def labels_of(folder, rows: list[dict], limit: int | None = None, seed: int = 0):

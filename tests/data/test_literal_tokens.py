@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.data.chat import compose_messages, compose_prompt, encode, encode_all, encode_prompt
-from hybrid_rlhf.data.literal import BREAK, broken, control_tokens, whole
+from hybrid_rlhf.data.turns import BREAK, broken, control_tokens, whole
 from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.models.tokenizer import turn_ends
 from hybrid_rlhf.rewards.model import read_by

@@ -8,8 +8,7 @@ import pytest
 
 from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.data.source import Source
-from hybrid_rlhf.data.sources import read
+from hybrid_rlhf.data.sources import Source, read
 from hybrid_rlhf.training import step1_sft
 
 

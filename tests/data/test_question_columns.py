@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import SkipRow, compose_messages, encode_all
-from hybrid_rlhf.data.datasets import DataConfig, build
+from hybrid_rlhf.data.datasets import DataConfig, build, summary
 from hybrid_rlhf.data.examples import decode_columns
-from hybrid_rlhf.data.row_counts import summary
 from hybrid_rlhf.data.schema import FORMATS, TABLE, Example, format_of, read_row
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.training import reward_sources

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.responses import Asked, add, pair_row, read_asked
+from hybrid_rlhf.data.labels import Asked, add, pair_row, read_asked
 from hybrid_rlhf.data.schema import detect, read_row
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 
 
 def asked_of(folder, rows: list[dict], columns=None, with_responses: bool = True) -> tuple[list[Asked], Counter]:

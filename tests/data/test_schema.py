@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import SkipRow
+from hybrid_rlhf.data.messages import common_text, parse_transcript
 from hybrid_rlhf.data.schema import FORMATS, KINDS, Example, detect, read_row
-from hybrid_rlhf.data.transcripts import common_text, parse
 
 
 def u(text: str) -> dict:
@@ -194,8 +194,9 @@ TURNS = st.lists(st.text("ab \n", min_size=1, max_size=6).map(str.strip).filter(
 def test_a_transcript_says_what_was_put_into_it(said):
     names = ["Human", "Assistant"] * 3
     text = "".join(f"\n\n{who}: {what}" for who, what in zip(names, said, strict=False))
-    assert [m["content"] for m in parse(text)] == said
-    assert [m["role"] for m in parse(text)] == ["user", "assistant"] * (len(said) // 2) + ["user"] * (len(said) % 2)
+    turns = parse_transcript(text)
+    assert [m["content"] for m in turns] == said
+    assert [m["role"] for m in turns] == ["user", "assistant"] * (len(said) // 2) + ["user"] * (len(said) % 2)
 
 
 @given(st.text("ab \n", max_size=12), st.text("ab \n", max_size=6), st.text("ab \n", max_size=6))

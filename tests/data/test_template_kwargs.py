@@ -17,7 +17,7 @@ from hybrid_rlhf.data.added_turns import added_tokens
 from hybrid_rlhf.data.chat import encode_prompt, ensure_template
 from hybrid_rlhf.data.datasets import DataConfig, build
 from hybrid_rlhf.data.examples import KWARGS_UNREAD
-from hybrid_rlhf.data.source import Reads
+from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.models import template
 from hybrid_rlhf.models.template_kwargs import _literal, names_read
 from tests.factories.tiny import chatml_tokenizer

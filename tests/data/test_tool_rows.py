@@ -11,12 +11,11 @@ from rich.console import Console
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import compose_messages, encode_all, ensure_template
-from hybrid_rlhf.data.datasets import DataConfig, build, describe, raw_texts
+from hybrid_rlhf.data.datasets import DataConfig, build, describe, raw_texts, summary
 from hybrid_rlhf.data.examples import KWARGS_UNREAD, TOOLS_LEFT_OUT
 from hybrid_rlhf.data.preview import preview
-from hybrid_rlhf.data.row_counts import summary
 from hybrid_rlhf.data.schema import detect, read_row
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.data.turns import SkipRow, render
 from hybrid_rlhf.models.template import special_ids
 from hybrid_rlhf.training.registry import READS

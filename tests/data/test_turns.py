@@ -12,9 +12,9 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import SkipRow, compose_messages, compose_prompt, encode, encode_all, ensure_template
 from hybrid_rlhf.data.collate import collate_labelled, collate_pairs
 from hybrid_rlhf.data.datasets import DataConfig, build, describe
-from hybrid_rlhf.data.literal import BREAK
 from hybrid_rlhf.data.schema import detect, read_row
 from hybrid_rlhf.data.sources import Source
+from hybrid_rlhf.data.turns import BREAK
 from hybrid_rlhf.models.template import dialect_of, special_ids
 from hybrid_rlhf.training.registry import READS
 from tests.factories.tiny import chatml_tokenizer, tiny_tokenizer

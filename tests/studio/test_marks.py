@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_rlhf.data.chat import encode_prompt
 from hybrid_rlhf.data.datasets import DataConfig, build
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.studio.marks import listed, mark
 from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.training.registry import READS

@@ -17,7 +17,7 @@ import yaml
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.data.datasets import DataConfig, StageData
-from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models.heads import ScalarModel

@@ -197,7 +197,7 @@ def test_a_source_that_takes_long_says_how_far_it_is(tmp_path, monkeypatch, caps
 
 def test_what_a_reward_model_was_trained_on_tells_nothing_about_it(place, reward, capsys) -> None:
     """By default only its held-out rows count, those that the stage itself would hold out."""
-    from hybrid_rlhf.data.blend import is_held_out
+    from hybrid_rlhf.data.loader import is_held_out
 
     expected = [w for w in (json.loads(x)["prompt"] for x in (place / "pairs.jsonl").read_text().splitlines())
                 if is_held_out(w, 0.4)]

@@ -11,7 +11,7 @@ from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.preview import Preview
-from hybrid_rlhf.data.source import Reads
+from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.load import ModelConfig

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_rlhf.data.chat import CHATML, Rendered, compose_prompt, encode_all
-from hybrid_rlhf.data.least_tokens import LeastTokens
+from hybrid_rlhf.data.chat import CHATML, LeastTokens, Rendered, compose_prompt, encode_all
 from tests.factories.tiny import TEXTS, chatml_tokenizer
 
 LONG = ["=" * 16, "internationalisation ", "\u00e9\u00e9\u00e9\u00e9", "\u4e00\u4e01"] * 20

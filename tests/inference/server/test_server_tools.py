@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf.core.strict_json import MAX_DEPTH
 from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_prompt
-from hybrid_rlhf.data.messages import messages_of
-from hybrid_rlhf.data.tool_columns import tools_of, with_tools
+from hybrid_rlhf.data.messages import messages_of, tools_of, with_tools
 from hybrid_rlhf.inference.response_text import AnswerText
 from hybrid_rlhf.inference.server.protocol import ApiError, read_chat, read_json
 from hybrid_rlhf.inference.server.served_model import Limits
