@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +41,8 @@ MAKES_RUNS = ("train", "evaluate")  # kinds of jobs, beside signal and export
 ENDED = ("done", "failed", "stopped", "lost")
 MAX_OUTPUT = 2**16  # bytes of the output in one answer
 IS_NUMBER = re.compile(r"[0-9]{6,12}")
-_POLL_SECONDS, GRACE_SECONDS = 0.2, 10.0
+_POLL_SECONDS, GRACE_SECONDS, DOUBLE_CLICK_SECONDS = 0.2, 10.0, 2.0
+MIN_FREE = 64 * 2**20  # bytes on the disk without which nothing is started
 _RESERVED = 4096  # bytes on the disk for the exit code: a full disk may be why a run ends
 _SAME_START = 2.0  # seconds by which two readings of a process's start may differ
 _LOST = "how it ended is not known: it was ended together with its watcher, or the machine was"
@@ -159,6 +162,51 @@ def read_output(path: Path, after: int | None) -> tuple[str, int]:
     # a progress bar that is drawn again becomes lines
     plain = escape_control(text.replace("\r\n", "\n").replace("\r", "\n"))
     return plain, end - len(decoder.getstate()[0])
+
+
+# -- requests of the queue -------------------------------------------------------------------------------------------
+
+
+def start(folder: Path) -> subprocess.Popen:
+    """Start the watcher of a job that waits. OSError where the disk is full or no process can be started."""
+    if shutil.disk_usage(folder).free < MIN_FREE:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (folder / OUTPUT).open("ab") as output:
+        watcher = subprocess.Popen([sys.executable, "-m", "hybrid_rlhf.studio.job", str(folder)],
+                                   stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/",
+                                   start_new_session=True, env=_environment())
+    with contextlib.suppress(psutil.Error):  # so that it counts as running from here on
+        write_file(folder / PROCESS, json.dumps({
+            "started": now(), "watcher": process_note(watcher.pid), "process": None}))
+    return watcher
+
+
+def drop(folder: Path) -> None:
+    """End a job that waits."""
+    write_file(folder / END, json.dumps({"rc": None, "finished": now()}))
+
+
+def request_stop(folder: Path) -> None:
+    """Ask a running job to stop with a checkpoint, and the second time at once, by a file that its watcher looks for.
+    Where the watcher was killed, signal the process itself."""
+    last = next((folder / name for name in (STOP_NOW, STOP) if (folder / name).exists()), None)
+    age = time.time() - last.stat().st_mtime if last else 0.0
+    if last and age < DOUBLE_CLICK_SECONDS:
+        return
+    (folder / (STOP_NOW if last else STOP)).touch()
+    process = None if is_locked(folder / LOCK) else find_process((read_json(folder / PROCESS) or {}).get("process"))
+    if process is not None:
+        must_kill = last is not None and last.name == STOP_NOW and age > GRACE_SECONDS
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL if must_kill else signal.SIGTERM)
+
+
+def _environment() -> dict[str, str]:
+    """The studio's, in which the package is found from any folder: a checkout may not be installed."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "training" / "step1_sft").is_dir():
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
 
 
 # -- the watcher -----------------------------------------------------------------------------------------------------

@@ -6,12 +6,8 @@ waits; the others show it, and one of them goes on when that one ends.
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -21,39 +17,32 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 from filelock import FileLock, Timeout
 
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.own_files import clear_unfinished, fresh_folder, write_file
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.studio.job import (
-    END,
     ENDED,
     FACTS,
-    GRACE_SECONDS,
     IS_NUMBER,
-    LOCK,
     MAKES_RUNS,
     OUTPUT,
     PROCESS,
     SETTINGS,
-    STOP,
-    STOP_NOW,
     Job,
-    find_process,
+    drop,
     last_line,
     now,
-    process_note,
     read_facts,
     read_job,
+    request_stop,
+    start,
 )
-from hybrid_rlhf.studio.studio import Refused, Studio, is_locked, own_folder, read_json, refused
+from hybrid_rlhf.studio.studio import Refused, Studio, own_folder, read_json, refused
 
 SHOWN = 100  # of the newest jobs
 LOOK_SECONDS, RETRY_SECONDS = 0.3, 5.0
-DOUBLE_CLICK_SECONDS = 2.0
-MIN_FREE = 64 * 2**20  # bytes on the disk without which nothing is started
 _log = logging.getLogger(__name__)
 
 
@@ -192,27 +181,13 @@ class Jobs:
             job = self.find(number)
             folder = self.folder / job.id
             if job.state == "queued":
-                write_file(folder / END, json.dumps({"rc": None, "finished": now()}))
+                drop(folder)
             elif job.state == "running":
-                self._request_stop(folder)
+                request_stop(folder)
             else:
                 raise Refused(409, f"this job has ended ({job.state})")
         self._changed()
         return self.find(number).shape()
-
-    def _request_stop(self, folder: Path) -> None:
-        """Write the request's file, for the watcher; where that was killed, signal the process itself."""
-        last = next((folder / name for name in (STOP_NOW, STOP) if (folder / name).exists()), None)
-        age = time.time() - last.stat().st_mtime if last else 0.0
-        if last and age < DOUBLE_CLICK_SECONDS:
-            return
-        (folder / (STOP_NOW if last else STOP)).touch()
-        if not is_locked(folder / LOCK):
-            process = find_process((read_json(folder / PROCESS) or {}).get("process"))
-            must_kill = last is not None and last.name == STOP_NOW and age > GRACE_SECONDS
-            if process is not None:
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGKILL if must_kill else signal.SIGTERM)
 
     def _changed(self) -> None:
         self._studio.news.publish("jobs", {})
@@ -269,15 +244,8 @@ class Jobs:
             job = self._job(name)
             if job is None or job.state != "queued":
                 return
-            folder = self.folder / name
             try:
-                if shutil.disk_usage(folder).free < MIN_FREE:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                watcher = self._watchers[name] = _started(folder)
-                with suppress(psutil.Error):
-                    note = {"started": now(), "watcher": process_note(watcher.pid), "process": None}
-                    if not (folder / PROCESS).exists():
-                        write_file(folder / PROCESS, json.dumps(note))
+                self._watchers[name] = start(self.folder / name)
                 self._trouble = None
             except OSError as error:
                 self._delay(str(refused(error, "the job cannot be started")))
@@ -298,18 +266,3 @@ class Jobs:
             self._studio.news.publish("jobs", {})
         running = {job.id for job in jobs if job.state == "running"}
         self._published = states, {number: size for number, size in sizes.items() if number in running}
-
-
-def _started(folder: Path) -> subprocess.Popen:
-    with (folder / OUTPUT).open("ab") as output:
-        return subprocess.Popen([sys.executable, "-m", "hybrid_rlhf.studio.job", str(folder)],
-                                stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/",
-                                start_new_session=True, env=_environment())
-
-
-def _environment() -> dict[str, str]:
-    """The studio's, in which the package is found from any folder: a checkout may not be installed."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "training" / "step1_sft").is_dir():
-        return dict(os.environ)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}

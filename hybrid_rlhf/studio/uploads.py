@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import time
 import unicodedata
@@ -24,7 +23,6 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 MAX_BYTES, MIN_FREE = 4 * 2**30, 2**30  # of a file; of the disk when it is there
 MAX_NAME = 200  # bytes: file systems have 255, and a number may be added
 ABANDONED_SECONDS = 3600.0  # without a byte, after which an upload is over
-_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)  # no files, on a disk that Windows reads
 _AT_ONCE = 2**20  # bytes that are written in one go
 
 
@@ -62,7 +60,7 @@ def checked_name(text: str) -> str:
     if _suffix(name) not in SUFFIXES:
         raise Refused(415, f"the file's name must end with one of {', '.join(SUFFIXES)}")
     is_plain = all(char.isalnum() or char in "._- " for char in name) and name[0].isalnum()
-    if not is_plain or len(name.encode("utf-8", "replace")) > MAX_NAME or _DEVICES.fullmatch(name):
+    if not is_plain or len(name.encode("utf-8", "replace")) > MAX_NAME:
         raise Refused(400, "the file's name may have letters, digits, dots, _, - and spaces, must begin with a letter "
                            f"or a digit, and have at most {MAX_NAME} bytes; give it another name")
     return name[:-len(_suffix(name))] + _suffix(name)  # in lower case, as readers know it

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from hybrid_rlhf.studio import jobs
+from hybrid_rlhf.studio import job as job_module
 from hybrid_rlhf.studio.studio import is_locked
 from tests.factories.studio_jobs import (
     StudioProcess,
@@ -131,7 +131,7 @@ def test_a_number_that_has_become_a_strangers_is_neither_alive_nor_killed(script
     with queue_client(outputs, is_open=False) as client:
         assert look(client, job["id"])["state"] == "lost"
         assert client.post("/api/job/stop", json={"id": job["id"]}).status_code == 409
-        monkeypatch.setattr(jobs, "DOUBLE_CLICK_SECONDS", 0)
+        monkeypatch.setattr(job_module, "DOUBLE_CLICK_SECONDS", 0)
         assert look(client, other["id"])["state"] == "running"
         client.post("/api/job/stop", json={"id": other["id"]})
         assert ended(client, other["id"])["state"] == "stopped"

@@ -46,7 +46,7 @@ def rows_of(run: Path) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings, named", [
-    ({"data.sources": STRANGE, "model.preset": "tiny"}, "it's"), ({STRANGE: 1}, "it's"),
+    ({"data.sources": STRANGE, "model.preset": "tiny"}, "it's"),
     ({"train.no_such": 1}, "train.no_such"),
     ({"model": {"class_path": "os.system", "init_args": {"command": "touch hit"}}}, "class_path"),
     ({"config": "/etc/passwd"}, "config"),

