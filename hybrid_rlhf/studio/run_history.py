@@ -154,57 +154,6 @@ class Metrics:
             table.add(row)
 
 
-class Histories:
-    """The metrics of the runs that were asked for last, for all threads."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[Path, tuple[threading.Lock, Metrics]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def look(self, folder: Path, use: Callable[[Metrics], T]) -> T:
-        """What `use` returns for the metrics of the run in `folder`, read to their end. Raises Unreadable."""
-        with self._lock:
-            if folder not in self._known:
-                self._known[folder] = threading.Lock(), Metrics(folder)
-            self._known.move_to_end(folder)
-            lock, metrics = self._known[folder]
-            while len(self._known) > MAX_RUNS:
-                self._known.popitem(last=False)
-        with lock:
-            metrics.update()
-            return use(metrics)
-
-
-def alarms_of(histories: Histories, folder: Path) -> list[Alarm]:
-    """The alarms of a run that has no report. Raises Unreadable."""
-    answers = newest_answers(folder)
-    return histories.look(folder, lambda metrics: metrics.alarms(answers))
-
-
-def curves(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
-    """GET /api/history: names (a,b) in at most `points` points each."""
-    names = [name for name in query.get("names", "").split(",") if name][:MAX_CURVES]
-    try:
-        most = min(max(int(query.get("points", "400")), POINTS[0]), POINTS[1])
-    except ValueError:
-        raise Refused(400, "points must be a number") from None
-
-    def use(metrics: Metrics) -> dict:
-        series = {name: points for name in names if (points := metrics.curve(name, most))}
-        return {"step": metrics.step, "notes": metrics.notes, "series": {
-            name: {"steps": [p.step for p in points], "low": [p.low for p in points],
-                   "high": [p.high for p in points], "mean": [p.mean for p in points]}
-            for name, points in series.items()}}
-
-    try:
-        return histories.look(folder, use)
-    except Unreadable as error:
-        return {"step": None, "notes": [str(error)], "series": {}}
-
-
-# -- samples and answers ---------------------------------------------------------------------------------------------
-
-
 class SampleIndex:
     """Where in a samples.jsonl the samples of each step begin."""
 
@@ -240,37 +189,85 @@ class SampleIndex:
             self.places.setdefault(int(begin.group(1)), place)
 
 
-class Samples:
-    """The indexes of the runs that were asked for last."""
+class Histories:
+    """The metrics and samples of the runs that were asked for last, for all threads."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Path, SampleIndex] = OrderedDict()
+        self._known: OrderedDict[Path, tuple[threading.Lock, Metrics, SampleIndex]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def answer(self, folder: Path, query: dict[str, str]) -> dict:
-        """GET /api/samples: those of a step or of the newest one, and the answers to the fixed prompts."""
-        try:
-            step = int(query["step"]) if query.get("step") else None
-            most = min(max(int(query.get("limit") or 20), 1), MAX_SAMPLES)
-        except ValueError:
-            raise Refused(400, "step and limit must be numbers") from None
-        samples, notes, fixed = [], [], []
+    def metrics(self, folder: Path, use: Callable[[Metrics], T]) -> T:
+        """What `use` returns for the metrics of the run in `folder`, read to their end. Raises Unreadable."""
+        lock, metrics, _ = self._of(folder)
+        with lock:
+            metrics.update()
+            return use(metrics)
+
+    def samples(self, folder: Path, use: Callable[[SampleIndex], T]) -> T:
+        """What `use` returns for the samples of the run in `folder`. Raises Unreadable."""
+        lock, _, index = self._of(folder)
+        with lock:
+            index.update()
+            return use(index)
+
+    def _of(self, folder: Path) -> tuple[threading.Lock, Metrics, SampleIndex]:
         with self._lock:
-            index = self._known.setdefault(folder, SampleIndex(folder))
+            if folder not in self._known:
+                self._known[folder] = threading.Lock(), Metrics(folder), SampleIndex(folder)
             self._known.move_to_end(folder)
             while len(self._known) > MAX_RUNS:
                 self._known.popitem(last=False)
-            try:
-                index.update()
-                samples = index.read(step, most)
-            except Unreadable as error:
-                notes.append(str(error))
-            steps = list(index.places)
-        try:
-            fixed = fixed_answers(folder)
-        except Unreadable as error:
-            notes.append(str(error))
-        return {"steps": steps, "samples": samples, "answers": fixed, "notes": notes}
+            return self._known[folder]
+
+
+# -- what the pages ask ------------------------------------------------------------------------------------------------
+
+
+def alarms_of(histories: Histories, folder: Path) -> list[Alarm]:
+    """The alarms of a run that has no report. Raises Unreadable."""
+    answers = newest_answers(folder)
+    return histories.metrics(folder, lambda metrics: metrics.alarms(answers))
+
+
+def curves(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
+    """GET /api/history: names (a,b) in at most `points` points each."""
+    names = [name for name in query.get("names", "").split(",") if name][:MAX_CURVES]
+    try:
+        most = min(max(int(query.get("points", "400")), POINTS[0]), POINTS[1])
+    except ValueError:
+        raise Refused(400, "points must be a number") from None
+
+    def use(metrics: Metrics) -> dict:
+        series = {name: points for name in names if (points := metrics.curve(name, most))}
+        return {"step": metrics.step, "notes": metrics.notes, "series": {
+            name: {"steps": [p.step for p in points], "low": [p.low for p in points],
+                   "high": [p.high for p in points], "mean": [p.mean for p in points]}
+            for name, points in series.items()}}
+
+    try:
+        return histories.metrics(folder, use)
+    except Unreadable as error:
+        return {"step": None, "notes": [str(error)], "series": {}}
+
+
+def samples(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
+    """GET /api/samples: those of a step or of the newest one, and the answers to the fixed prompts."""
+    try:
+        step = int(query["step"]) if query.get("step") else None
+        most = min(max(int(query.get("limit") or 20), 1), MAX_SAMPLES)
+    except ValueError:
+        raise Refused(400, "step and limit must be numbers") from None
+    result: dict = {"steps": [], "samples": [], "answers": [], "notes": []}
+    try:
+        result["steps"], result["samples"] = histories.samples(
+            folder, lambda index: (list(index.places), index.read(step, most)))
+    except Unreadable as error:
+        result["notes"].append(str(error))
+    try:
+        result["answers"] = fixed_answers(folder)
+    except Unreadable as error:
+        result["notes"].append(str(error))
+    return result
 
 
 def fixed_answers(folder: Path) -> list[dict]:

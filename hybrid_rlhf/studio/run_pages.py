@@ -19,7 +19,7 @@ from hybrid_rlhf.report.metric_names import meaning
 from hybrid_rlhf.report.plots import SUBJECTS
 from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, MODEL, PAGE, RECORD, SAMPLES, SETTINGS, Unreadable
-from hybrid_rlhf.studio.run_history import Histories, Metrics, Samples, curves, newest_answers
+from hybrid_rlhf.studio.run_history import Histories, Metrics, curves, newest_answers, samples
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import News, Refused, Route, Studio
 
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 def open_runs(studio: Studio, runs: RunList, histories: Histories) -> tuple[list[Route], Callable[[], None]]:
     """The addresses, and what ends the watcher that starts here."""
-    samples, watcher = Samples(), Watcher(runs, studio.news)
+    watcher = Watcher(runs, studio.news)
 
     async def report(request: Request) -> Response:
         return await asyncio.to_thread(_report, studio, request.query_params.get("id"))
@@ -50,7 +50,7 @@ def open_runs(studio: Studio, runs: RunList, histories: Histories) -> tuple[list
     return [Route("GET", "/api/runs", lambda _query, _body: runs.answer()),
             Route("GET", "/api/run", lambda query, _body: details(runs, histories, query.get("id", ""))),
             Route("GET", "/api/history", of_run(lambda folder, query: curves(histories, folder, query))),
-            Route("GET", "/api/samples", of_run(samples.answer)),
+            Route("GET", "/api/samples", of_run(lambda folder, query: samples(histories, folder, query))),
             Route("GET", "/api/compare", lambda query, _body: compare(runs, histories, query.get("ids", ""))),
             Route("GET", "/api/report", report, is_raw=True)], watcher.stop
 
@@ -89,7 +89,8 @@ def details(runs: RunList, histories: Histories, run: str) -> dict:
     read = _reader(notes)
     record = read(lambda: run_files.read_record(folder), {})
     facts = record.get("facts") or {}
-    measured = read(lambda: histories.look(folder, _measured), {"phases": [], "memory": [], "metrics": [], "notes": []})
+    nothing: dict[str, list] = {"phases": [], "memory": [], "metrics": [], "notes": []}
+    measured = read(lambda: histories.metrics(folder, _measured), nothing)
     notes += measured.pop("notes")
     children = [other["id"] for other in rows if run in other["parents"]]
     known = [other["id"] for other in rows if other["id"] in (*row["parents"], *children)]  # which have a page
@@ -151,7 +152,7 @@ def compare(runs: RunList, histories: Histories, ids: str) -> dict:
         read = _reader(notes, f"{folder.name}: ")
         record = read(lambda: run_files.read_record(folder), {})
         return (flat(record.get("config") or {}), read(lambda: newest_answers(folder), []),
-                read(lambda: histories.look(folder, lambda metrics: metrics.names), []))
+                read(lambda: histories.metrics(folder, lambda metrics: metrics.names), []))
 
     settings, answers, metrics = zip(*(parts(runs.outputs / name) for name in names), strict=True)
     return {"runs": rows, "differ": differing(settings), "prompts": side_by_side(answers),

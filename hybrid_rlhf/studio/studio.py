@@ -45,22 +45,23 @@ class News:
 
     def publish(self, name: str, data: dict) -> None:
         """Send an event to all tabs, where the page's `on(name, ...)` receives it."""
-        if self._loop is not None and not self._loop.is_closed():
-            with suppress(RuntimeError):  # the loop ends at this moment
-                self._loop.call_soon_threadsafe(self._hand_out, f"event: {name}\ndata: {json.dumps(data)}\n\n")
-
-    def _hand_out(self, text: str) -> None:
-        for tab in self._tabs:
-            if tab.qsize() < MAX_NEWS:
-                tab.put_nowait(text)
-            elif tab.qsize() == MAX_NEWS:
-                tab.put_nowait("event: reload\ndata: {}\n\n")
+        self._send(f"event: {name}\ndata: {json.dumps(data)}\n\n")
 
     def end(self) -> None:
         """Close the connections of all tabs, so that the studio can end."""
-        if self._loop is not None and not self._loop.is_closed():
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(lambda: [tab.put_nowait(None) for tab in self._tabs])
+        self._send(None)
+
+    def _send(self, text: str | None) -> None:
+        def hand_out() -> None:
+            for tab in self._tabs:
+                if text is None or tab.qsize() < MAX_NEWS:
+                    tab.put_nowait(text)
+                elif tab.qsize() == MAX_NEWS:
+                    tab.put_nowait("event: reload\ndata: {}\n\n")
+
+        with suppress(RuntimeError):  # the loop has ended
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(hand_out)
 
     async def listen(self) -> AsyncIterator[str]:
         """Events as text until the reader leaves; a comment every 15 seconds detects readers that left."""

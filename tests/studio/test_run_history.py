@@ -105,14 +105,14 @@ def test_what_is_not_finite_is_null_and_an_alarm(folder):
     histories = Histories()
     assert [p[3] for p in curve(ask(histories, folder, "loss"), "loss")] == [1.0, None, None, None, None, 2.0]
     assert curve(ask(histories, folder, "loss", 2), "loss") == [(3, 1.0, 1.0, 1.0), (6, 2.0, 2.0, 2.0)]
-    found = histories.look(folder, lambda metrics: metrics.alarms([]))
+    found = histories.metrics(folder, lambda metrics: metrics.alarms([]))
     assert [a.name for a in found] == ["not a number"] and "loss" in found[0].text and "step 2" in found[0].text
 
 
 def test_one_value_that_is_not_finite_is_an_alarm_in_a_long_run_too(folder):
     write(folder, [{"step": s, "reward": 1.0, "reward_std": 1.0, "loss": None if s == 3001 else 1.0}
                    for s in range(1, 6001)])
-    found = Histories().look(folder, lambda metrics: metrics.alarms([]))
+    found = Histories().metrics(folder, lambda metrics: metrics.alarms([]))
     assert "loss was not a finite number at step 3001." in found[0].text
 
 
@@ -178,7 +178,7 @@ def test_alarms_are_those_of_the_rows_themselves(folder):
     write(folder, [row for s in range(1, 1001) for row in (*rows[s - 1:s], *(h for h in held_out if h["step"] == s))])
     names = {a.name for a in alarms.find(rows)}
     assert {"reward hacking", "KL", "length collapse"} <= names
-    found = Histories().look(folder, lambda metrics: metrics.alarms([]))
+    found = Histories().metrics(folder, lambda metrics: metrics.alarms([]))
     ordered = sorted(rows + held_out, key=lambda row: row["step"])
     assert sorted(found, key=str) == sorted(alarms.find(ordered), key=str) and "overfitting" in {a.name for a in found}
 
@@ -187,7 +187,7 @@ def test_alarms_of_a_long_run_are_found_in_means(folder):
     draw = random.Random(5)
     write(folder, [{"step": s, "reward": 1 + draw.gauss(0, 0.1), "reward_std": 1.0,
                     "completions/mean_length": 40 - s / 400 + draw.gauss(0, 2)} for s in range(1, 10_001)])
-    found = Histories().look(folder, lambda metrics: metrics.alarms([]))
+    found = Histories().metrics(folder, lambda metrics: metrics.alarms([]))
     assert [a.name for a in found] == ["length collapse"] and "to 16." in found[0].text  # 40 - 9500 / 400 = 16.25
 
 
@@ -199,7 +199,7 @@ def test_endless_answers_are_an_alarm(folder):
 
 def test_sums_and_peaks_are_those_of_all_steps(folder):
     write(folder, [{"step": s, "time/train": 0.25, "memory/actor/update": s % 3500} for s in range(1, 10_001)])
-    total, peak = Histories().look(folder, lambda h: (h.total("time/train"), h.highest("memory/actor/update")))
+    total, peak = Histories().metrics(folder, lambda h: (h.total("time/train"), h.highest("memory/actor/update")))
     assert total == 2500.0 and peak == 3499
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from hybrid_rlhf.rollout.episode_record import readable
 from hybrid_rlhf.studio import run_history
-from hybrid_rlhf.studio.run_history import Samples
+from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.studio import Refused
 from tests.factories.studio_runs import append, make_run, samples
 
 
 def ask(folder, reader=None, **query):
-    return (reader or Samples()).answer(folder, {name: str(value) for name, value in query.items()})
+    return run_history.samples(reader or Histories(), folder, {name: str(value) for name, value in query.items()})
 
 
 def test_the_newest_step_is_told_and_any_other_on_request(tmp_path):
@@ -35,7 +35,7 @@ def test_a_run_without_samples_says_what_it_has(tmp_path):
 
 
 def test_samples_that_are_written_or_cut_back_are_followed(tmp_path):
-    run, reader = make_run(tmp_path, "a", "ppo", 5, "running"), Samples()
+    run, reader = make_run(tmp_path, "a", "ppo", 5, "running"), Histories()
     path = run.folder / "samples.jsonl"
     size = path.stat().st_size
     assert ask(run.folder, reader)["steps"] == [1, 5]
