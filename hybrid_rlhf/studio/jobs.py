@@ -62,7 +62,7 @@ class Jobs:
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
         self._ended: dict[str, Job] = {}  # these change no more
-        self._mutex, self._wake, self._is_closing = threading.Lock(), threading.Event(), False
+        self._wake, self._is_closing = threading.Event(), False
         self._queue_lock: FileLock | None = None
         self._watchers: dict[str, subprocess.Popen] = {}  # started here, to be asked for their exit codes
         self._trouble: str | None = None  # why the next job could not be started
@@ -140,7 +140,7 @@ class Jobs:
         if facts is None:
             return None
         job = read_job(self.folder / name, facts)
-        if job.state in ENDED:
+        if job.state in ENDED and job.state != "lost":  # one whose watcher could not start it waits again
             self._ended[name] = job
         return job
 
@@ -149,12 +149,11 @@ class Jobs:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """No other thread or studio adds, drops or starts a job meanwhile. Not to be nested."""
-        with self._mutex:
-            try:
-                with FileLock(self.folder / "changes.lock"):
-                    yield
-            except OSError as error:
-                raise refused(error, f"the queue in {self.folder}") from error
+        try:
+            with FileLock(self.folder / "changes.lock"):
+                yield
+        except OSError as error:
+            raise refused(error, f"the queue in {self.folder}") from error
 
     def add(self, kind: str, title: str, words: Sequence[str], *, stage: str | None = None, run: str | None = None,
             settings: str | None = None, name: str | None = None, folder: str | None = None) -> dict:
