@@ -30,7 +30,7 @@ architectures: $(STAMP)
 # Today's checkpoints as published, tiny, through SFT, GRPO, chat and export: docs/results/checkpoints.md. Some minutes.
 .PHONY: checkpoints
 checkpoints: $(STAMP)
-	$(BIN)/python benchmarks/checkpoints.py --json docs/results/checkpoints.json --page docs/results/checkpoints.md
+	$(BIN)/python benchmarks/checkpoints.py --page docs/results/checkpoints.md
 
 # Everything that a CPU can show beside its peers, under 30 minutes: docs/results/benchmarks.md.
 .PHONY: bench
@@ -75,12 +75,7 @@ crash: $(STAMP)
 # Faults and hostile input from outside, some hundreds of tries on tiny models: docs/results/faults.md. Under ten minutes.
 .PHONY: faults
 faults: $(STAMP)
-	$(BIN)/python benchmarks/faults.py --json docs/results/faults.json --page docs/results/faults.md
-
-# 20,000 PPO steps in one process, and whether memory, descriptors or step time grow: docs/results/long_run.md.
-.PHONY: long-run
-long-run: $(STAMP)
-	$(BIN)/python benchmarks/long_run.py --json docs/results/long_run.json --page docs/results/long_run.md
+	$(BIN)/python benchmarks/faults.py --page docs/results/faults.md
 
 .PHONY: demo test test-slow test-oldest test-newest lint install clean docs
 

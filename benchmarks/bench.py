@@ -54,7 +54,6 @@ SCRIPTS = {
     "offline_step": Script("--repeats 3", 180, "trl"),
     "episodes": Script("--repeats 3 --works ragged even", 150, "trl"),
     "server": Script("--load_seconds 0 --seconds 10", 150, "httpx"),
-    "scaling": Script("--repeats 2 --page docs/results/scaling.md", 300),
 }
 
 

@@ -38,17 +38,16 @@ NUM_TEXTS, TEXT_LENGTH = 64, 256  # of the instructions whose perplexity is meas
 NUM_NATS = 100  # sampled answers that the KL is a mean of
 
 
-def launch(script: Path, words: list[str], folder: Path) -> dict:
-    """Run `script` into `folder`: its seconds by its own record, and the most memory it ever held."""
-    command = [sys.executable, str(script), *words, "--output_dir", str(folder)]
+def launch(words: list[str], folder: Path) -> dict:
+    """Run train.py into `folder`: its seconds by its own record, and the most memory that it ever held."""
+    command = [sys.executable, str(ROOT / "train.py"), *words, "--output_dir", str(folder)]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (told := folder.with_suffix(".log")).open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
         _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{shlex.join(command)}\nstatus {status}\n{told.read_text()[-3000:]}")
-    record = next(path for name in ("run.json", "seconds.json") if (path := folder / name).exists())  # ours, a peer's
-    return {"seconds": round(json.loads(record.read_text())["seconds"], 1),
+    return {"seconds": round(json.loads((folder / "run.json").read_text())["seconds"], 1),
             "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1), "peak_gib": round(usage.ru_maxrss / 2**20, 2)}
 
 
@@ -135,10 +134,7 @@ def run(name: str, seed: int, given: argparse.Namespace) -> dict:
     TASKS[experiment.task](given.work / experiment.task)
     words = filled(experiment.words, folder, given)
     words = ["--seed", str(seed), *words]
-    if experiment.stage == "trl":
-        cost = launch(HERE / "peers" / "trl_smollm2.py", words, folder / name)
-    else:
-        cost = launch(ROOT / "train.py", ["--stage", experiment.stage, "--resume", "never", *words], folder / name)
+    cost = launch(["--stage", experiment.stage, "--resume", "never", *words], folder / name)
     row = {"row": name, "seed": seed, "settings": experiment.words, **cost, "machine": machine(),
            "history": history(folder / name)}
     if experiment.task != "sums":  # whose start is one for all

@@ -48,6 +48,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     "grpo_gcd": Experiment("grpo", [*_GYM, "--data.sources=[{path: GYM/gcd/train.jsonl}]"], task="gcd"),
     "grpo_chain_sum": Experiment("grpo", [*_GYM, "--data.sources=[{path: GYM/chain_sum/train.jsonl}]"],
                                  task="chain_sum"),
-    "grpo_trl": Experiment("trl", ["--model=START", "--train=SUMS/train.jsonl"]),
     "grpo_bf16": Experiment("grpo", [*_SUMS, "--model.dtype=bfloat16"]),
 }

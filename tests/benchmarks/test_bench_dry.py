@@ -22,7 +22,6 @@ import pytest
 import ragged_memory
 import reward_step
 import rollout
-import scaling
 import sft_step
 import steps
 import time_left
@@ -52,7 +51,7 @@ class Peer:
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch):
     """Dry runs change neither malloc nor the threads of the other tests."""
-    for module in (steps, scaling, sft_step, plan_time):
+    for module in (steps, sft_step, plan_time):
         monkeypatch.setattr(module, "keep_freed_blocks", lambda: True)
     monkeypatch.setattr(memory, "ALLOCATORS", {"give_back": lambda: True})
     monkeypatch.setattr(harness.measuring, "block", harness.measuring.block)
@@ -168,16 +167,6 @@ def test_decoding_on_a_card(tmp_path) -> None:
         assert row["tokens_per_second"] > 0 and row["engine"]["path"] == "native"
 
 
-def test_growth_of_every_work(tmp_path, monkeypatch) -> None:
-    peaks = {"batch": [10**6, 2 * 10**6, 4 * 10**6]}
-    monkeypatch.setattr(scaling, "run_apart", lambda *_given, **_named: peaks)
-    rows = rows_of(scaling, tmp_path, "--page", str(tmp_path / "scaling.md"))
-    assert list(rows) == ["rollout by batch", "ppo by batch", "grpo by batch"]
-    assert all(row["fits"]["memory"]["last"] == pytest.approx(1) for row in rows.values())
-    assert (tmp_path / "scaling.md").read_text().count("| 4, 8, 16 | sequences |") == 2 * 3
-    assert scaling.peak_bytes("rollout", scaling.points_of("batch", True)[0], tmp_path) >= 0
-
-
 def test_the_table_of_cards(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cards, "SHAPES", ["0.5B"])
     monkeypatch.setattr(cards, "WAYS", {"qlora": cards.WAYS["qlora"]})
@@ -216,7 +205,7 @@ def test_what_needs_other_processes_and_peers_of_its_own(tmp_path) -> None:
     done = subprocess.run([sys.executable, "benchmarks/bench.py", "--quick", "--only", *names], cwd=harness.ROOT,
                           env=harness.ENVIRONMENT)
     assert done.returncode == 0
-    for name in ("tensor_parallel", "architecture_sweep"):
-        command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--page", str(tmp_path / f"{name}.md")]
-        assert subprocess.run(command, cwd=harness.ROOT, env=harness.ENVIRONMENT).returncode == 0
-        assert (tmp_path / f"{name}.md").read_text().count("| llama |") == 1
+    page = tmp_path / "architectures.md"
+    command = [sys.executable, "benchmarks/architecture_sweep.py", "--quick", "--page", str(page)]
+    assert subprocess.run(command, cwd=harness.ROOT, env=harness.ENVIRONMENT).returncode == 0
+    assert page.read_text().count("| llama |") == 1

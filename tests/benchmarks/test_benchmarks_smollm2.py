@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 
 import smollm2_page
 import smollm2_tasks
-import smollm2_tools
 from smollm2_settings import EXPERIMENTS
 
-from hybrid_rlhf.data.added_turns import check_keeps_history
-from hybrid_rlhf.environments.builtin.expressions import calculator
-from hybrid_rlhf.models.tool_calls import check_tools
 from hybrid_rlhf.training.registry import STAGES
-from tests.factories.tiny import chatml_tokenizer
-
-# tokenizer_config.json of HuggingFaceTB/SmolLM2-135M-Instruct
-SMOLLM2 = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-           "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, "
-           "trained by Hugging Face<|im_end|>\n' }}{% endif %}"
-           "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
 def test_no_pair_of_terms_of_the_test_is_trained_on_in_either_order(tmp_path) -> None:
@@ -61,34 +47,4 @@ def test_rows_of_another_task_and_of_another_machine_are_told_apart() -> None:
 
 
 def test_every_row_is_a_stage_that_there_is() -> None:
-    assert all(e.stage in STAGES or e.stage == "trl" for e in EXPERIMENTS.values())
-
-
-def test_the_template_with_tools_is_smollm2_s_own_without_them_and_keeps_history() -> None:
-    tokenizer = chatml_tokenizer()
-    user, said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
-    talks = [[user], [user, said], [{"role": "system", "content": "Be kind."}, user, said, user]]
-    tokenizer.chat_template = SMOLLM2
-    own = [tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) for talk in talks]
-    tokenizer.chat_template = (Path(smollm2_tools.HERE) / "smollm2_tools.jinja").read_text()
-    assert own == [tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) for talk in talks]
-    check_tools(tokenizer)
-    check_keeps_history(tokenizer, "tool")
-    check_keeps_history(tokenizer, "user", has_tools=True)
-
-
-def test_no_expression_of_the_tool_task_is_in_two_of_its_files_and_the_calculator_gives_the_answers(tmp_path) -> None:
-    smollm2_tools.write_task(tmp_path, [])
-    files = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-             for name in ("talks", "train", "test")}
-    asked = {name: {(*sorted(re.findall(r"\d+", row["prompt"][0]["content"])), row["answer"]) for row in files[name]}
-             for name in ("train", "test")}
-    assert len(asked["train"]) > 790 and len(asked["test"]) == 200  # one sum may be asked in either order
-    talks = [row["messages"] for row in files["talks"]]
-    calls = [talk for talk in talks if len(talk) == 4]
-    taught = {(*sorted(re.findall(r"\d+", talk[0]["content"])), talk[2]["content"]) for talk in calls}
-    assert not asked["train"] & asked["test"] and not taught & (asked["train"] | asked["test"])
-    for _, call, answer, last in calls:
-        expression = call["tool_calls"][0]["function"]["arguments"]["expression"]
-        assert calculator(expression) == answer["content"] == last["content"].split()[-1].rstrip(".")
-    assert 200 < len(calls) < 280 and all(int(talk[1]["content"][14:-1]) <= 18 for talk in talks if len(talk) == 2)
+    assert all(e.stage in STAGES for e in EXPERIMENTS.values())
