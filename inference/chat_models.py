@@ -6,11 +6,9 @@ another run's, with an adapter of its own. Base, SFT and PPO are then the base w
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +19,9 @@ from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.conversation import Conversation, check_can_chat, load_to_chat, open_conversation
+from hybrid_rlhf.inference.named_models import model_folder
 from hybrid_rlhf.models.adapters import Adapters
-from hybrid_rlhf.models.load import max_positions
+from hybrid_rlhf.models.load import max_positions, read_generation
 from hybrid_rlhf.models.lora import base_of, is_adapter, load_adapter
 from hybrid_rlhf.models.merging import adapted_weight
 from hybrid_rlhf.models.tokenizer import load_tokenizer
@@ -58,27 +57,6 @@ def chain_of(path: str) -> Chain:
         adapters.insert(0, adapter)
         folder = Path(base)
     return Chain(str(folder), tuple(adapters))
-
-
-def model_folder(path: str) -> Path:
-    """A run's folder stands for the model in it."""
-    folder = Path(path)
-    if not (folder / "run.json").is_file() or not (folder / "model").is_dir():
-        return folder
-    _tell_unfinished(folder)
-    return folder / "model"
-
-
-def _tell_unfinished(run: Path) -> None:
-    """A line on stderr where the model in a run's folder is not that of the run that its record tells of."""
-    try:
-        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        status, step = record["status"], record.get("facts", {}).get("model_step")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return
-    if status != "finished":
-        of = "a run before it" if step is None else f"step {step} of {record['facts'].get('num_steps')}"
-        print(f"note: the run in {run} is not finished ({status}); the model there is of {of}", file=sys.stderr)
 
 
 def open_chat_models(places: dict[str, str], sampling: SamplingConfig, seed: int = 0,
@@ -148,3 +126,33 @@ def _is_merge(model: torch.nn.Module, active: Sequence[str], folder: str) -> boo
     except UserError:
         return False
     return theirs.shape == ours.shape and float((ours - theirs).abs().max()) <= ROUNDING * float(ours.abs().max())
+
+
+# -- the sampling settings that a model is published with -------------------------------------------------------------
+
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+def published_sampling(path: str, but: Collection[str] = ()) -> dict[str, float]:
+    """Those of NAMES, `but` some, that the generation_config of the model at `path` has, as SamplingConfig takes them;
+    one that it does not take is left out."""
+    settings = read_generation(path)
+    values = {} if settings is None else settings.to_diff_dict()
+    taken = {name: _as_taken(name, values.get(name)) for name in NAMES if name not in but}
+    return {name: value for name, value in taken.items() if value is not None}
+
+
+def _as_taken(name: str, value: object) -> float | None:
+    default = SamplingConfig()
+    if type(value) not in (int, float):
+        return None
+    try:
+        return getattr(replace(default, **{name: type(getattr(default, name))(value)}), name)
+    except UserError:
+        return None
+
+
+def announced(name: str, values: dict[str, float], unless: str) -> str:
+    """The line that tells of `values`."""
+    return (f"{name} samples by its generation_config.json unless {unless}: "
+            f"{', '.join(f'{setting} {value:g}' for setting, value in values.items())}")

@@ -22,8 +22,7 @@ from hybrid_rlhf.data.messages import clean, with_tools
 from hybrid_rlhf.data.turns import is_begun, without_blank
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.inference.response_text import AnswerText, pieces
-from hybrid_rlhf.inference.turn_text import TurnText
+from hybrid_rlhf.inference.response_text import AnswerText, TurnText, pieces
 from hybrid_rlhf.models.complete import few
 from hybrid_rlhf.models.folder_files import check_config, read_object
 from hybrid_rlhf.models.load import as_published, check_folder, load_causal_lm, max_positions, refuse_gguf
@@ -32,8 +31,6 @@ from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.models.tool_calls import parse_turn
 
 _FEWER = "take a turn back (/undo), start anew (/reset) or ask for fewer tokens (/set max_new_tokens=100)"
-# What a name that no file can have raises: too long, no right; a NUL or a lone surrogate in it.
-BAD_PATH = (OSError, ValueError)
 
 
 @dataclass
@@ -176,9 +173,8 @@ class Conversation:
             check(not os.path.lexists(place), f"{path} exists; choose another name")
             row = {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
             write_file(place, json.dumps(row, ensure_ascii=False) + "\n")
-        except BAD_PATH as error:
-            raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; give another name"
-                            ) from error
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}; give another name") from error
 
 
 def shown_call(call: dict) -> str:

@@ -1,12 +1,59 @@
-"""The text of an answer as it comes from the engine: whole characters, cut before a stop string."""
+"""The text of an answer as its tokens come: whole characters, cut before a stop string, and without tool calls."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from hybrid_rlhf.inference.detokenizer import IncrementalDetokenizer
+from hybrid_rlhf.models.template import dialect_of, special_ids, stripped_marks
 from hybrid_rlhf.models.tokenizer import answer_frame
+
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
+_MOST_HELD = 64  # tokens that wait for the end of a character; it has four bytes at most
+_CONTEXT = 8  # tokens of what went before that are decoded with the first of a text
+
+
+class IncrementalDetokenizer:
+    """Text of a growing list of tokens, given out in pieces that never split a character.
+
+    A character of several bytes can be several tokens, and some tokenizers drop the space before the first token they
+    decode. So the new text is what decoding the last pieces together adds to decoding them without the new tokens, and
+    is held back while it ends in a character that is not complete; but no more than a few tokens are, for what is no
+    text at all would be decoded again with every token. Special tokens are text too: a caller leaves out those that
+    end a response. before: the tokens that this text goes on from, which are no part of it.
+    """
+
+    def __init__(self, tokenizer, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = list(before[-_CONTEXT:])
+        self._start, self._done = 0, len(self._ids)  # decode from _start; what lies before _done was given out
+        if REPLACEMENT in self._decode(self._done):  # a character cut in two, which must not take more with it
+            self._ids, self._done = [], 0
+
+    def push(self, token: int) -> str:
+        """The text that has become certain with `token`; often empty."""
+        self._ids.append(token)
+        known, text = self._decode(self._done), self._decode(len(self._ids))
+        has_none = len(text) <= len(known)
+        if has_none or text.endswith(REPLACEMENT):
+            if len(self._ids) - self._done < _MOST_HELD:
+                return ""
+            if has_none:
+                del self._ids[self._done:]
+                return ""
+        self._start, self._done = self._done, len(self._ids)
+        return text[len(known):]
+
+    def flush(self) -> str:
+        """What is left at the end, incomplete characters as U+FFFD."""
+        piece = self._decode(len(self._ids))[len(self._decode(self._done)):]
+        self._start = self._done = len(self._ids)
+        return piece
+
+    def _decode(self, end: int) -> str:
+        return self._tokenizer.decode(self._ids[self._start:end], skip_special_tokens=False,
+                                      clean_up_tokenization_spaces=False)
 
 
 class AnswerText:
@@ -88,3 +135,89 @@ def pieces(text, tokens: Iterable[int]) -> Iterator[str]:  # noqa: ANN001 - Answ
             yield piece
     if piece := text.push([], is_last=True):
         yield piece
+
+
+class TurnText:
+    """An answer's text in pieces, up to where a tool call begins. White space before that is held back too.
+
+    prompt: the text before it, which may open a thought; nothing in a thought is a call. ids: the tokens read, without
+    those that completed a stop string. held: the text that was not given out, after the last token.
+    """
+
+    def __init__(self, tokenizer, text: AnswerText, prompt: str) -> None:  # noqa: ANN001
+        self._open, self._close = stripped_marks(tokenizer)
+        self._is_thinking = prompt.rstrip().endswith(self._open)
+        self._text, self._sign = text, dialect_of(tokenizer).call_sign or ""
+        self._sign_id = special_ids(tokenizer).get(self._sign)
+        self._has_begun = False
+        self._given: list[str] = []
+        self.ids: list[int] = []
+        self.held = ""
+
+    @property
+    def has_stopped(self) -> bool:
+        return self._text.has_stopped
+
+    @property
+    def num_tokens(self) -> int:
+        return self._text.num_tokens
+
+    def push(self, tokens: Sequence[int], is_last: bool = False) -> str:
+        """The text that is certain to be in no call."""
+        out = ""
+        for token in tokens:
+            self._has_begun |= token == self._sign_id and not self._is_thinking
+            out += self._certain(self._text.push([token]))
+            if self.has_stopped:
+                return out
+            self.ids.append(token)
+        return out + self._certain(self._text.push([], is_last))
+
+    def behind_calls(self, content: str) -> str:
+        """What is yet to be given out of the content of a turn with calls: text behind them."""
+        given = "".join(self._given).rpartition(self._close)[2].strip()
+        rest = content[len(given) :].strip() if content.startswith(given) else ""
+        return f"\n{rest}" if rest and given else rest
+
+    def _certain(self, piece: str) -> str:
+        self.held += piece
+        if self._has_begun or not piece or (not self._given and self._open.startswith(self.held.lstrip())):
+            return ""
+        at = self._begin()
+        given, self.held = self.held[:at], self.held[at:]
+        self._given += [given] if given else []
+        return given
+
+    def _begin(self) -> int:
+        """Where in the held text a call begins, or may begin."""
+        text = self.held
+        start = self._thought_end()
+        if self._is_thinking:
+            at = start
+        elif self._sign in ("[", "{"):
+            at, self._has_begun = _json_begin(text, start)
+        else:
+            at = text.find(self._sign, start) if self._sign else -1
+            self._has_begun = at >= 0
+            at = at if self._has_begun else len(text) - overlap(text[start:], self._sign)
+        return len(text[:at].rstrip())
+
+    def _thought_end(self) -> int:
+        """Where in the held text what is certain to be thought ends."""
+        text = self.held
+        if not self._given:
+            self._is_thinking |= text.lstrip().startswith(self._open)
+        if not self._is_thinking:
+            return 0
+        end = text.find(self._close)
+        self._is_thinking = end < 0
+        return end + len(self._close) if end >= 0 else len(text) - overlap(text, self._close)
+
+
+def _json_begin(text: str, start: int) -> tuple[int, bool]:
+    """Where JSON without a marker begins or may begin, and whether it has: an object with a name, or a list of them."""
+    for bracket in re.compile(r"[\[{]").finditer(text, start):
+        opening = "".join(text[bracket.start() :].split())
+        if opening.startswith(('{"', '[{"')) or opening in ("[", "{", "[{"):
+            return bracket.start(), '"' in opening
+    return len(text), False

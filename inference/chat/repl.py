@@ -6,7 +6,6 @@ Answers stream to stdout and everything else goes to stderr, so that a pipe carr
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -22,15 +21,18 @@ from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.startup import relaxed_gc
 from hybrid_rlhf.core.text_safety import error_line, escape_control, shortened
-from hybrid_rlhf.inference.named_models import named_models
+from hybrid_rlhf.inference.named_models import model_folder, named_models
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from hybrid_rlhf.inference.chat.session import Session
 
 BLOCK = '"""'
 
+
 def parser() -> argparse.ArgumentParser:
-    """The flags. argparse's own way to refuse prints a usage text; here a refusal is a UserError of one line."""
+    """The flags; a refusal is a UserError of one line."""
     flags = command_flags("chat", __doc__)
     flags.add_argument("--model", type=expanded, nargs="+", action="extend", default=[], metavar="[NAME=]DIR",
                        help="a run's or a model's folder, such as outputs/demo/ppo (or a hub id); several to compare")
@@ -62,26 +64,23 @@ def notice(text: str) -> None:
 
 
 def say(session: Session, text: str | None) -> None:
-    """Stream the answer of whoever speaks to stdout; an interrupt goes through, after what was said is shown whole.
-    None: those speak whose tool calls were answered.
+    """Stream the answers to `text`, or of the models whose tool calls were answered (None), to stdout; an interrupt
+    goes through after what was said is shown whole.
 
-    Several answer in columns where the terminal has room for them, else one after the other, each under its name.
+    Several answers stand in columns on a terminal, else one after the other, each under its model's name.
     """
     names = session.answered() if text is None else session.speakers()
-    if len(names) == 1:
-        if len(session.chat_models) > 1 and not sys.stdout.isatty():
-            notice(f"{names[0]} answers (/compare asks all):")
-        _stream(session, names[0], text)
-        _remark(session, names[0])
-    elif sys.stdout.isatty():
-        from hybrid_rlhf.inference.chat.columns import side_by_side
-
-        side_by_side(session, names, text)
-    else:
-        for name in names:
+    if len(names) > 1 and sys.stdout.isatty():
+        _side_by_side(session, names, text)
+        return
+    if len(names) == 1 and len(session.chat_models) > 1 and not sys.stdout.isatty():
+        notice(f"{names[0]} answers (/compare asks all):")
+    for name in names:
+        if len(names) > 1:
             print(f"{escape_control(name)}:", flush=True)
-            _stream(session, name, text)
-            _remark(session, name)
+        _stream(session, name, text)
+        for remark in _remarks(session, name):
+            notice(f"({remark})")
 
 
 def _stream(session: Session, name: str, text: str | None) -> None:
@@ -94,16 +93,50 @@ def _stream(session: Session, name: str, text: str | None) -> None:
         print(flush=True)
 
 
-def _remark(session: Session, name: str) -> None:
-    if session.chat_models[name].was_cut:
-        notice("(cut: the answer reached its longest length)")
-    for error in session.chat_models[name].call_errors:
-        notice(f"(a tool call that cannot be read: {error})")
-    if calls := session.chat_models[name].open_calls():
-        notice(f"(/tool TEXT answers {calls[0]['function']['name']})")
-    score = session.score(name)
-    if score is not None:
-        notice(f"(score {score:.3f})")
+def _remarks(session: Session, name: str) -> list[str]:
+    """What there is to tell beside an answer, with control characters as escapes."""
+    model, score = session.chat_models[name], session.score(name)
+    remarks = ["cut: the answer reached its longest length"] if model.was_cut else []
+    remarks += [f"a tool call that cannot be read: {error}" for error in model.call_errors]
+    remarks += [f"/tool TEXT answers {call['function']['name']}" for call in model.open_calls()[:1]]
+    return [*map(escape_control, remarks), *([f"score {score:.3f}"] if score is not None else [])]
+
+
+def _side_by_side(session: Session, names: list[str], text: str | None) -> None:
+    """Ask all of `names`, one after the other, and show their answers in columns as they come. An interrupt ends the
+    answer under way and those not begun."""
+    from rich.console import Console
+    from rich.live import Live
+
+    answers, remarks = dict.fromkeys(names, ""), dict.fromkeys(names, "")
+    console = Console(highlight=False, markup=False, emoji=False)
+    # transient: what is taller than the terminal scrolls out of a live region; the whole is printed at the end
+    with Live(console=console, refresh_per_second=12, transient=True) as live:
+        try:
+            for name in names:
+                with closing(session.chat_models[name].answer(text)) as answer:
+                    for piece in answer:
+                        answers[name] += escape_control(piece)
+                        live.update(columns(answers, remarks))
+                remarks[name] = "; ".join(_remarks(session, name))
+        finally:
+            live.update("")
+            live.stop()
+            console.print(columns(answers, remarks))
+
+
+def columns(answers: dict[str, str], remarks: dict[str, str]) -> Table:
+    """One column a model, as wide as the terminal allows; the remark stands below the answer."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(expand=True, box=None, padding=(0, 3, 0, 0))
+    for name in answers:
+        table.add_column(Text(name), ratio=1, overflow="fold")
+    table.add_row(*(Text(text) for text in answers.values()))
+    if any(remarks.values()):
+        table.add_row(*(Text(remark, style="dim") for remark in remarks.values()))
+    return table
 
 
 def lines() -> Iterator[str]:
@@ -172,8 +205,7 @@ def open_session(options: argparse.Namespace) -> Session:
     """Load what the flags name. Raises UserError for what cannot chat or judge."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig  # torch: not before the flags are right
     from hybrid_rlhf.inference.chat.session import Session, read_tools
-    from hybrid_rlhf.inference.chat_models import model_folder, open_chat_models
-    from hybrid_rlhf.inference.published_sampling import announced, published_sampling
+    from hybrid_rlhf.inference.chat_models import announced, open_chat_models, published_sampling
 
     named = {model.name: model.path for model in named_models(options.model)}
     asked = {name: value for name in ("max_new_tokens", "temperature", "top_p", "top_k")
@@ -224,9 +256,6 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # bytes that are no text end no conversation
     try:
         return exit_code(lambda: run(argv))
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        # the reader of the pipe has left, or the terminal; keep Python from complaining about it at exit
+    except BrokenPipeError:  # the reader of the pipe has left; keep Python from complaining about it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

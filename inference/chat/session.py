@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.given_paths import check_file, expanded
+from hybrid_rlhf.core.given_paths import expanded
 
 if TYPE_CHECKING:
     from hybrid_rlhf.inference.conversation import Conversation
@@ -57,10 +57,9 @@ class Session:
 
     def take_back(self) -> str:
         """Forget the last question and its answers; returns the question. UserError if there is none."""
-        found = [last_question(self.chat_models[name].messages) for name in self.asked or [self.current]]
-        check(bool(found) and found[0] is not None, "there is no question to take back")
-        for name in self.asked or [self.current]:
-            messages = self.chat_models[name].messages
+        histories = [self.chat_models[name].messages for name in self.asked or [self.current]]
+        check(last_question(histories[0]) is not None, "there is no question to take back")
+        for messages in histories:
             place = last_question(messages)
             if place is not None:
                 question = messages[place]["content"]
@@ -146,11 +145,11 @@ def read_conversation(path: str) -> tuple[list[dict], list[dict]]:
 
     cure = "give a file that /save wrote"
     row = _read(path, "/load:", "conversation", cure, is_row=True)
-    given = row.get("messages") if isinstance(row, dict) else None
-    is_fine = isinstance(given, list) and given and all(map(_is_message, given))
-    check(bool(is_fine), f"{path} holds no conversation: its first row has no messages of role and content; {cure}")
+    rows = row.get("messages") if isinstance(row, dict) else None
+    check(isinstance(rows, list) and bool(rows) and all(map(_is_message, rows)),
+          f"{path} holds no conversation: its first row has no messages of role and content; {cure}")
     try:
-        messages = messages_of([{key: m[key] for key in _KEYS if key in m} for m in given], "messages")
+        messages = messages_of([{key: m[key] for key in _KEYS if key in m} for m in rows], "messages")
         tools = tools_of(row.get("tools"))
     except (SkipRow, TypeError, ValueError) as error:
         raise UserError(f"{path} holds no conversation: {error}; {cure}") from error
@@ -183,19 +182,16 @@ def _check_tools(tools: list, path: str) -> None:
 
 
 def _read(path: str, where: str, what: str, cure: str, is_row: bool = False) -> object:
-    """The JSON value in a file, or in its first line. Raises UserError for what is none."""
+    """The JSON value in a file, or in its first line. Raises UserError for a file without one."""
     from hybrid_rlhf.core.strict_json import loads
     from hybrid_rlhf.data.messages import clean
-    from hybrid_rlhf.inference.conversation import BAD_PATH
 
     path = expanded(path)
-    check_file(path, where)
     try:
-        with Path(path).open("rb") as file:
-            text = file.readline(2**24) if is_row else file.read(2**24)
-    except BAD_PATH as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {cure}") from error
-    try:
-        return loads(clean(json.dumps(loads(text.decode("utf-8")), ensure_ascii=False)))
+        text = Path(path).read_bytes().decode("utf-8")
+        value = loads(text.partition("\n")[0] if is_row else text)
+        return loads(clean(json.dumps(value, ensure_ascii=False)))  # without lone surrogates
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; {cure}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} holds no {what}: {'its first line' if is_row else 'it'} is no JSON; {cure}") from error

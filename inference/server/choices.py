@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybrid_rlhf.data.messages import clean
-from hybrid_rlhf.inference.response_text import AnswerText
+from hybrid_rlhf.inference.response_text import AnswerText, TurnText
 from hybrid_rlhf.inference.sequence_scores import ScoredToken
 from hybrid_rlhf.inference.server.protocol import ApiError, GenerationRequest
 from hybrid_rlhf.inference.server.served_model import Prompt, Served
 from hybrid_rlhf.inference.server.worker import Job, Stopping
-from hybrid_rlhf.inference.turn_text import TurnText
 from hybrid_rlhf.models.tool_calls import parse_turn
 
 

@@ -14,10 +14,9 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from hybrid_rlhf.inference.sequence_scores import ScoredToken
+from hybrid_rlhf.inference.sequence_scores import ScoredToken, TokenText
 from hybrid_rlhf.inference.server.choices import Asking, Piece, Scored, choices_of, pieces_of, read_choice, scored
 from hybrid_rlhf.inference.server.protocol import ApiError
-from hybrid_rlhf.inference.token_text import TokenText
 
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 _LEAST = -9999.0  # OpenAI's number for what is as good as impossible; JSON has none for minus infinity

@@ -19,7 +19,7 @@ from hybrid_rlhf.core.exit_codes import exit_code
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.loopback import is_loopback
-from hybrid_rlhf.inference.named_models import NamedModel, named_models
+from hybrid_rlhf.inference.named_models import NamedModel, model_folder, named_models
 
 if TYPE_CHECKING:
     from hybrid_rlhf.inference.server.app import Served
@@ -85,9 +85,8 @@ def listening(host: str, port: int, has_key: bool) -> socket.socket:
 def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
     """Load one model. UserError for what is no causal language model; a line for one that cannot chat."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig
-    from hybrid_rlhf.inference.chat_models import model_folder
+    from hybrid_rlhf.inference.chat_models import announced, published_sampling
     from hybrid_rlhf.inference.conversation import open_conversation
-    from hybrid_rlhf.inference.published_sampling import announced, published_sampling
     from hybrid_rlhf.inference.server.app import Served
     from hybrid_rlhf.inference.server.worker import ModelQueue
 
@@ -112,7 +111,6 @@ def run(argv: list[str] | None) -> int:
         from hybrid_rlhf.inference.server.app import Limits, make_app
     except ImportError as error:
         raise UserError(f"serve: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
-    from hybrid_rlhf.inference.chat_models import model_folder
     from hybrid_rlhf.inference.scorer import Scorer
     from hybrid_rlhf.inference.server.guard import MAX_CONNECTIONS
     from hybrid_rlhf.inference.server.worker import Worker

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import LeastTokens, Rendered, SkipRow, compose_prompt, encode_all
-from hybrid_rlhf.inference.detokenizer import IncrementalDetokenizer
+from hybrid_rlhf.inference.response_text import IncrementalDetokenizer
+from hybrid_rlhf.inference.sequence_scores import TokenText
 from hybrid_rlhf.inference.server.protocol import ApiError, GenerationRequest
 from hybrid_rlhf.inference.server.worker import ModelQueue
-from hybrid_rlhf.inference.token_text import TokenText
 from hybrid_rlhf.models.template_kwargs import KWARGS, split_kwargs
 from hybrid_rlhf.models.tool_calls import check_tools
 

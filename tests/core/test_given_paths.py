@@ -19,8 +19,8 @@ from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.inference.chat.session import read_conversation
-from hybrid_rlhf.inference.chat_models import model_folder
 from hybrid_rlhf.inference.conversation import Conversation
+from hybrid_rlhf.inference.named_models import model_folder
 from hybrid_rlhf.inference.server import serve
 from hybrid_rlhf.kernels import build
 from hybrid_rlhf.models.folder_files import read_object
@@ -204,7 +204,6 @@ def no_file(request, tmp_path) -> tuple[Path, str]:
 
 READERS = {
     "--config": lambda p: parse(step1_sft.Config, ["--config", str(p)], prog="p"),
-    "/load:": lambda p: read_conversation(str(p)),
     "model file": read_object,
 }
 

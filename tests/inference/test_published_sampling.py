@@ -7,7 +7,7 @@ import pytest
 
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.chat import repl
-from hybrid_rlhf.inference.published_sampling import published_sampling
+from hybrid_rlhf.inference.chat_models import published_sampling
 from tests.factories import checkpoints
 from tests.factories.tiny import save_tiny
 
@@ -71,7 +71,7 @@ def test_a_request_to_the_server_has_them_where_it_has_none(tmp_path, capsys):
                            (hello | {"model": "other"}, (1.0, 1.0)), (hello | {"model": 3}, None),
                            (hello | {"logprobs": True}, (1.0, 1.0)), (hello | {"echo": True}, (1.0, 1.0))):
         if expected:
-            sampling = read_chat(server._settled(body)).sampling
+            sampling = read_chat(server._with_defaults(body)).sampling
             assert (sampling.temperature, sampling.top_p) == expected
         else:
-            assert server._settled(body) == body
+            assert server._with_defaults(body) == body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_rlhf.inference.token_text import TokenText
+from hybrid_rlhf.inference.sequence_scores import TokenText
 from tests.factories.tiny import tiny_tokenizer
 
 

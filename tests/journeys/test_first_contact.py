@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.inference.chat_models import model_folder
+from hybrid_rlhf.inference.named_models import model_folder
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig
 from tests.factories.tiny import save_tiny, tiny_causal_lm

@@ -183,10 +183,10 @@ def test_a_file_that_is_no_conversation_is_refused_in_one_line(tmp_path_factory,
 def test_columns_stand_beside_each_other_and_hold_no_escape_sequences():
     from rich.console import Console
 
-    from hybrid_rlhf.inference.chat.columns import table
+    from hybrid_rlhf.inference.chat.repl import columns
 
     console = Console(file=io.StringIO(), width=60, highlight=False)
-    console.print(table({"sft": "a red\nfox", "ppo": "a blue fox"}, {"sft": "score 0.1", "ppo": "score 0.9"}))
+    console.print(columns({"sft": "a red\nfox", "ppo": "a blue fox"}, {"sft": "score 0.1", "ppo": "score 0.9"}))
     rows = [line.split() for line in console.file.getvalue().splitlines()]
     assert rows[0] == ["sft", "ppo"]
     assert rows[1] == ["a", "red", "a", "blue", "fox"]

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from hybrid_rlhf.core.strict_json import MAX_DEPTH
 from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_prompt
 from hybrid_rlhf.data.messages import messages_of, tools_of, with_tools
-from hybrid_rlhf.inference.response_text import AnswerText
+from hybrid_rlhf.inference.response_text import AnswerText, TurnText
 from hybrid_rlhf.inference.server.protocol import ApiError, read_chat, read_json
 from hybrid_rlhf.inference.server.served_model import Limits
-from hybrid_rlhf.inference.turn_text import TurnText
 from tests.factories.trl_templates import TOOLS, tokenizer_of
 from tests.inference.server.scripted_model import scripted
 from tests.inference.server.tiny_server import asked, events, serving
