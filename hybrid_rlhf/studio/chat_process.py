@@ -115,7 +115,8 @@ class ChatProcess:
         self._thread.join(STOP_SECONDS)
         with self._lock:
             if self._process is not None and self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)  # all of its session
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # all of its session
         self._thread.join(STOP_SECONDS)
 
     # -- in the thread -----------------------------------------------------------------------------------------------

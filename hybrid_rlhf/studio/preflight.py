@@ -125,7 +125,8 @@ class _Child:
     def kill(self, why: str, culprit: _Question | None = None) -> None:
         self.why, self.culprit = why, culprit
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     @property
     def num_bytes(self) -> int:

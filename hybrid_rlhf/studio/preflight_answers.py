@@ -130,13 +130,13 @@ def preview(asked: dict) -> dict:
     def label(stage: str, name: str) -> str:
         return f"{stage}: {name}" if len(stages) > 1 else name
 
-    return {"counts": [{"name": label(each.stage, name), "rows": number}
-                       for each in stages for name, number in counts(each.data.report)],
-            "dropped": [{"why": label(each.stage, why), "rows": number}
-                        for each in stages for why, number in dropped(each.data.report)],
+    return {"counts": [{"name": label(look.stage, name), "rows": number}
+                       for look in stages for name, number in counts(look.data.report)],
+            "dropped": [{"why": label(look.stage, why), "rows": number}
+                        for look in stages for why, number in dropped(look.data.report)],
             "examples": [{"title": row.title, "parts": [{"text": _cut(piece.text, MAX_PART),
                                                          "is_trained": piece.is_trained} for piece in row.pieces]}
-                         for each in stages for row in each.rows]}
+                         for look in stages for row in look.rows]}
 
 
 # -- the plan of memory and time -------------------------------------------------------------------------------------

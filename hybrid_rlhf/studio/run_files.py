@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 RECORD, SETTINGS = "run.json", "config.yaml"
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
@@ -15,6 +15,7 @@ REPORT, PAGE, EVALUATION = "report.md", "report.html", "evaluate.md"
 CHECKPOINTS, MODEL = "checkpoints", "model"
 _TAIL = 64  # bytes before a place in a file by which it is recognised as the same file
 
+T = TypeVar("T")
 Mark = tuple[int, int, int] | None  # inode, bytes and time of change of a file; None where there is none
 
 
@@ -68,6 +69,20 @@ def read_record(folder: Path) -> dict:
     if not isinstance(record, dict):
         raise Unreadable(f"{RECORD} is damaged: it holds no JSON object")
     return record
+
+
+def lenient_reader(notes: list[str], prefix: str = "") -> Callable[[Callable[[], T | None], T], T]:
+    """A function that returns what another one reads; where that raises Unreadable, a default, with a line in
+    `notes`."""
+    def read(function: Callable[[], T | None], default: T) -> T:
+        try:
+            value = function()
+        except Unreadable as error:
+            notes.append(f"{prefix}{error}")
+            return default
+        return default if value is None else value
+
+    return read
 
 
 def row_of(line: bytes) -> dict | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from hybrid_rlhf.report.alarms import Alarm, answered, find
-from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, SAMPLES, GrowingLines, Unreadable, last_rows, row_of
+from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, SAMPLES, GrowingLines, last_rows, lenient_reader, row_of
 from hybrid_rlhf.studio.studio import Refused
 
 MAX_RUNS = 8  # whose metrics are kept in memory
@@ -244,10 +244,9 @@ def curves(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
                    "high": [p.high for p in points], "mean": [p.mean for p in points]}
             for name, points in series.items()}}
 
-    try:
-        return histories.metrics(folder, use)
-    except Unreadable as error:
-        return {"step": None, "notes": [str(error)], "series": {}}
+    notes: list[str] = []
+    nothing: dict = {"step": None, "notes": notes, "series": {}}
+    return lenient_reader(notes)(lambda: histories.metrics(folder, use), nothing)
 
 
 def samples(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
@@ -257,17 +256,11 @@ def samples(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
         most = min(max(int(query.get("limit") or 20), 1), MAX_SAMPLES)
     except ValueError:
         raise Refused(400, "step and limit must be numbers") from None
-    result: dict = {"steps": [], "samples": [], "answers": [], "notes": []}
-    try:
-        result["steps"], result["samples"] = histories.samples(
-            folder, lambda index: (list(index.places), index.read(step, most)))
-    except Unreadable as error:
-        result["notes"].append(str(error))
-    try:
-        result["answers"] = fixed_answers(folder)
-    except Unreadable as error:
-        result["notes"].append(str(error))
-    return result
+    notes: list[str] = []
+    read = lenient_reader(notes)
+    steps, rows = read(lambda: histories.samples(
+        folder, lambda index: (list(index.places), index.read(step, most))), ([], []))
+    return {"steps": steps, "samples": rows, "answers": read(lambda: fixed_answers(folder), []), "notes": notes}
 
 
 def fixed_answers(folder: Path) -> list[dict]:

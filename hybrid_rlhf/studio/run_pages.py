@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import yaml
 from starlette.requests import Request
@@ -18,7 +17,17 @@ from starlette.responses import Response
 from hybrid_rlhf.report.metric_names import meaning
 from hybrid_rlhf.report.plots import SUBJECTS
 from hybrid_rlhf.studio import run_files
-from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, MODEL, PAGE, RECORD, SAMPLES, SETTINGS, Unreadable
+from hybrid_rlhf.studio.run_files import (
+    ANSWERS,
+    METRICS,
+    MODEL,
+    PAGE,
+    RECORD,
+    SAMPLES,
+    SETTINGS,
+    Unreadable,
+    lenient_reader,
+)
 from hybrid_rlhf.studio.run_history import Histories, Metrics, curves, newest_answers, samples
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import News, Refused, Route, Studio
@@ -26,13 +35,11 @@ from hybrid_rlhf.studio.studio import News, Refused, Route, Studio
 PHASES = ("generate", "score", "teacher", "train", "switch")  # of a step; no two of them overlap
 MAX_COMPARED, MAX_PROMPTS, MAX_OPTIONS = 8, 50, 300
 NO_MATTER = ("output_dir", "resume", "report_to")  # settings that change nothing in the result
-EACH, TREE = 1.0, 5.0  # seconds between two looks at running runs, and at all
 # what makes another list; steps and sizes, which grow all the time, do not
 _OF_THE_LIST = ("id", "stage", "status", "max_steps", "parents", "alarms", "has_model", "error")
 # A report holds text of models: it may show pictures and styles of its own, and run nothing.
 _REPORT_HEADERS = {"content-security-policy": "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'",
                    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-store"}
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -65,20 +72,6 @@ def _report(studio: Studio, run: object) -> Response:
     return Response(page, media_type="text/html", headers=_REPORT_HEADERS)
 
 
-def _reader(notes: list[str], prefix: str = "") -> Callable[[Callable[[], T | None], T], T]:
-    """A function that calls another one; where that raises Unreadable it adds a line to `notes` and returns the default
-    that it was given."""
-    def read(function: Callable[[], T | None], default: T) -> T:
-        try:
-            value = function()
-        except Unreadable as error:
-            notes.append(f"{prefix}{error}")
-            return default
-        return default if value is None else value
-
-    return read
-
-
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
@@ -86,7 +79,7 @@ def details(runs: RunList, histories: Histories, run: str) -> dict:
     """GET /api/run. What cannot be read is left out, and "notes" has a line of it."""
     row, alarms, rows = runs.row(run), runs.alarms(run), runs.rows()[0]
     folder, notes = runs.outputs / run, []
-    read = _reader(notes)
+    read = lenient_reader(notes)
     record = read(lambda: run_files.read_record(folder), {})
     facts = record.get("facts") or {}
     nothing: dict[str, list] = {"phases": [], "memory": [], "metrics": [], "notes": []}
@@ -149,7 +142,7 @@ def compare(runs: RunList, histories: Histories, ids: str) -> dict:
     notes: list[str] = []
 
     def parts(folder: Path) -> tuple[dict, list[dict], list[str]]:
-        read = _reader(notes, f"{folder.name}: ")
+        read = lenient_reader(notes, f"{folder.name}: ")
         record = read(lambda: run_files.read_record(folder), {})
         return (flat(record.get("config") or {}), read(lambda: newest_answers(folder), []),
                 read(lambda: histories.metrics(folder, lambda metrics: metrics.names), []))
@@ -197,11 +190,12 @@ def side_by_side(answers: Sequence[list[dict]]) -> list[dict]:
 
 class Watcher:
     """A thread that looks at the files of runs. It publishes `run` {"id", "step"} when those of a running run have
-    grown, and `runs` {} when the list has changed. each, tree: seconds between two looks at running runs, and at
-    all."""
+    grown, and `runs` {} when the list has changed. running_seconds, all_seconds: between two looks at running runs, and
+    at all."""
 
-    def __init__(self, runs: RunList, news: News, each: float = EACH, tree: float = TREE) -> None:
-        self._runs, self._news, self._each, self._every = runs, news, each, tree
+    def __init__(self, runs: RunList, news: News, running_seconds: float = 1.0, all_seconds: float = 5.0
+                 ) -> None:
+        self._runs, self._news, self._running_seconds, self._all_seconds = runs, news, running_seconds, all_seconds
         self._end = threading.Event()
         self._list: list | None = None
         self._running: dict[str, list[run_files.Mark]] = {}
@@ -216,17 +210,17 @@ class Watcher:
         self._thread.join(10)
 
     def _watch(self) -> None:
-        last_look = -self._every
+        last_look = -self._all_seconds
         while not self._end.is_set():
             try:
-                if time.monotonic() - last_look >= self._every:
+                if time.monotonic() - last_look >= self._all_seconds:
                     self.look_at_all()
                     last_look = time.monotonic()
                 else:
                     self.look_at_running()
             except Exception:  # a fault in one look must not end the news
                 _log.exception("the watcher of runs failed, and goes on")
-            self._end.wait(self._each)
+            self._end.wait(self._running_seconds)
 
     def look_at_all(self) -> None:
         """The whole list, and which of them are running."""

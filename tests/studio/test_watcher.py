@@ -89,7 +89,7 @@ def test_a_running_run_that_vanishes_is_no_error(tmp_path, heard):
 
 def test_the_thread_goes_on_after_a_fault_and_ends_when_told(tmp_path, heard, caplog):
     make_run(tmp_path, "a", "sft", 3, "running")
-    watcher = watching(tmp_path, heard, each=0.01, tree=0.02)
+    watcher = watching(tmp_path, heard, running_seconds=0.01, all_seconds=0.02)
     faults, really = iter([OSError("a disk"), KeyError("x")]), watcher._runs.rows
 
     def rows():
