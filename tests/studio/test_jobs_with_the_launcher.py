@@ -109,7 +109,7 @@ def test_a_resumed_run_that_began_with_resume_never_keeps_its_checkpoints(client
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_signal_check_and_an_evaluation_that_takes_its_prompts_and_rewards_from_the_run(client, tmp_path, tiny):
+def test_an_evaluation_takes_prompts_and_rewards_from_its_runs_after_a_signal_check(client, tmp_path, tiny):
     """The evaluation is given two runs and nothing else: the second was trained on rewards."""
     outputs = tmp_path / "outputs"
     data = {**{name: tiny[name] for name in ("data.sources", "model.model_name_or_path", "data.eval_fraction")},

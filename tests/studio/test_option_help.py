@@ -11,7 +11,6 @@ from functools import cache
 import pytest
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.jsonargparse_compat import option_names
 from hybrid_rlhf.core.options import is_text, value_of
 from hybrid_rlhf.studio.option_help import CHOICES, LEFT_OUT, options_of
 from hybrid_rlhf.studio.settings_text import by_table, common_options
@@ -95,13 +94,3 @@ def test_what_null_means_is_said_where_the_table_has_it():
         "depends on the updates on a rollout")
     assert by_table("rloo", "ppo.update_kl") is None
     assert by_table("sft", "seed") is None
-
-
-def test_names_are_read_from_the_parser_that_the_launcher_has():
-    from hybrid_rlhf.core.config import _parser, help_of_options
-    from hybrid_rlhf.training.step1_sft import Config
-
-    parser = _parser(Config, "", "", None, (), ())
-    assert {*help_of_options(Config, ("data",))} == {
-        name for name in option_names(parser) if not name.startswith("data")} - {
-        "config", "print_config", "model", "model.lora", "train", "engine"}

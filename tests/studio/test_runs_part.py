@@ -98,19 +98,6 @@ def test_nobody_without_the_token_is_told_anything(studio, path):
     assert httpx.get(studio.base + path, params={"id": "demo/sft"}).status_code == 401
 
 
-def test_what_strangers_write_is_sent_as_strict_json(studio):
-    run = make_run(studio.studio.outputs, "strange", "ppo", 3, "running")
-    run.record["facts"]["header"] = ["half a pair \ud800"]
-    run.record["command"] = "\x1b[2J"
-    run.write()
-    with (run.folder / "samples.jsonl").open("a") as file:
-        file.write('{"step": 9, "prompt": "\\udfff", "completion": "\\u0000", "score": NaN}\n')
-    found = get(studio, "/api/run", id="strange")
-    assert found["header"] == ["half a pair \ud800"] and found["command"] == "\x1b[2J"
-    assert get(studio, "/api/samples", id="strange")["samples"] == [
-        {"step": 9, "prompt": "\udfff", "completion": "\0", "score": None}]
-
-
 @pytest.mark.slow
 def test_an_open_page_hears_of_a_run_that_grows(studio):
     heard, has_opened = [], threading.Event()
