@@ -17,7 +17,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from hybrid_rlhf.inference.server import page_policy
-from hybrid_rlhf.studio.chat_process import COMMAND, ChatProcess, Choice, Talkable
+from hybrid_rlhf.studio import chat_process
+from hybrid_rlhf.studio.chat_process import ChatProcess, Choice, Talkable
 from hybrid_rlhf.studio.run_files import MODEL, newest_checkpoint, step_of
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder
@@ -66,8 +67,9 @@ class Talk:
     process of ours."""
 
     def __init__(self, studio: Studio, runs: RunList, idle_seconds: float = IDLE_SECONDS,
-                 command: Sequence[str] = COMMAND) -> None:
-        self._studio, self._runs, self._idle_seconds, self._command = studio, runs, idle_seconds, command
+                 command: Sequence[str] = ()) -> None:
+        self._studio, self._runs, self._idle_seconds = studio, runs, idle_seconds
+        self._command = command or chat_process.COMMAND
         self._lock = threading.Lock()
         self._process: ChatProcess | None = None
         self._num_open, self._used, self._note = 0, time.monotonic(), ""
