@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from hybrid_rlhf.report.compare import Interval, Method, Section, table, wilson
+from hybrid_rlhf.report.compare import Interval, Method, Section, text_table, wilson
 
 # Landis and Koch (1977), Biometrics 33, p. 165: strength of agreement below 0, and up to a kappa
 POOR, BANDS = "poor", ((0.2, "slight"), (0.4, "fair"), (0.6, "moderate"), (0.8, "substantial"), (1.0, "almost perfect"))
@@ -203,7 +203,7 @@ def how_to_read(rows: Sequence[Agreement], method: Method) -> list[str]:
 
 def section(rows: Sequence[Agreement], method: Method) -> Section:
     """The table for evaluate.md, and the numbers for evaluate.json."""
-    lines = ["## Agreement with the labels", "", *table(cells(rows)), ""]
+    lines = ["## Agreement with the labels", "", *text_table(cells(rows)), ""]
     lines += [f"- {line}" for line in how_to_read(rows, method)]
     return Section(lines, {"agreement": [asdict(row) | {"band": row.band} for row in rows]})
 

@@ -1,7 +1,8 @@
 """What went wrong in a run, in words: pure functions over its history of metrics.
 
-What a history is, and its start and end, is in history.py. Names are those of docs and TRL: reward is the score that
-was paid for.
+A history is the list of rows in metrics.jsonl: {"step": int, name: number}, one for each step, and one with names that
+begin with eval/ for each evaluation. The start and the end of a run are means over a tenth of its steps (two at least).
+Names are those of docs and TRL: reward is the score being optimised.
 
 Where the limits come from: the score of a model that is optimised against a learned reward goes on rising while what
 was meant by it falls, from a KL on that depends on the reward model (2210.10760); the KL alarm's limits are what
@@ -17,8 +18,6 @@ from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
-from hybrid_rlhf.report.history import History, Series, is_number, series
-
 NUM_ERRORS = 4.0  # standard errors that make a fall
 MIN_FALL = 0.1  # standard deviations of the score
 MIN_RISE, MIN_ROOM = 0.5, 0.5  # of the training score, and what a second opinion could rise: standard deviations
@@ -31,6 +30,52 @@ FREE = "memory/free"  # the metric; what a part of a step took is memory/ROLE/PH
 MIN_GROWTH_STEPS, MIN_GROWN = 50, 0.025  # steps until growth is told; a share, from each quarter of them to the next
 MAX_LOWERED = 0.2  # a factor on the rate, in more than a quarter of the steps
 _FOOLED = "the reward no longer measures what is meant. Raise ppo.kl_coef, stop earlier, or fix the reward."
+History = Sequence[dict]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric's values and their steps, and what its ends are."""
+
+    steps: list[int]
+    values: list[float]
+
+    @property
+    def size(self) -> int:
+        """Steps that an end is the mean of."""
+        return max(2, len(self.values) // 10)
+
+    @property
+    def start(self) -> float:
+        return fmean(self.values[: self.size])
+
+    @property
+    def end(self) -> float:
+        return fmean(self.values[-self.size :])
+
+    @property
+    def higher(self) -> float:
+        """The higher one of start and end."""
+        return max(self.start, self.end)
+
+    def error(self) -> float:
+        """Standard error of the difference of two ends, from what neighbouring steps differ by: a trend adds little."""
+        jumps = [(b - a) ** 2 / 2 for a, b in zip(self.values, self.values[1:], strict=False)]
+        return math.sqrt(2 * fmean(jumps) / self.size)
+
+    def around(self, place: int) -> float:
+        """Mean of the `size` values from `place` on."""
+        return fmean(self.values[place : place + self.size])
+
+
+def series(history: History, name: str) -> Series | None:
+    """The values of a metric; None where fewer than four steps have it: too few to have a start and an end."""
+    rows = [(row["step"], row[name]) for row in history if is_number(row.get(name))]
+    return Series([s for s, _ in rows], [v for _, v in rows]) if len(rows) >= 4 else None
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.strict_json import to_json
-from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.report.markdown import cell, table
 
 Interval = tuple[float, float]
 
@@ -201,33 +201,30 @@ def page(found: Comparison, shown: list[dict], facts: dict, more: Section | None
     """The comparison as Markdown, a further section before the answers."""
     lines = ["# Evaluation", "", *(f"- {name.replace('_', ' ')}: {_plain(value)}" for name, value in facts.items()), ""]
     if found.rows:
-        lines += [*table(cells(found)), "", *(f"- {escaped(line)}" for line in verdicts(found)), "",
+        lines += [*text_table(cells(found)), "", *(f"- {_escaped(line)}" for line in verdicts(found)), "",
                   f"Brackets: {found.method.confidence:.0%} intervals. Scores: percentile bootstrap over prompts "
                   f"({found.method.num_resamples} resamples, paired for gains). Win rate and accuracy: Wilson over "
                   "prompts, a tie is half a win.", ""]
     lines += [*more.lines, ""] if more else []
     lines += ["## Answers side by side", ""] if shown else []
     for each in shown:
-        lines += [f"**{escaped(each['prompt'])}**", "", "| model | score | answer |", "|---|---|---|",
-                  *(f"| {escaped(name)} | {_number(a['score'], None, 3)} | {escaped(a['completion'])} |"
-                    for name, a in each["answers"].items()), ""]
+        lines += [f"**{_escaped(each['prompt'])}**", "", *table(("model", "score", "answer"), [
+            (_escaped(name), _number(a["score"], None, 3), _escaped(a["completion"]))
+            for name, a in each["answers"].items()]), ""]
     return "\n".join(lines)
 
 
-def table(rows: Sequence[dict[str, str]]) -> list[str]:
+def text_table(rows: Sequence[dict[str, str]]) -> list[str]:
     """Rows of cells as a Markdown table. The first cell of a row is a name, and may hold anything."""
-    return ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0]),
-            *("| " + " | ".join((escaped(first), *rest)) + " |" for first, *rest in (row.values() for row in rows))]
+    return table(list(rows[0]), [(_escaped(first), *rest) for first, *rest in (row.values() for row in rows)])
+
+
+def _escaped(text: str) -> str:
+    return cell(text, 1 << 30)
 
 
 def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def escaped(text: str) -> str:
-    """Text that stays within one cell of a Markdown table, whatever a model wrote."""
-    text = escape_control(" ".join(text.split()))
-    return re.sub(r"([|\\`*_<>\[\]#])", r"\\\1", text)
 
 
 def show(found: Comparison, shown: list[dict]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from hybrid_rlhf.report.alarms import Alarm
-from hybrid_rlhf.report.first_step import first_lines
 from hybrid_rlhf.report.metric_names import meaning, shown
-from hybrid_rlhf.report.terminal import duration, last_turn, number, remarks
+from hybrid_rlhf.report.run_summary import RunSummary
+from hybrid_rlhf.report.terminal import duration, last_turn, number
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d1c1a; --ground: #fbfaf8; --line: #d9d5cf; --quiet: #5c5955;
@@ -34,103 +32,25 @@ td.said { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 34rem; }
 """
 
 
-@dataclass(frozen=True)
-class Chapter:
-    """All that is told of one run. history: rows of metrics.jsonl. pictures: PNG files; no_pictures: why there are
-    none. before, after: samples, of the same prompts where the run asked. record: the contents of run.json. state: how
-    far the run is, where it has not ended well."""
-
-    stage: str
-    alarms: list[Alarm]
-    history: list[dict]
-    pictures: list[Path]
-    no_pictures: str
-    before: list[dict]
-    after: list[dict]
-    record: dict
-    state: str = ""
-
-    @property
-    def header(self) -> list[str]:
-        """The lines that the run began with: data, model, settings, steps."""
-        return (self.record.get("facts") or {}).get("header") or []
-
-    @property
-    def last_step(self) -> dict | None:
-        return next((row for row in reversed(self.history) if not _is_evaluation(row)), None)
-
-    @property
-    def held_out(self) -> dict | None:
-        return next((row for row in reversed(self.history) if _is_evaluation(row)), None)
-
-    @property
-    def first_step(self) -> list[str]:
-        """What the first step's rollout said of the task, before any update; empty where nothing was sampled."""
-        return first_lines(self.history)
-
-    @property
-    def said(self) -> list[tuple[str, list[dict]]]:
-        """Tables with their titles: the same prompts before and after side by side, or else what there was of each."""
-        return said(self.before, self.after)
-
-    @property
-    def versions(self) -> str:
-        return ", ".join(f"{name} {text}" for name, text in sorted((self.record.get("versions") or {}).items()))
-
-
-def said(before: list[dict], after: list[dict]) -> list[tuple[str, list[dict]]]:
-    """Tables with their titles of two lists of samples: one table where both answer the same prompts."""
-    asked, again = ([row.get("prompt") for row in rows] for rows in (before, after))
-    if before and asked == again and None not in asked:
-        both = [(f"step {rows[0]['step']}", rows) for rows in (before, after)]
-        if "side" in before[0]:  # a reward model: the words stay, what it thinks of them changes
-            return [("The same responses, scored before and after", [
-                {"prompt": row["prompt"], "response": row["completion"], "was": row.get("side", "")}
-                | {f"score, {step}": rows[i].get("score") for step, rows in both} for i, row in enumerate(before)])]
-        return [("The same prompts before and after", [
-            {"prompt": row["prompt"]} | {step: _scored(rows[i]) for step, rows in both}
-            for i, row in enumerate(before)])]
-    return [(f"{title} (step {rows[0]['step']})",
-             [{"prompt": row.get("prompt"), "response": _ended(row), "score": row.get("score")} for row in rows])
-            for title, rows in (("What it said at the start", before), ("What it said at the end", after)) if rows]
-
-
-def _scored(row: dict) -> str:
-    """A response with what there is to say of it in a line below, and in another what a judge says."""
-    parts = [f"{name} {number(value)}" for name, value in (row.get("scores") or {}).items()]
-    notes = ", ".join([*remarks(row), *parts])
-    judge = f"\njudge: {row['judge']}" if row.get("judge") else ""
-    return f"{row['completion']}" + (f"\n({notes})" if notes else "") + judge
-
-
-def _ended(row: dict) -> str | None:
-    """A response, and whether it is empty or did not end; its score has a column of its own."""
-    return _scored(row | {"score": None}) if "completion" in row else None
-
-
-def _is_evaluation(row: dict) -> bool:
-    return any(name.startswith("eval/") for name in row)
-
-
-def html(title: str, chapters: list[Chapter], table: list[dict] | None = None,
+def html(title: str, runs: list[RunSummary], table: list[dict] | None = None,
          answers: list[dict] | None = None) -> str:
     """The whole page. table: rows of what each stage brought, shown first; answers: the same prompts to every model."""
-    is_one = len(chapters) == 1 and not table and not answers  # then its stage is the title
+    is_one = len(runs) == 1 and not table and not answers  # then its stage is the title
     parts = [] if is_one else [f"<h1>{escape(title)}</h1>"]
     if table:
         parts.append(_table(table))
     if answers:
         parts.append(f"<h2>The same prompts</h2>{_table(answers)}")
-    if len(chapters) > 1:
-        links = " &middot; ".join(f'<a href="#{escape(c.stage)}">{escape(c.stage)}</a>' for c in chapters)
+    if len(runs) > 1:
+        links = " &middot; ".join(f'<a href="#{escape(c.stage)}">{escape(c.stage)}</a>' for c in runs)
         parts.append(f"<nav>{links}</nav>")
-    parts += [_chapter(chapter, 'h1' if is_one else 'h2') for chapter in chapters]
+    parts += [_section(run, 'h1' if is_one else 'h2') for run in runs]
     return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
             f"<style>{_STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>\n")
 
 
-def _chapter(run: Chapter, heading: str) -> str:
+def _section(run: RunSummary, heading: str) -> str:
     parts = [f'<section id="{escape(run.stage)}"><{heading}>Stage {escape(run.stage)}</{heading}>']
     taken = run.last_step["step"] if run.last_step else 0
     steps = f"{taken} step{'s' * (taken != 1)}"
@@ -142,7 +62,7 @@ def _chapter(run: Chapter, heading: str) -> str:
         '<p class="quiet">None of the alarms went off.</p>']
     parts.append(f'<p>{escape(run.no_pictures)}</p>' if run.no_pictures else
                  f'<div class="plots">{"".join(map(_image, run.pictures))}</div>')
-    for title, rows in run.said:
+    for title, rows in run.samples:
         parts.append(f"<h3>{escape(title)}</h3>" + _table(rows))
     for title, row in (("Last step", run.last_step), ("Held out", run.held_out)):
         if row:

@@ -1,4 +1,4 @@
-"""What a run came to: report.md and report.html, with alarms in words, curves, words before and after, and metrics."""
+"""Write report.md and report.html of a run: its files become a RunSummary, which markdown.py and html.py render."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.report.alarms import Alarm, answered, find
-from hybrid_rlhf.report.html import Chapter, html
-from hybrid_rlhf.report.metric_names import meaning, shown
+from hybrid_rlhf.report.html import html
+from hybrid_rlhf.report.markdown import alarm_lines, cell, markdown, table
 from hybrid_rlhf.report.plots import PLOTS, draw
-from hybrid_rlhf.report.terminal import last_line, last_turn, number, one_line
+from hybrid_rlhf.report.run_summary import RunSummary
+from hybrid_rlhf.report.terminal import number, one_line
 
 REPORT, PAGE, METRICS = "report.md", "report.html", "metrics.jsonl"
 SAMPLES, ANSWERS = "samples.jsonl", "answers.jsonl"
 NUM_SHOWN = 4  # samples
-_SILENT = "None of the alarms went off."
 
 
 def conclude(folder: Path, stage: str, metrics: str = METRICS,
@@ -29,9 +29,9 @@ def conclude(folder: Path, stage: str, metrics: str = METRICS,
     The run has yet to leave its model: `warn` is told what cannot be drawn or written, and nothing is raised for it.
     `show` is given the pictures that were drawn. state: how far the run is, where it has not ended well.
     """
-    run = replace(chapter(folder, stage, metrics, warn), state=state)
+    run = replace(summarize(folder, stage, metrics, warn), state=state)
     show(run.pictures)
-    for name, text in ((REPORT, page(run)), (PAGE, html(f"{folder.resolve().name}: stage {stage}", [run]))):
+    for name, text in ((REPORT, markdown(run)), (PAGE, html(f"{folder.resolve().name}: stage {stage}", [run]))):
         try:
             write_file(folder / name, text)
         except (OSError, UserError) as error:  # UserError: a link is there
@@ -42,15 +42,15 @@ def conclude(folder: Path, stage: str, metrics: str = METRICS,
 def compare_stages(folder: Path, stages: list[str], table: list[dict], answers: list[dict]) -> Path:
     """folder/report.html over the finished stages in folder/STAGE, with `table` (rows of what each brought) on top and
     below it `answers`, the same prompts as each model answers them."""
-    chapters = [chapter(folder / stage, stage) for stage in stages if (folder / stage / METRICS).exists()]
+    runs = [summarize(folder / stage, stage) for stage in stages if (folder / stage / METRICS).exists()]
     path = folder / PAGE
-    write_file(path, html(folder.resolve().name, chapters, table, answers))
+    write_file(path, html(folder.resolve().name, runs, table, answers))
     return path
 
 
-def chapter(folder: Path, stage: str, metrics: str = METRICS,
-            warn: Callable[[str], None] = lambda _text: None) -> Chapter:
-    """All that is told of the run in `folder`; draws its plots."""
+def summarize(folder: Path, stage: str, metrics: str = METRICS,
+              warn: Callable[[str], None] = lambda _text: None) -> RunSummary:
+    """The summary of the run in `folder`; draws its plots."""
     history = read_history(folder / metrics)
     try:
         pictures, why = draw(history, folder), ""
@@ -61,10 +61,10 @@ def chapter(folder: Path, stage: str, metrics: str = METRICS,
         pictures, why = [], f"No plots: {words}."
         warn(f"cannot draw {folder / PLOTS}: {words}")
     samples, answers = (read_history(path) if (path := folder / name).exists() else [] for name in (SAMPLES, ANSWERS))
-    run = json.loads((folder / "run.json").read_text(encoding="utf-8")) if (folder / "run.json").exists() else {}
-    said = before_and_after(samples, answers)
-    alarms = find(history) + (answered(said[1]) if answers else [])
-    return Chapter(stage, alarms, history, pictures, why, *said, run)
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8")) if (folder / "run.json").exists() else {}
+    before, after = before_and_after(samples, answers)
+    alarms = find(history) + (answered(after) if answers else [])
+    return RunSummary(stage, alarms, history, pictures, why, before, after, record)
 
 
 def before_and_after(samples: list[dict], answers: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -90,56 +90,10 @@ def read_history(path: Path) -> list[dict]:
     return rows
 
 
-def page(run: Chapter) -> str:
-    """The report as Markdown."""
-    lines = [f"# Report of stage {run.stage}", "", *([f"**{_cell(run.state, 600)}**", ""] if run.state else []),
-             *(f"- {_cell(line, 400)}" for line in run.header)]
-    lines += [""] * bool(run.header) + [f"{line}\n" for line in run.first_step]
-    lines += ["## Alarms", "", *alarm_lines(run.alarms), "", "## Curves", ""]
-    lines += [f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in run.pictures] or [
-        run.no_pictures or "Nothing to draw."]
-    for title, rows in run.said:
-        lines += ["", f"## {title}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-        lines += ["| " + " | ".join(
-            number(v) if isinstance(v, (int, float)) else _cell(_end(v) if name == "prompt" else v)
-            for name, v in row.items()) + " |" for row in rows]
-    lines += ["", "## Metrics", ""]
-    lines += _table("the last step", run.last_step) if run.last_step else ["No step was taken."]
-    lines += ["", *_table("held out", run.held_out)] if run.held_out else []
-    if run.record:
-        lines += ["", "## Made by", "", f"`{run.record.get('command', '')}`", "", run.versions]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(text: object, length: int = 160) -> str:
-    """Text in a cell of a table: one line, nothing in it that Markdown or a terminal would take for its own."""
-    plain = one_line(str(text or ""), length)
-    return "".join(f"\\{c}" if c in "\\|`*_<>[]!#~" else c for c in plain)
-
-
-def _end(prompt: object, length: int = 160) -> str:
-    """The last turn of a prompt; of one that is too long for a cell the end."""
-    return last_line("", last_turn(str(prompt or "")), length)
-
-
 def conclude_comparison(folder: Path, title: str, rows: list[dict], found: list[Alarm]) -> None:
     """folder/report.md of several models compared: alarms, and a table with a row of figures for each model."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [f"# {title}", "", "## Alarms", "", *alarm_lines(found), "", "## Held-out prompts", "",
-             "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    lines += ["| " + " | ".join(number(v) if isinstance(v := row.get(name), (int, float)) else _cell(v)
-                                for name in names) + " |" for row in rows]
+             *table(names, [[number(v) if isinstance(v := row.get(name), (int, float)) else cell(v) for name in names]
+                            for row in rows])]
     write_file(folder / REPORT, "\n".join(lines) + "\n")
-
-
-def alarm_lines(found: list[Alarm]) -> list[str]:
-    """Alarms as list items, or the sentence that there are none."""
-    return [f"- **{alarm.name}**: {alarm.text}" for alarm in found] or [_SILENT]
-
-
-def _table(title: str, row: dict) -> list[str]:
-    values = [(name.removeprefix("eval/"), shown(name, value), meaning(name))
-              for name, value in sorted(row.items()) if name != "step"]
-    return [f"| {title} (step {row['step']}) | | |", "|---|---|---|",
-            *(f"| {name} | {value if isinstance(value, str) else number(value)} | {text} |"
-              for name, value, text in values)]

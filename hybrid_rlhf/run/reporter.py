@@ -14,9 +14,9 @@ from hybrid_rlhf.core.metrics import RECOMPUTED
 from hybrid_rlhf.core.random_state import undisturbed
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.report.alarms import memory_growth
-from hybrid_rlhf.report.first_step import first_lines
 from hybrid_rlhf.report.notebook import display
 from hybrid_rlhf.report.pace import ANSWER, REPORT
+from hybrid_rlhf.report.run_summary import first_lines
 from hybrid_rlhf.report.summary import conclude
 from hybrid_rlhf.report.terminal import number, one_line, roughly
 from hybrid_rlhf.report.trackers import start_trackers

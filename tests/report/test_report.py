@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from hybrid_rlhf.report import plots, summary
-from hybrid_rlhf.report.html import Chapter
 from hybrid_rlhf.report.plots import SUBJECTS, lines_of, smooth
+from hybrid_rlhf.report.run_summary import RunSummary
 
 pytestmark = pytest.mark.plots
 
@@ -145,4 +145,4 @@ def test_a_reward_model_s_scores_of_the_same_responses_stand_side_by_side(folder
 
 def test_a_long_prompt_keeps_its_end_where_the_question_is():
     rows = [{"step": 1, "prompt": f"system {'x ' * 100}user How hot is tea?", "completion": "Hot."}]
-    assert "How hot is tea?" in summary.page(Chapter("sft", [], [], [], "", [], rows, {}))
+    assert "How hot is tea?" in summary.markdown(RunSummary("sft", [], [], [], "", [], rows, {}))
