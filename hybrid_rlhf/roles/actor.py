@@ -92,23 +92,19 @@ class Actor:
                teacher: TeacherTargets | None = None) -> Metrics:
         """One optimizer step. loss_fn(TokenScores, rows of the minibatch, its Totals) -> their share of the loss, and
         {metric: (mean, weight)}. teacher: on the minibatch's actions; the scores then have their divergence from it."""
-        with self.staying():
-            return self._update(minibatch, loss_fn, auxiliary, teacher)
-
-    def _update(self, minibatch: Rollout, loss_fn: Callable, auxiliary: AuxiliaryLoss | None,
-                teacher: TeacherTargets | None) -> Metrics:
         totals = minibatch.totals()
 
-        def policy_loss(scores: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
+        def loss_on_rows(scores: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
             return loss_fn(scores, minibatch.rows(index).to(self.engine.device), totals)
 
-        rows = [self._rows(minibatch.sequences(self.engine.pad_id), policy_loss, teacher=teacher,
-                           with_entropy=True, temperature=minibatch.temperature)]
-        if auxiliary is not None:
-            num_tokens = sum_over_ranks(auxiliary.batch.loss_mask[:, 1:].sum())
-            rows.append(self._rows(auxiliary.batch, lambda scores, _: auxiliary.loss_fn(scores, num_tokens),
-                                   auxiliary.weight))
-        return accumulate(self.engine, self.max_tokens, *rows)
+        with self.staying():
+            rows = [self._rows(minibatch.sequences(self.engine.pad_id), loss_on_rows, teacher=teacher,
+                               with_entropy=True, temperature=minibatch.temperature)]
+            if auxiliary is not None:
+                num_tokens = sum_over_ranks(auxiliary.batch.loss_mask[:, 1:].sum())
+                rows.append(self._rows(auxiliary.batch, lambda scores, _: auxiliary.loss_fn(scores, num_tokens),
+                                       auxiliary.weight))
+            return accumulate(self.engine, self.max_tokens, *rows)
 
     def fit_tokens(self, batch: SequenceBatch, loss_fn: Callable, teacher: TeacherTargets | None = None) -> Metrics:
         """One optimizer step on the loss tokens. `loss_fn(TokenScores, token count over all ranks)`. teacher: on these
@@ -153,22 +149,19 @@ class Actor:
 
         `loss_fn(logprobs (k, g), index of groups (g,))`: the summed log-probabilities of the loss tokens of each row.
         """
-        with self.staying():
-            return self._fit_sequences(batch, groups, loss_fn)
-
-    def _fit_sequences(self, batch: SequenceBatch, groups: Tensor, loss_fn: Callable) -> Metrics:
         lengths = batch.attention_mask.sum(1)[groups].amax(1) * groups.shape[1]  # a group costs k rows of its longest
         num_tokens = sum_over_ranks(batch.attention_mask.sum())
-        shares = expert_shares(self.engine, batch, self.max_tokens)
-        prefix_groups(self.engine, batch)  # tried before the first forward, so that a resumed run computes the same
+        with self.staying():
+            shares = expert_shares(self.engine, batch, self.max_tokens)
+            prefix_groups(self.engine, batch)  # tried before the first forward: a resumed run computes the same
 
-        def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
-            rows = batch.rows(groups[index].T.reshape(-1)).to(self.engine.device)
-            scores = self.engine(rows, expert_shares=shares(len(rows)))
-            loss, observed = loss_fn(summed(scores, rows).view(-1, len(index)), index)
-            return self._with_router_loss(loss, observed, scores, rows, num_tokens)
+            def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
+                rows = batch.rows(groups[index].T.reshape(-1)).to(self.engine.device)
+                scores = self.engine(rows, expert_shares=shares(len(rows)))
+                loss, observed = loss_fn(summed(scores, rows).view(-1, len(index)), index)
+                return self._with_router_loss(loss, observed, scores, rows, num_tokens)
 
-        return accumulate(self.engine, self.max_tokens, Rows(lengths, micro_batch_loss))
+            return accumulate(self.engine, self.max_tokens, Rows(lengths, micro_batch_loss))
 
     def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
         """(B,): the summed log-probabilities of each row's loss tokens, without gradients."""

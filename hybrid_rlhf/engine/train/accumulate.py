@@ -23,7 +23,7 @@ from torch import Tensor
 from hybrid_rlhf.core.distributed import is_main, max_over_ranks, world_size
 from hybrid_rlhf.core.errors import CRITIC_CURE, NotFinite, UserError
 from hybrid_rlhf.core.metrics import Metrics, Observed, on_host
-from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.core.out_of_memory import explained, is_out_of_memory
 from hybrid_rlhf.core.tensors import prefix_groups_within, token_budget_groups
 from hybrid_rlhf.engine.device_memory import peak_in, release
 from hybrid_rlhf.engine.hybrid import HybridEngine
@@ -40,6 +40,9 @@ _log = logging.getLogger(__name__)
 _PASS_WEIGHTS = {"cpu": 5e9}
 _is_rehearsal = False
 UPDATE, SCORE = "update", "score"  # the phases: with gradients and without
+_NO_ROOM = "its state does not fit: train fewer weights (model.lora.r) or take a smaller model"
+
+Shortage = tuple[Tensor, Exception]  # lengths of the micro-batch that ran out of memory, and the error
 
 
 @contextmanager
@@ -90,10 +93,12 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
                     reached.clear()
                     training.discard_gradients()
                     return metrics
-                is_short = bool(max_over_ranks(int(shortage is not None)))
-                norm = None if is_short else _optimizer_step(engine)
-                if is_short:
+                norm = None
+                if max_over_ranks(int(shortage is not None)):
                     reached.clear()
+                else:
+                    with explained(f"in the {engine.name}'s optimizer step", _NO_ROOM):
+                        norm = training.step()
         except BaseException:
             training.discard_gradients()
             raise
@@ -129,22 +134,39 @@ def _naming_unreached(engine: HybridEngine) -> Iterator[set[str]]:
                      "(model.freeze), or leave them out of lora.target_modules", engine.name, few(left, "weight"))
 
 
-def _passes(engine: HybridEngine, budget: int, minibatch: Sequence[Rows]
-            ) -> tuple[list[Observed], tuple[Tensor, Exception] | None]:
-    """The forward and backward passes of a step: what was observed in them, and (lengths of the micro-batch, error)
-    where memory ran out. One process then stops; several go on to the last, in which the others wait."""
+def _passes(engine: HybridEngine, budget: int, minibatch: Sequence[Rows]) -> tuple[list[Observed], Shortage | None]:
+    """The forward and backward passes of a step: what was observed in them, and where memory ran out, if it did."""
     micro_batches = [(rows, index) for rows in minibatch
                      for index in split(engine, rows.lengths, budget, rows.prefix_groups)]
     num_passes = max(1, engine.num_forwards(len(micro_batches)))  # under ZeRO 2 and 3 as many on every process
-    seen: list[Observed] = []
-    shortage = None
+    if num_passes > len(micro_batches) or _meets_others(engine, UPDATE):
+        return _passes_together(engine, micro_batches, num_passes)
+    observed: list[Observed] = []
+    for number, (rows, index) in enumerate(micro_batches, 1):
+        try:
+            loss, metrics = rows.micro_batch_loss(index)
+            engine.training.backward(loss, is_last=number == len(micro_batches))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return observed, (rows.lengths[index], error.with_traceback(None))  # its frames hold memory
+        observed.append(metrics)
+    return observed, None
+
+
+def _passes_together(engine: HybridEngine, micro_batches: Sequence[tuple[Rows, Tensor]], num_passes: int
+                     ) -> tuple[list[Observed], Shortage | None]:
+    """The same in step with other processes: dummy passes where there are no rows left, and a process that ran out of
+    memory goes on to the last pass, in which the others wait."""
+    observed: list[Observed] = []
+    shortage: Shortage | None = None
 
     def run(number: int, rows: Rows | None, index: Tensor | None) -> None:
         if rows is None:
             loss = engine.dummy_forward()
         else:
-            loss, observed = rows.micro_batch_loss(index)
-            seen.append(observed)
+            loss, metrics = rows.micro_batch_loss(index)
+            observed.append(metrics)
         engine.training.backward(loss, is_last=number == num_passes - 1)
 
     for i in range(num_passes):
@@ -155,16 +177,7 @@ def _passes(engine: HybridEngine, budget: int, minibatch: Sequence[Rows]
             raise error  # with the least there is to compute
         if error is not None:
             shortage = rows.lengths[index], error
-            if least is None:
-                break
-    return seen, shortage
-
-
-def _optimizer_step(engine: HybridEngine) -> float:
-    """The norm of the gradient before clipping."""
-    with explained(f"in the {engine.name}'s optimizer step", "its state does not fit: train fewer weights "
-                   "(model.lora.r) or take a smaller model"):
-        return engine.training.step()
+    return observed, shortage
 
 
 def token_budget(engine: HybridEngine, phase: str, max_tokens: int) -> int:

@@ -204,7 +204,12 @@ class ZeroTraining:
             is_skipped = True
         else:
             self.engine.set_gradient_accumulation_boundary(True)
-            self._engine_step()
+            try:
+                self.engine.step()
+            except Exception as error:
+                if is_loss_scale_exhausted(error):
+                    raise exhausted() from error
+                raise
             is_skipped = is_overflown(self.engine.optimizer, self.stage)
         if self.scale:
             self.scale.update(is_finite=not is_skipped)
@@ -217,14 +222,6 @@ class ZeroTraining:
         for parameter in self.parameters.values() if self.scale else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(1 / self.scale.value)
-
-    def _engine_step(self) -> None:
-        try:
-            self.engine.step()
-        except Exception as error:
-            if not is_loss_scale_exhausted(error):
-                raise
-            raise exhausted() from error
 
     def tensors(self) -> Iterator[Tensor]:
         """What training holds on the device beside the module's own tensors: optimizer state, fp32 masters, buffers."""
