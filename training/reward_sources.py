@@ -11,7 +11,7 @@ from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.environments.contract import Environments
-from hybrid_rlhf.environments.own_reward import source_of
+from hybrid_rlhf.environments.open import source_of
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.tokenizer import Tokenizer

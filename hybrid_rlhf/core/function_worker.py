@@ -1,14 +1,13 @@
-"""A call of a reward function, and the process that makes calls for another one (reward.isolate, environment.isolate).
+"""Runs a user's code: files, calls and their errors in one line; and the worker process of `*.isolate`, which does so
+for another process (rewards/isolation.py).
 
 As a process it is this file alone: it imports nothing of ours, so that it starts in a tenth of a second. Requests are
-pickles and replies are JSON, over a socket. Its arguments: the socket's number, the number of the process that starts
-it, and what must not be outlived: that "process", or the "thread" of it that started this one.
+pickles and replies are JSON, over a socket. Its arguments: the number of the socket, the id of the process that asks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
 import os
@@ -18,8 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from numbers import Real
@@ -27,19 +26,10 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+Source = tuple[str, str, str]  # "file" or "module"; its path or name; the dotted name in it
 
 
-def call(name: str, function: Callable, given: dict[str, list], options: dict) -> Any:
-    """What `function` answers; a tensor's or an array's numbers as lists. name: of the source, for messages."""
-    with no_second_process(f"reward source {name}"):
-        answer = function(**given, **options)
-        answer = asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
-        return answer.tolist() if hasattr(answer, "tolist") else answer
-
-
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer
+# -- in any process ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -53,6 +43,11 @@ def no_second_process(who: str) -> Iterator[None]:
             os.write(2, f"warning: {who} forks, and the child has come back from its code; the child is ended\n"
                      .encode("utf-8", "replace"))
             os._exit(1)
+
+
+async def awaited(answer: Awaitable[Any]) -> Any:
+    """A coroutine of any awaitable."""
+    return await answer
 
 
 def run_file(path: str) -> ModuleType:
@@ -85,18 +80,15 @@ def call_error(error: BaseException, function: Callable) -> str:
 
 
 def one_line(error: BaseException) -> str:
+    """The message of an error, on one line."""
     try:
         return " ".join(str(error).split())[:200]
-    except Exception:  # of someone else's class
+    except Exception:  # of a user's class
         return "its message cannot be shown"
 
 
-def signatures(module: ModuleType) -> list[tuple[str, list | None]]:
-    """Each function's name and [name, kind, whether it has a default] of its parameters; None where nobody knows."""
-    return [(name, parameters_of(value)) for name, value in vars(module).items() if callable(value)]
-
-
 def parameters_of(function: Callable) -> list | None:
+    """[name, kind, whether it has a default] of each parameter; None where the signature is unknown."""
     try:
         return [(p.name, p.kind.name, p.default is not p.empty) for p in
                 inspect.signature(function).parameters.values()]
@@ -104,70 +96,125 @@ def parameters_of(function: Callable) -> list | None:
         return None
 
 
-def plain(value: Any) -> object:
-    """An answer as JSON; {"shown", "type"} for what is no number, text or None, and is only to be shown."""
+def as_json_value(value: object) -> object:
+    """An object that JSON cannot hold as a value that it can, for a model to read."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return f"({memoryview(value).nbytes} bytes, which are no text)"
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)  # in an order that does not depend on hashes
+    return value.tolist() if hasattr(value, "tolist") else str(value)  # numpy's and torch's
+
+
+# -- in the worker process ---------------------------------------------------------------------------------------------
+
+
+class _CodeError(Exception):
+    """A user's code failed; the message follows its name. is_type_error: whether it raised TypeError."""
+
+    is_type_error = False
+
+
+class _Worker:
+    """Holds modules and instances of a user's classes, and calls them, one call at a time."""
+
+    def __init__(self) -> None:
+        self._modules: dict[tuple[str, str], Any] = {}
+        self._instances: dict[int, Any] = {}
+        self._loop = asyncio.new_event_loop()  # one for all calls: a session that an environment has opened lives on
+
+    def load(self, sources: Sequence[tuple[str, str]], sys_path: list[str]) -> list:
+        """Run the files and import the modules; answers [name, parameters] of the first one's functions."""
+        sys.path[:] = sys_path
+        with suppress(OSError):  # where memory runs out the system ends this process, and not the run
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        for kind, where in sources:
+            try:
+                self._modules[kind, where] = run_file(where) if kind == "file" else import_module(where)
+            except BaseException as error:
+                raise _CodeError(file_error(where, error)) from error
+        first = self._modules[sources[0]]
+        return [(name, parameters_of(value)) for name, value in vars(first).items() if callable(value)]
+
+    def make(self, number: int, source: Source, options: Mapping[str, Any]) -> None:
+        """Construct the instance `number`."""
+        factory = self._named(source)
+        function = factory.__init__ if inspect.isclass(factory) else factory
+        self._instances[number] = self._called("the environment", function, lambda: factory(**options))
+
+    def call(self, who: str, target: Source | tuple[int, str], values: Sequence = (), named: Mapping[str, Any] = {},
+             as_text: bool = False) -> object:
+        """What the function `target`, or the method of an instance, answers. as_text: for a model to read."""
+        function = self._named(target) if len(target) == 3 else getattr(self._instances[target[0]], target[1], None)
+        if function is None:  # a reset that the class does not have
+            return None
+        answer = self._called(who, function, lambda: function(*values, **named))
+        return _text_value(answer) if as_text else _strict(answer)
+
+    def _called(self, who: str, function: Callable, call: Callable[[], Any]) -> Any:
+        try:
+            with no_second_process(who):
+                answer = call()
+                return self._loop.run_until_complete(awaited(answer)) if inspect.isawaitable(answer) else answer
+        except BaseException as error:
+            failure = _CodeError(call_error(error, function))
+            failure.is_type_error = isinstance(error, TypeError)
+            raise failure from error
+
+    def _named(self, source: Source) -> Any:
+        value = self._modules[source[:2]]
+        for part in source[2].split("."):
+            value = getattr(value, part)
+        return value
+
+
+def _text_value(value: Any) -> object:
+    try:
+        return json.loads(json.dumps(value, default=as_json_value))
+    except BaseException as error:  # of a user's class
+        return f"(a {type(value).__name__}, which cannot be shown: {type(error).__name__})"
+
+
+def _strict(value: Any) -> object:
+    """An answer to compute with: numbers, text, None, lists and dicts of them; of others type and repr."""
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if callable(getattr(value, "numel", None)) and value.numel() == 1:  # torch's
-        return plain(value.item())
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [plain(each) for each in value]
-    return float(value) if isinstance(value, Real) else {"shown": repr(value), "type": type(value).__name__}
+    if callable(getattr(value, "tolist", None)):  # numpy's and torch's
+        return _strict(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_strict(each.item() if hasattr(each, "numel") and each.numel() == 1 else each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _strict(each) for key, each in value.items()}
+    return float(value) if isinstance(value, Real) else {"__type__": type(value).__name__, "repr": repr(value)[:1000]}
 
 
 def serve(connection: Connection) -> None:
-    """Do what is asked until nobody asks any more. The first request says where the functions are."""
-    sys.path[:], kind, where = pickle.loads(connection.recv_bytes())
-    known: Any = None
-    reply: tuple[str, object]
-    try:
-        known = run_file(where) if kind == "file" else import_module(where)
-        reply = "ok", signatures(known) if kind == "file" else []
-    except BaseException as error:
-        reply = "error", file_error(where, error)
+    """Answer requests until the other process is gone."""
+    worker = _Worker()
     while True:
-        connection.send_bytes(json.dumps(reply).encode())
-        source, name, given, options = pickle.loads(connection.recv_bytes())
-        function = known
-        for part in name.split("."):
-            function = getattr(function, part)
+        operation, seconds, given = pickle.loads(connection.recv_bytes())
+        if seconds is not None:  # should the other process be gone by then: this ends a call of compiled code, too
+            signal.setitimer(signal.ITIMER_REAL, seconds + 2)
         try:
-            reply = "ok", plain(call(source, function, given, options))
-        except BaseException as error:
-            reply = "error", call_error(error, function)
+            reply = json.dumps({"answer": getattr(worker, operation)(**given)})
+        except BaseException as error:  # of a user's code, or of what it has answered
+            message = str(error) if isinstance(error, _CodeError) else f"gave an unreadable answer: {one_line(error)}"
+            reply = json.dumps({"error": message, "is_type_error": getattr(error, "is_type_error", False)})
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        connection.send_bytes(reply.encode())
 
 
-def _end_with(parent: int, starter: str) -> None:
-    """Nobody is left to ask: a function that never returns must not outlive the run.
-
-    Linux ends this process itself, in the midst of a regular expression too, where no thread gets a turn. It does so
-    when the thread that started it ends, so only where that is the other process's main one; else a thread watches.
-    """
-    if not (starter == "process" and _system_ends_this()):
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    elif os.getppid() != parent:  # it had ended before
-        os._exit(0)
-
-
-def _system_ends_this() -> bool:
-    """Ask Linux for SIGKILL when the thread that started this process ends; returns whether it will."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        return ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) == 0
-    except (OSError, AttributeError):  # a C library without it
-        return False
-
-
-def _watch(parent: int) -> None:
+def _end_with(parent: int) -> None:
+    """A function that never returns must not outlive the run."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(0, signal.SIGKILL)  # of a session of its own
 
 
 if __name__ == "__main__":
-    _end_with(int(sys.argv[2]), sys.argv[3])
+    threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
     try:
         serve(Connection(int(sys.argv[1])))
-    except (EOFError, OSError):  # the other process has gone
-        os._exit(0)
+    except (EOFError, OSError):  # the other process is gone
+        os.killpg(0, signal.SIGKILL)

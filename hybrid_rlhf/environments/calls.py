@@ -1,12 +1,14 @@
-"""Calls of environments and tools: side by side, each within its time, and whatever they do becomes an answer."""
+"""Calls of environments and tools: side by side, each within its time, each with one outcome."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -15,12 +17,11 @@ from typing import Any, NamedTuple
 from hybrid_rlhf.core.function_worker import no_second_process, one_line
 from hybrid_rlhf.core.text_safety import escape_control, shortened
 from hybrid_rlhf.data.messages import clean
-from hybrid_rlhf.environments.event_loop import EventLoop
-from hybrid_rlhf.environments.hung_threads import interrupt
 from hybrid_rlhf.rewards.deadline import Overdue, within
 from hybrid_rlhf.rewards.process_state import unchanged
 
 _WHO = "the environment"
+_PATIENCE = 1.0  # seconds until a loop that was asked to cancel a coroutine must have done so
 
 
 class CallError(Exception):
@@ -28,11 +29,11 @@ class CallError(Exception):
 
 
 class LateError(CallError):
-    """A call that keeps its time itself (`keep_time`) was not done in time."""
+    """A call that bounds its own time (`keep_time`) was not done in time."""
 
 
 class Outcome(NamedTuple):
-    """What became of a call. error: why there is no value, in one line, or None. is_late: its time was up."""
+    """The result of a call. error: why there is no value, in one line, or None. is_late: its time was up."""
 
     value: Any = None
     error: str | None = None
@@ -41,7 +42,8 @@ class Outcome(NamedTuple):
 
 @dataclass(eq=False)
 class _Job:
-    """What is done twice at once, by the clock and by the call, is done by who takes the lock first, for good."""
+    """A call. Each lock is taken once, for good: by the call that ends, or by the clock that gives it up. Nothing else
+    is shared with its thread, which may therefore be interrupted anywhere."""
 
     key: Hashable
     call: Callable[[], object]
@@ -64,8 +66,8 @@ _thread = threading.local()  # job: what a pool's thread is doing
 
 
 def keep_time() -> None:
-    """The call that is being made in this thread ends in time by itself, with LateError, and is not interrupted. That
-    counts where a pool has threads; with num_workers 0 the pool's clock goes on."""
+    """The call in this thread bounds its own time, by LateError, and is not interrupted. With num_workers 0 the pool's
+    clock goes on."""
     if getattr(_thread, "job", None) is not None:
         _thread.job.keeps_time = True
 
@@ -90,7 +92,8 @@ class CallPool:
         self._done: list[tuple[Any, Outcome]] = []
         self._num_threads = 0  # workers that do not hang
         self._is_closed = False
-        self._loop = EventLoop()
+        self._loop: _LoopThread | None = None  # of coroutines, from the first one on
+        self._loop_lock = threading.Lock()
 
     @property
     def num_waiting(self) -> int:
@@ -152,7 +155,10 @@ class CallPool:
         for _ in range(self._num_threads):
             self._jobs.put(None)
         self._open, self._done = {}, []
-        self._loop.close()
+        with self._loop_lock:
+            if self._loop is not None:
+                self._loop.retire()
+            self._loop = None
 
     def _add_worker(self) -> None:
         if self._num_threads < self._num_workers and not self._is_closed:
@@ -194,7 +200,14 @@ class CallPool:
     def _await(self, job: _Job, answer: Awaitable) -> None:
         spent = time.monotonic() - (job.began or 0)
         job.began = None  # the time until there is a loop that is not blocked is not the call's
-        job.cancel = self._loop.start(self._finish(job, answer))
+        with self._loop_lock:
+            if self._loop is not None and not self._loop.answers():
+                self._loop.retire()
+                _interrupt(self._loop.thread.ident)
+                self._loop = None
+            if self._loop is None:
+                self._loop = _LoopThread()
+            job.cancel = self._loop.start(self._finish(job, answer))
         job.began = time.monotonic() - spent
         if job.is_given_up:
             job.cancel()
@@ -229,7 +242,7 @@ class CallPool:
         self._end(job, self._late())
         if job.has_left_worker.acquire(blocking=False):
             if not job.keeps_time:
-                interrupt(job.thread_id)
+                _interrupt(job.thread_id)
             self._num_threads -= 1
             self._add_worker()
         elif job.cancel is not None:
@@ -265,3 +278,55 @@ def _drop(answer: Outcome | Awaitable) -> None:
     """A coroutine that nobody waits for any more is closed: Python warns of one that was never awaited."""
     if inspect.iscoroutine(answer):
         answer.close()
+
+
+def _interrupt(thread_id: int | None) -> None:
+    """Raise SystemExit in that thread once its Python code goes on, so that an endless loop does not slow training down
+    for the rest of the run. A wait inside of C (a sleep, a socket) ends first."""
+    if thread_id is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(SystemExit))
+
+
+class _LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._is_over = False
+        self._heard: threading.Event | None = None
+        self.thread = threading.Thread(target=self._run, name="environment event loop", daemon=True)
+        self.thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], None]:
+        """Run it, and return at once, with a function that cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+        def cancel() -> None:
+            future.cancel()
+            heard = threading.Event()
+            self._loop.call_soon_threadsafe(heard.set)
+            self._heard = heard
+
+        return cancel
+
+    def answers(self) -> bool:
+        """Whether it goes on after the last cancellation: false where a coroutine blocks it."""
+        return self._heard is None or self._heard.wait(_PATIENCE)
+
+    def retire(self) -> None:
+        """End it when its coroutines, which were cancelled before, have ended."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        while not self._is_over:
+            with suppress(BaseException):  # SystemExit of a task that a coroutine has started: the others go on
+                self._loop.run_forever()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others)
+        self._is_over = True
+        self._loop.stop()

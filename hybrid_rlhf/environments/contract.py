@@ -1,11 +1,11 @@
-"""What an environment is: TRL's class of `reset`, tools and `get_reward`, or one with `step(messages)`."""
+"""The contract of environments: TRL's class of `reset`, tools and `get_reward`, or one with `step(messages)`."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -16,9 +16,9 @@ import numpy as np
 from hybrid_rlhf.core.errors import UserError, check, nearest
 from hybrid_rlhf.core.function_worker import call_error, no_second_process, one_line
 from hybrid_rlhf.environments.calls import CallError
-from hybrid_rlhf.environments.isolated import ApartError, lane_of
 from hybrid_rlhf.models.tool_schema import schema_of
 from hybrid_rlhf.rewards.functions import fresh, parameters
+from hybrid_rlhf.rewards.isolation import CallFailed
 from hybrid_rlhf.rewards.process_state import unchanged
 
 _NO_TOOLS = ("reset", "get_reward")
@@ -31,7 +31,8 @@ class Environment:
 
     has_step: it answers what the model says by itself, whether that calls a tool or not. has_reward: it knows a reward
     of its own. tools: the plain functions by name, which belong to no instance. make: constructs an instance; None
-    where there are only tools.
+    where there are only tools. needed: columns that reset cannot do without. lane_of: what the calls of an instance
+    wait for, for CallPool.start.
     """
 
     name: str
@@ -40,7 +41,8 @@ class Environment:
     has_reward: bool
     tools: Mapping[str, Callable] = field(default_factory=dict)
     make: Callable[[], object] | None = None
-    needed: tuple[str, ...] = ()  # columns that reset cannot do without
+    needed: tuple[str, ...] = ()
+    lane_of: Callable[[object], Hashable] = field(default=lambda _: None, kw_only=True)
     _spare: list[object] = field(default_factory=list)  # the instance that was made to look at
 
     @property
@@ -124,7 +126,7 @@ class Instance:
     """
 
     def __init__(self, environment: Environment, own: Any) -> None:
-        self.environment, self.object, self.lane = environment, own, lane_of(own)
+        self.environment, self.object, self.lane = environment, own, environment.lane_of(own)
         self._lock = threading.Lock()
         self._runs = ""
 
@@ -262,10 +264,11 @@ def _in_words(name: str, function: Callable, hint: str) -> Iterator[None]:
         yield
     except CallError:
         raise
+    except CallFailed as error:
+        raise CallError(f"{name} {error}{f'; {hint}' if hint and error.is_type_error else ''}") from error
     except Exception as error:
         ending = f"; {hint}" if hint and isinstance(error, TypeError) else ""
-        said = str(error) if isinstance(error, ApartError) else call_error(error, function)
-        raise CallError(f"{name} {said}{ending}") from error
+        raise CallError(f"{name} {call_error(error, function)}{ending}") from error
 
 
 def _same(answer: Any) -> Any:

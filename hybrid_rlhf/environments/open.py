@@ -1,9 +1,10 @@
-"""Environments and tools by their names in the settings."""
+"""Environments and tools by their names in the settings, and the reward source of environments."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from hybrid_rlhf.core.errors import UserError, check, nearest
 from hybrid_rlhf.environments.builtin import BUILTINS
 from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
 from hybrid_rlhf.rewards.functions import from_python, parameters, run_named
+from hybrid_rlhf.rollout import Rollout
 
 
 def open_environments(factory: str | Mapping[str, str] | None, tools: Sequence[str],
@@ -107,3 +109,25 @@ def _named(text: str, option: str, files: dict[str, ModuleType]) -> Callable:
 def _own_names(module: ModuleType) -> list[str]:
     """What can be called and was made in the file itself."""
     return [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+
+
+@dataclass
+class EnvironmentSource:
+    """The rewards that the environment of each episode has given (get_reward, and those of its steps)."""
+
+    name: str
+
+    def score(self, rollout: Rollout) -> list[float | None]:
+        """`rollout.episode_rewards`: B numbers, None of an episode whose environment has no reward of its own. The
+        reward of a turn stands at its last token (rollout.token_scores)."""
+        rollout.token_scores = rollout.turn_rewards()
+        rollout.step_ends = rollout.rewarded_turn_ends()
+        return rollout.episode_rewards
+
+
+def source_of(environments: Environments, malformed_penalty: float = 0.0) -> EnvironmentSource | None:
+    """The source of the environments that have a reward, named as the class where it is one; None where none has."""
+    names = {kind.name for kind in environments.kinds if kind.has_reward or kind.has_step or malformed_penalty}
+    if not names:
+        return None
+    return EnvironmentSource(names.pop() if len(names) == 1 else "environment")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from hybrid_rlhf.core.function_worker import as_json_value
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data.messages import clean
 
@@ -28,7 +29,7 @@ def _within_bounds(value: object, max_chars: int) -> str:
     try:
         if isinstance(value, list) and value and all(map(_is_block, value)):
             return "".join(map(_text_of_block, value))
-        plain = value if isinstance(value, (list, tuple, dict)) else _plain(value)
+        plain = value if isinstance(value, (list, tuple, dict)) else as_json_value(value)
         return plain if isinstance(plain, str) else _json(plain, max_chars)
     except KeyboardInterrupt:
         raise
@@ -50,25 +51,9 @@ def _text_of_block(part: dict) -> str:
 def _json(value: object, max_chars: int) -> str:
     """JSON that ends soon after max_chars characters: nobody waits for the rest of a large table."""
     pieces, length = [], 0
-    for piece in json.JSONEncoder(ensure_ascii=False, default=_plain).iterencode(value):
+    for piece in json.JSONEncoder(ensure_ascii=False, default=as_json_value).iterencode(value):
         pieces.append(piece)
         length += len(piece)
         if length > max_chars:
             break
     return "".join(pieces)
-
-
-def _plain(value: object) -> object:
-    """What JSON has no word for by what it has one for."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return f"({memoryview(value).nbytes} bytes, which are no text)"
-    try:
-        if isinstance(value, (set, frozenset)):
-            return sorted(value, key=repr)  # Python has no order for them that is the same tomorrow
-        return value.tolist() if hasattr(value, "tolist") else str(value)  # numpy's and torch's
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # of someone else's class
-        return f"(a {type(value).__name__}, which cannot be shown: {type(error).__name__})"

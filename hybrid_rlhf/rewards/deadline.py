@@ -1,4 +1,4 @@
-"""Calls of someone else's code that must end in time."""
+"""Calls of a user's code in this process that must end in time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybrid_rlhf.core.function_worker import one_line
 
 T = TypeVar("T")
 
-_EVERY, _PATIENCE = 0.1, 1.0  # seconds between two signals, and until they come without pause
+_EVERY = 0.1  # seconds between two signals
 
 
 class Overdue(TimeoutError):
@@ -23,16 +23,16 @@ class Overdue(TimeoutError):
 
 
 class _Expired(BaseException):
-    """Raised inside the call. No Exception: a `try: ... except Exception` of the called code must not swallow it."""
+    """Raised inside the call. Not an Exception: `except Exception` in the called code must not swallow it."""
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
     """`call()`, or Overdue after `seconds` of wall time. What it raises is raised here.
 
-    In the main thread a timer signal (SIGALRM) ends the call, in the midst of a regular expression too. It comes again
-    and again, for code that catches all exceptions. A call that takes that signal for itself loses this protection
-    while it has it, and one that returns too late is Overdue all the same. Elsewhere the call runs in a thread of its
-    own, which is left behind when its time is up.
+    In the main thread a timer signal (SIGALRM) ends the call, in the midst of a regular expression too, and comes again
+    for code that catches it once. A call that takes that signal for itself loses this protection while it has it, and
+    one that returns too late is Overdue all the same. Elsewhere the call runs in a thread of its own, which is left
+    behind when its time is up.
     """
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer") and not _has_loop():
         return _alarmed(seconds, call)
@@ -52,30 +52,24 @@ def _alarmed(seconds: float, call: Callable[[], T]) -> T:
     here, began, is_over = inspect.currentframe(), time.monotonic(), False
 
     def expire(_number: int, frame: FrameType | None) -> None:
-        if is_over or frame is None or frame is here or frame.f_code is expire.__code__:
-            return  # nothing of the call was interrupted
-        if time.monotonic() - began > seconds + _PATIENCE:
-            # Clean-up had its time. One of the next comes while `except:` handles this one, where nothing catches it;
-            # at equal distances they would all come in the midst of the same wait.
-            signal.setitimer(signal.ITIMER_REAL, (1 + time.perf_counter_ns() % 20) * 1e-6, 1e-3)
-        raise _Expired
+        if not is_over and frame is not here:  # else the call has just ended
+            raise _Expired
 
     before = signal.signal(signal.SIGALRM, expire)
-    waiting, every = signal.setitimer(signal.ITIMER_REAL, seconds, _EVERY)
+    waiting = signal.setitimer(signal.ITIMER_REAL, seconds, _EVERY)
     try:
         answer = call()
     except BaseException as error:
         is_over = True
-        is_late = time.monotonic() - began > seconds and not isinstance(error, KeyboardInterrupt)
         if isinstance(error, _Expired):
             raise Overdue(f"no answer within {seconds:g} s") from None
-        if is_late:
+        if time.monotonic() - began > seconds and not isinstance(error, KeyboardInterrupt):
             raise Overdue(f"no answer within {seconds:g} s (then it raised {type(error).__name__}: "
                           f"{one_line(error)})") from error
         raise
     finally:
         is_over = True
-        signal.setitimer(signal.ITIMER_REAL, waiting, every)
+        signal.setitimer(signal.ITIMER_REAL, *waiting)
         signal.signal(signal.SIGALRM, before)
     if time.monotonic() - began > seconds:  # it has swallowed the signal, or switched it off
         raise Overdue(f"no answer within {seconds:g} s")

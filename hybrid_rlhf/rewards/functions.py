@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import time
@@ -14,15 +15,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, nearest
-from hybrid_rlhf.core.function_worker import call, call_error, file_error, one_line, run_file
+from hybrid_rlhf.core.function_worker import awaited, call_error, file_error, no_second_process, one_line, run_file
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards import BadAnswer, shown
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.deadline import Overdue, within
 from hybrid_rlhf.rewards.isolation import (
     CallFailed,
-    FunctionProcess,
     IsolatedFunction,
+    WorkerProcess,
     function_of_module,
     functions_of_file,
 )
@@ -51,51 +52,58 @@ class FunctionSource:
     def score(self, rollout: Rollout) -> list:
         if not len(rollout):
             return []
+        given = self._arguments(rollout)
         try:
-            with unchanged(f"reward source {self.name}"):
-                return self._answer(self._taken(inputs(rollout)) | self._environments(rollout), self.timeout)
+            return self._answer(given, self.timeout)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            i, own = self._culprit(rollout, error)
+            i, cause = self._culprit(rollout, error)
             which = f"response {i} of {len(rollout)}" if i is not None else f"the {len(rollout)} responses together"
             ending = f": {shown(rollout, i)}" if i is not None else ""
-            what = described(own, self.timeout, self.function)
-            given = ", ".join(self._taken(inputs(rollout)))
-            raise BadAnswer(f"reward source {self.name}: {what} for {which}{ending}; it was given {given}; fix the "
-                            "function, or give another") from error
+            names = ", ".join(name for name in given if name != "environments")
+            raise BadAnswer(f"reward source {self.name}: {self._described(cause)} for {which}{ending}; it was given "
+                            f"{names}; fix the function, or give another") from error
 
     def _answer(self, given: dict[str, list], seconds: float) -> Any:
-        if isinstance(self.function, IsolatedFunction):
-            return self.function(self.name, given, self.options, seconds)
-        return within(seconds, lambda: call(self.name, self.function, given, fresh(self.options)))
+        who, named = f"reward source {self.name}", given | fresh(self.options)
+        with unchanged(who):
+            if isinstance(self.function, IsolatedFunction):
+                return self.function(who, named, seconds)
+            return within(seconds, lambda: _called(who, self.function, named))
 
     def _culprit(self, rollout: Rollout, error: BaseException) -> tuple[int | None, BaseException]:
         """The first response that fails alone as well, within as much time again, and how; None if none does."""
         deadline = time.monotonic() + self.timeout
-        given = self._taken(inputs(rollout)) | self._environments(rollout)
+        given = self._arguments(rollout)
         for i in range(len(rollout)):
-            one = {name: values[i : i + 1] for name, values in given.items()}
             try:
-                with unchanged(f"reward source {self.name}"):
-                    self._answer(one, max(deadline - time.monotonic(), 0.01))
+                self._answer({name: values[i : i + 1] for name, values in given.items()},
+                             max(deadline - time.monotonic(), 0.01))
             except KeyboardInterrupt:
                 raise
-            except BaseException as own:
-                return i, own
+            except BaseException as cause:
+                return i, cause
         return None, error
 
-    def _taken(self, given: dict[str, list]) -> dict[str, list]:
-        named, takes_all = parameters(self.function)
-        return {k: v for k, v in given.items() if k not in self.options and (takes_all or k in named)}
+    def _described(self, error: BaseException) -> str:
+        """What happened, in one line, with the line of the function's own file."""
+        if not isinstance(error, Overdue):
+            return str(error) if isinstance(error, CallFailed) else call_error(error, self.function)
+        raised = error.__cause__
+        ending = f" (then it raised {type(raised).__name__}: {one_line(raised)})" if raised else ""
+        return f"no answer within {self.timeout:g} s (reward.timeout){ending}"
 
-    def _environments(self, rollout: Rollout) -> dict[str, list]:
-        """The environment of each episode, themselves, as TRL hands them on: for a function that names them, or takes
-        any keyword, in this process."""
+    def _arguments(self, rollout: Rollout) -> dict[str, list]:
+        """Copies of the inputs that the function takes; the environment of each episode, themselves, as TRL hands them
+        on, for a function that names them, or takes any keyword, in this process."""
         named, takes_all = parameters(self.function)
+        given = {k: v for k, v in inputs(rollout).items() if k not in self.options and (takes_all or k in named)}
         is_taken = "environments" in named or (takes_all and not isinstance(self.function, IsolatedFunction))
-        own = [episode.environment for episode in rollout.episodes]
-        return {"environments": own} if is_taken and any(e is not None for e in own) else {}
+        environments = [episode.environment for episode in rollout.episodes]
+        if is_taken and any(each is not None for each in environments):
+            given["environments"] = environments
+        return given
 
     def takes(self, column: str) -> bool:
         """Whether the function is given a column of the data, and, if it is one of ours, reads it."""
@@ -151,13 +159,12 @@ def parameters(function: Callable) -> tuple[list[str], bool]:
     return [p.name for p in found if p.kind is not p.VAR_KEYWORD], any(p.kind is p.VAR_KEYWORD for p in found)
 
 
-def described(error: BaseException, timeout: float, function: Callable) -> str:
-    """What happened, in one line, with the line of the function's own file."""
-    if isinstance(error, Overdue):
-        raised = error.__cause__
-        ending = f" (then it raised {type(raised).__name__}: {one_line(raised)})" if raised else ""
-        return f"no answer within {timeout:g} s (reward.timeout){ending}"
-    return str(error) if isinstance(error, CallFailed) else call_error(error, function)
+def _called(who: str, function: Callable, named: dict) -> Any:
+    """The function's answer; a tensor's or an array's numbers as lists."""
+    with no_second_process(who):
+        answer = function(**named)
+        answer = asyncio.run(awaited(answer)) if inspect.isawaitable(answer) else answer
+        return answer.tolist() if hasattr(answer, "tolist") else answer
 
 
 _given: dict[str, Callable] = {}  # functions that a Python program has handed over, by name
@@ -188,7 +195,7 @@ def open_functions(given: list[str], options: dict[str, dict], timeout: float, i
     A file is run once, with `isolate` in a process of its own. Raises UserError for what cannot be had.
     """
     modules: dict[str, ModuleType | SimpleNamespace] = {}
-    processes: dict[str, FunctionProcess] = {}  # of the modules that functions given from Python are imported from
+    processes: dict[str, WorkerProcess] = {}  # of the modules that functions given from Python are imported from
     found: list[FunctionSource] = []
     for text in given:
         path, _, name = text.partition("@")[0].rpartition(":") if text.startswith("python:") else text.rpartition(":")

@@ -1,4 +1,5 @@
-"""Reward functions in a process of their own, which is killed when a call takes too long (reward.isolate)."""
+"""The worker process that runs a user's code and is killed when a call takes too long (reward.isolate and
+environment.isolate). What it does there is in core/function_worker.py."""
 
 from __future__ import annotations
 
@@ -10,13 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Executor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +26,16 @@ from hybrid_rlhf.rewards.deadline import Overdue
 _START_SECONDS = 10.0  # a new process has at least: no response is to blame for how long it takes
 
 
-class CallFailed(Exception):  # noqa: N818 - another one's failure, in words
-    """What became of a call in another process, in one line."""
+class CallFailed(Exception):  # noqa: N818 - the failure of another process's code, in words
+    """What became of a call in a worker process, in one line that follows the function's name."""
+
+    def __init__(self, what: str, is_type_error: bool = False) -> None:
+        super().__init__(what)
+        self.is_type_error = is_type_error
 
 
 class Foreign:
-    """Stands for an answer that stayed in the other process: it is only to be shown."""
+    """Stands for an answer that stayed in the worker process; it can only be shown."""
 
     def __init__(self, shown: str) -> None:
         self.shown = shown
@@ -42,83 +44,85 @@ class Foreign:
         return self.shown
 
 
-class FunctionProcess:
-    """A process that holds the functions of a file (kind "file") or of a module; started again after it has ended.
+class WorkerProcess:
+    """A process that runs a user's files and modules; one call at a time.
 
-    option: the setting that asks for it, for messages. starter: what it is started by, a thread that lives as long as
-    this process; None: the thread that calls.
+    sources: ("file", path) or ("module", name) of each. option: the setting that asks for it, for messages.
+    generation: how often it was started. how_it_ended: why it runs no more.
     """
 
-    def __init__(self, kind: str, where: str, option: str = "reward.functions",
-                 starter: Executor | None = None) -> None:
-        self.kind, self.where, self.option, self._starter = kind, where, option, starter
+    def __init__(self, sources: Sequence[tuple[str, str]], option: str) -> None:
+        self.generation, self.how_it_ended = 0, "its process has ended"
+        self._sources, self._option = list(sources), option
         self._process: subprocess.Popen | None = None
         self._connection: Connection
 
-    def start(self, seconds: float | None = None) -> Any:
-        """Start it; returns [name, parameters] of a file's functions. UserError where it cannot be run, and Overdue
-        where that takes more than `seconds`, if given."""
-        here, there = socket.socketpair()
-        with there:
-            # The system may end a child with the thread that started it: with the process, if that is the main one.
-            lives_on = self._starter or threading.current_thread() is threading.main_thread()
-            command = [sys.executable, function_worker.__file__, str(there.fileno()), str(os.getpid()),
-                       "process" if lives_on else "thread"]
-            launch = partial(subprocess.Popen, command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()],
-                             start_new_session=True)
-            self._process = self._starter.submit(launch).result() if self._starter else launch()
-        self._connection = Connection(here.detach())
-        weakref.finalize(self, _end, self._process)
-        try:
-            return self._ask((sys.path, self.kind, self.where), seconds)
-        except CallFailed as error:
-            what = error if self._process else f"{self.where} {error}"  # the file's error, or the process's end
-            raise UserError(f"{self.option}: {what}; fix the file") from None
-
     @property
     def is_running(self) -> bool:
-        """Whether it was started, and nobody has seen it end."""
+        """Whether it was started and has not been seen to end."""
         return self._process is not None
 
-    def end(self) -> None:
-        """End it and what it has started."""
-        if self._process is not None:
-            self._stop()
+    def start(self, seconds: float | None = None) -> list:
+        """Start it; returns [name, parameters] of the first source's functions. Raises UserError where the code cannot
+        be run, and Overdue where that takes more than `seconds`, if given."""
+        here, there = socket.socketpair()
+        with there:
+            self._process = subprocess.Popen(
+                [sys.executable, function_worker.__file__, str(there.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL, pass_fds=[there.fileno()], start_new_session=True)
+        self._connection = Connection(here.detach())
+        self.generation += 1
+        weakref.finalize(self, _end, self._process)
+        try:
+            return self._ask("load", seconds, sources=self._sources, sys_path=sys.path)
+        except CallFailed as error:
+            what = error if self.is_running else f"{self._sources[0][1]} {error}"  # the file's error, or the process's
+            self.end()
+            raise UserError(f"{self._option}: {what}; fix the file") from None
 
-    def call(self, request: tuple, seconds: float) -> Any:
-        """The answer to (source, function, given, options). Raises Overdue, or CallFailed with what went wrong."""
-        if self._process is None:  # it was ended
+    def ask(self, operation: str, seconds: float, **given: Any) -> Any:
+        """The answer of an operation of `function_worker._Worker`. Raises Overdue, or CallFailed with the reason."""
+        if not self.is_running:
             limit = max(seconds, _START_SECONDS)
             try:
                 self.start(limit)
             except Overdue:
-                raise CallFailed(f"ended its process, and {self.where} did not run again in {limit:g} s") from None
-        return self._ask(request, seconds)
+                raise CallFailed(f"ended its process, and {self._sources[0][1]} did not run again in {limit:g} s"
+                                 ) from None
+        return self._ask(operation, seconds, **given)
 
-    def _ask(self, request: tuple, seconds: float | None) -> Any:
-        try:
-            self._connection.send_bytes(pickle.dumps(request))
-            is_answered = self._connection.poll(seconds)
-            status, value = json.loads(self._connection.recv_bytes(), object_hook=foreign) if is_answered else ("", "")
-        except (EOFError, OSError):
-            raise CallFailed(f"ended its process ({self._stop()})") from None
-        except BaseException:  # Ctrl-C: an answer that nobody has read would be taken for that to the next request
-            self.end()
-            raise
-        if not is_answered:
-            self._stop()
-            raise Overdue(f"no answer within {seconds:g} s")
-        if status == "error":
-            raise CallFailed(value)
-        return value
-
-    def _stop(self) -> str:
+    def end(self) -> str:
         """End it and what it has started; returns how it ended."""
-        process, self._process = present(self._process, "the process"), None
+        if self._process is None:
+            return self.how_it_ended
+        process, self._process = self._process, None
         self._connection.close()
         _end(process)
-        code: int = process.returncode
+        code = present(process.returncode, "the exit code")
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def _ask(self, operation: str, seconds: float | None, **given: Any) -> Any:
+        try:
+            self._connection.send_bytes(pickle.dumps((operation, seconds, given)))
+            is_answered = self._connection.poll(seconds)
+            reply = json.loads(self._connection.recv_bytes(), object_hook=_foreign) if is_answered else None
+        except (EOFError, OSError):
+            what = f"ended its process ({self.end()})"
+            self.how_it_ended = f"an earlier call {what}"
+            raise CallFailed(what) from None
+        except BaseException:  # Ctrl-C: an answer that was not read would be taken for that to the next request
+            self._end_late()
+            raise
+        if reply is None:
+            self._end_late()
+            raise Overdue(f"no answer within {seconds:g} s")
+        if "error" in reply:
+            raise CallFailed(reply["error"], reply["is_type_error"])
+        return reply["answer"]
+
+    def _end_late(self) -> None:
+        self.how_it_ended = "it was ended with an earlier call, whose time was up"
+        self.end()
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -128,59 +132,58 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def foreign(found: dict) -> Foreign:
-    """found: "type" and "shown", as `function_worker.plain` has them."""
-    return type(found["type"], (Foreign,), {})(found["shown"])
+def _foreign(value: dict) -> object:
+    return type(value["__type__"], (Foreign,), {})(value["repr"]) if "__type__" in value else value
 
 
 @dataclass(frozen=True)
 class IsolatedFunction:
-    """One function of such a process, with the signature that it has there."""
+    """A reward function in a worker process, with the signature that it has there."""
 
-    process: FunctionProcess
-    name: str
+    process: WorkerProcess
+    source: function_worker.Source
     __signature__: inspect.Signature
 
-    def __call__(self, source: str, given: dict[str, list], options: dict, seconds: float) -> Any:
-        return self.process.call((source, self.name, given, options), seconds)
+    def __call__(self, who: str, named: Mapping[str, Any], seconds: float) -> Any:
+        return self.process.ask("call", seconds, who=who, target=self.source, named=named)
 
 
 def functions_of_file(path: str) -> SimpleNamespace:
     """The file's functions by name, in a process of their own. Raises UserError where it cannot be run."""
-    process = FunctionProcess("file", path)
-    return SimpleNamespace(**{name: IsolatedFunction(process, name, signature_of(parameters))
+    process = WorkerProcess([("file", path)], "reward.functions")
+    return SimpleNamespace(**{name: IsolatedFunction(process, ("file", path, name), signature_of(parameters))
                               for name, parameters in process.start()})
 
 
-def signature_of(parameters: list | None) -> inspect.Signature:
-    """parameters: as `function_worker.signatures` has them; where they are unknown, the function takes everything."""
-    known: list[Any] = [["_", "VAR_KEYWORD", False]] if parameters is None else parameters
-    one = inspect.Parameter
-    return inspect.Signature([one(name, getattr(one, kind), default=None if has_default else one.empty)
-                              for name, kind, has_default in known])
-
-
-def function_of_module(function: Callable, name: str, processes: dict[str, FunctionProcess]) -> IsolatedFunction:
+def function_of_module(function: Callable, name: str, processes: dict[str, WorkerProcess]) -> IsolatedFunction:
     """A function that a Python program has given, as another process imports it. UserError where it cannot.
 
     processes: those of the modules that were opened before, by name; a new one is added.
     """
     module, path = importable(function, name, "reward.isolate", "function")
     if module not in processes:
-        processes[module] = FunctionProcess("module", module)
+        processes[module] = WorkerProcess([("module", module)], "reward.functions")
         processes[module].start()
-    return IsolatedFunction(processes[module], path, inspect.signature(function))
+    return IsolatedFunction(processes[module], ("module", module, path), inspect.signature(function))
 
 
-def importable(given: Callable, name: str, option: str, what: str) -> tuple[str, str]:
+def signature_of(parameters: list | None) -> inspect.Signature:
+    """parameters: as `function_worker.parameters_of` has them; an unknown signature takes everything."""
+    known: list[Any] = [["_", "VAR_KEYWORD", False]] if parameters is None else parameters
+    one = inspect.Parameter
+    return inspect.Signature([one(name, getattr(one, kind), default=None if has_default else one.empty)
+                              for name, kind, has_default in known])
+
+
+def importable(function: Callable, name: str, option: str, kind: str) -> tuple[str, str]:
     """The module of what a Python program has given, and the dotted name there. UserError where another process cannot
-    import it. option, what: the setting and the kind of thing, for the message."""
-    module: str = getattr(given, "__module__", None) or "__main__"
-    path: str = getattr(given, "__qualname__", "")
-    found: Any = sys.modules.get(module)
+    import it. option, kind: the setting and the kind of thing, for the message."""
+    module: str = getattr(function, "__module__", None) or "__main__"
+    path: str = getattr(function, "__qualname__", "")
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    check(module != "__main__" and found is given,
-          f"{option}: {name} is no {what} that another process can import; put it into a file of its own and give "
+        value = getattr(value, part, None)
+    check(module != "__main__" and value is function,
+          f"{option}: {name} is no {kind} that another process can import; put it into a file of its own and give "
           "path.py:name, or import it from a module")
     return module, path

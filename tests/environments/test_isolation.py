@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,10 +15,8 @@ import pytest
 
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.environments.calls import CallPool
-from hybrid_rlhf.environments.isolated import restored
-from hybrid_rlhf.environments.isolated_worker import carried
+from hybrid_rlhf.environments.isolated import open_isolated
 from hybrid_rlhf.environments.open import open_environments
-from hybrid_rlhf.environments.open_isolated import open_isolated
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.environments.text_of_answers import shown
 from hybrid_rlhf.rewards.functions import handed_over
@@ -80,7 +77,8 @@ def begun(pool: CallPool, kind, **row):
 
 
 def asked(pool: CallPool, instance, name: str, **given):
-    return outcomes(pool, instance, partial(instance.call, name, given))[0]
+    outcome = outcomes(pool, instance, partial(instance.call, name, given))[0]
+    return outcome._replace(value=None if outcome.value is None else str(outcome.value))
 
 
 def is_alive(pid: int) -> bool:
@@ -108,7 +106,7 @@ def test_kinds_are_those_of_this_process(kinds, kinds_here):
 def test_answers_are_those_of_the_same_class_in_this_process(kinds, kinds_here, pool):
     calls = [("add", {"times": 3}), ("add", {"times": 1}), ("wait", {"seconds": 0.01}), ("add", {}), ("add", [1]),
              ("add", {"times": 1, "more": 2}), ("ad", {}), ("add", {"times": "x"}), ("fail", {"what": "type"}),
-             ("fail", {"what": "value"}), ("crash", {"how": "leaves"}), ("calculator", {"expression": "2*3"}),
+             ("fail", {"what": "value"}), ("calculator", {"expression": "2*3"}),
              *(("odd", {"what": w}) for w in ("bytes", "set", "array", "long", "none", "tuple", "control", "surrogate",
                                               "keys", "class"))]
     found = []
@@ -126,7 +124,6 @@ def test_answers_are_those_of_the_same_class_in_this_process(kinds, kinds_here, 
     assert (apart[3].value, apart[4].value) == ("11", "13") and apart[-1].value == 13.0  # 5 + 2*3, + 2*1
     assert apart[6].error.startswith("add: missing a required argument") and "its parameters are" in apart[10].error
     assert apart[11].error.startswith("fail raised TypeError: a reason (own.py line ")
-    assert apart[13].error == "raised SystemExit: 3"
 
 
 def test_steps_are_those_of_the_same_class_in_this_process(kinds, kinds_here, pool):
@@ -280,21 +277,15 @@ def test_what_is_built_in_stays_and_starts_no_process(monkeypatch):
     assert kind.new().lane is None
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 0.5, "é\n", [1, (2, "a")], {"a": {1: None}}, {"dict": []}, ()])
-def test_what_is_carried_is_the_same_there(value):
-    found = restored(json.loads(json.dumps(carried(value))))
-    assert found == value and type(found) is type(value)
-
-
 RUN = """
 import os, sys, time
 from functools import partial
 from hybrid_rlhf.environments.calls import CallPool
-from hybrid_rlhf.environments.open_isolated import open_isolated
+from hybrid_rlhf.environments.isolated import open_isolated
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 path, how = sys.argv[1:]
 if __name__ == "__main__":
-    (kind,) = open_isolated(EnvironmentConfig(factory=f"{path}:Count", timeout=300, num_workers=2, isolate=True)).kinds
+    (kind,) = open_isolated(EnvironmentConfig(factory=f"{path}:Count", timeout=4, num_workers=2, isolate=True)).kinds
     pool, own, other = CallPool(2, 300), kind.new(), kind.new()
     pool.start(0, partial(own.reset, {}), lane=own.lane)
     pool.start(1, partial(other.reset, {}), lane=other.lane)

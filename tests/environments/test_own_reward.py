@@ -8,7 +8,7 @@ import torch
 
 from hybrid_rlhf.algorithms.shaping import shape_rewards
 from hybrid_rlhf.environments.contract import Environment, Environments
-from hybrid_rlhf.environments.own_reward import EnvironmentSource, source_of
+from hybrid_rlhf.environments.open import EnvironmentSource, source_of
 from hybrid_rlhf.rewards import part_scores
 from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.rollout import Prompts, Rollout

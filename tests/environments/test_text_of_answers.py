@@ -45,7 +45,7 @@ for _ in range(100_000):
      "a(an image, which is not shown)b"),
     (Silent(), "(a Silent, which cannot be shown: RuntimeError)"),
     (Ending(), "(a Ending, which cannot be shown: SystemExit)"),
-    ([Silent(), 1], '["(a Silent, which cannot be shown: RuntimeError)", 1]'), (Number("word"), "word"),
+    ([Silent(), 1], "(a list, which cannot be shown: RuntimeError)"), (Number("word"), "word"),
     (ROUND, "(a list, which cannot be shown: ValueError)"),
     ({(1, 2): 3}, "(a dict, which cannot be shown: TypeError)"),
     (10**5000, "(a int, which cannot be shown: ValueError)")], ids=lambda value: type(value).__name__)

@@ -18,16 +18,13 @@ def lengths(completions, **_):
     return [len(c) for c in completions]
 
 
-def test_a_setting_that_cannot_be_read_or_restored_changes_no_answer(monkeypatch, caplog):
+def test_a_setting_that_cannot_be_read_changes_no_answer(monkeypatch):
     """torch 2.13 refuses to tell a precision in the older way once it was set in the newer one."""
     def refuse(*_given):
         raise RuntimeError("mix of the legacy and new APIs")
 
-    values = iter(range(99))
-    settings = process_state._SETTINGS | {"unread": (refuse, refuse), "moving": (lambda: next(values), refuse)}
-    monkeypatch.setattr(process_state, "_SETTINGS", settings)
+    monkeypatch.setattr(process_state, "_SETTINGS", process_state._SETTINGS | {"unread": (refuse, refuse)})
     assert checked_scores(FunctionSource("good", lengths), rollout()).tolist() == [3.0, 8.0, 3.0]
-    assert "reward source good changes moving for the whole process, and it cannot be restored" in caplog.text
 
     @process_state.unchanged("x")
     def fails() -> None:
