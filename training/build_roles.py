@@ -26,7 +26,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import add_lora, is_adapter, load_adapter
 from hybrid_rlhf.models.text_part import text_backbone
 from hybrid_rlhf.models.weights import identity, read_tensor
-from hybrid_rlhf.rewards.scale import Scale
+from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles, Teacher
 from hybrid_rlhf.roles.sharing import ROLES, TRAINED, Layout, RolesConfig, Start, resolve
 from hybrid_rlhf.roles.teacher import head_tensors

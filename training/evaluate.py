@@ -24,8 +24,8 @@ from hybrid_rlhf.report import agreement, compare
 from hybrid_rlhf.report.agreement import Agreement
 from hybrid_rlhf.report.compare import Answered, Method
 from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.rewards.model import ModelSource
-from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Reference, Reward
 from hybrid_rlhf.roles.sharing import RolesConfig
 from hybrid_rlhf.rollout import Prompts, Rollout

@@ -24,8 +24,8 @@ from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.rewards.model import ModelSource
-from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.roles.sharing import TRAINED, Layout, RolesConfig, Start
 from hybrid_rlhf.roles.teacher import WHOLE_HEAD, check_top_k

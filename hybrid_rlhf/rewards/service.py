@@ -7,7 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -16,8 +16,9 @@ from hybrid_rlhf.core.function_worker import one_line
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.deadline import within
 from hybrid_rlhf.rewards.functions import inputs
-from hybrid_rlhf.rewards.http_answer import TRY_AGAIN, read_whole
 from hybrid_rlhf.rollout import Rollout
+
+TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # too busy or gone for now (RFC 9110, RFC 6585)
 
 
 @dataclass
@@ -85,3 +86,13 @@ class ServiceSource:
         tries = f" after {attempt + 1} tries" if attempt else ""
         raise BadAnswer(f"reward source {self.name} at {self._shown}: {what}{tries}, for {size} responses from "
                         f"response {first} on; fix the service, then run the same command again") from None
+
+
+def read_whole(answer: HTTPResponse, most: int | None = None) -> bytes:
+    """The answer, without outer space; at most `most` + 1 bytes are read. ConnectionResetError for a part of one."""
+    text = answer.read() if most is None else answer.read(most + 1)
+    is_cut = most is not None and len(text) > most  # by us
+    text = text.strip()
+    if not text or (text.startswith(b"{") and not text.endswith(b"}") and not is_cut):  # of one that tells no length
+        raise ConnectionResetError("the connection was closed in the midst of the answer")
+    return text

@@ -30,7 +30,7 @@ from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.rewards import RewardSource
-from hybrid_rlhf.rewards.scale import Scale
+from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.roles import AuxiliaryLoss, Roles, TokenScores
 from hybrid_rlhf.roles.role_state import scale_schedule, schedule_at
 from hybrid_rlhf.rollout import Prompts, Rollout, Totals

@@ -7,11 +7,9 @@ import torch
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards.judge import JudgeConfig, open_judge
-from hybrid_rlhf.rewards.judge.budget import Budget
-from hybrid_rlhf.rewards.judge.first_words import other_tokens
-from hybrid_rlhf.rewards.judge.judge_backend import Failure
+from hybrid_rlhf.rewards.judge.judge_backend import Budget, Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import correction
-from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
+from hybrid_rlhf.rewards.judge.local_backend import LocalBackend, other_tokens
 from tests.factories.chats import without_end
 from tests.factories.judges import in_order
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_causal_lm, tiny_scalar_model

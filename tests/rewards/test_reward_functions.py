@@ -19,8 +19,7 @@ import torch
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards import BadAnswer, BadScore, checked_scores
 from hybrid_rlhf.rewards.functions import FunctionSource
-from hybrid_rlhf.rewards.mixture import Mixture, Part
-from hybrid_rlhf.rewards.scale import Scale
+from hybrid_rlhf.rewards.mixture import Mixture, Part, Scale
 from tests.factories.rollouts import rollout
 
 

@@ -8,7 +8,7 @@ import torch
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import SamplingConfig
-from hybrid_rlhf.rewards.scale import Scale
+from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.trainers.ppo import PPOConfig
 from tests.factories.trainers import (

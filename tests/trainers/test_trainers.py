@@ -11,7 +11,7 @@ from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine.train.accumulate import rehearsal
 from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.rewards import BadScore
-from hybrid_rlhf.rewards.scale import Scale
+from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.roles import Actor, Critic, Reward
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.run.train_config import TrainConfig

@@ -20,10 +20,9 @@ from hybrid_rlhf.core import strict_json
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.function_worker import one_line
 from hybrid_rlhf.rewards.deadline import within
-from hybrid_rlhf.rewards.http_answer import TRY_AGAIN, read_whole
-from hybrid_rlhf.rewards.judge.budget import Budget
-from hybrid_rlhf.rewards.judge.judge_backend import Arriving, Failure
+from hybrid_rlhf.rewards.judge.judge_backend import Arriving, Budget, Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
+from hybrid_rlhf.rewards.service import TRY_AGAIN, read_whole
 
 T = TypeVar("T")
 

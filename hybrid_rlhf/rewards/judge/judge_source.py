@@ -17,11 +17,9 @@ from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards import BadAnswer
-from hybrid_rlhf.rewards.judge.answer_cache import AnswerCache
 from hybrid_rlhf.rewards.judge.api_backend import ApiBackend
-from hybrid_rlhf.rewards.judge.asking import Asker, Counts, Question
-from hybrid_rlhf.rewards.judge.budget import Budget
-from hybrid_rlhf.rewards.judge.judge_backend import Backend, Failure
+from hybrid_rlhf.rewards.judge.asking import AnswerCache, Asker, Counts, Question
+from hybrid_rlhf.rewards.judge.judge_backend import Backend, Budget, Failure
 from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, MAX_TOGETHER, PAIRWISE, PROBABILITY, RANKING, JudgeConfig
 from hybrid_rlhf.rewards.judge.judge_prompts import LETTERS, Prompter, open_prompter, shown
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
