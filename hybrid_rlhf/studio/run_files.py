@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 RECORD, SETTINGS = "run.json", "config.yaml"
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
+GROWING = (RECORD, METRICS, SAMPLES, ANSWERS)  # while a run goes on
 REPORT, PAGE, EVALUATION = "report.md", "report.html", "evaluate.md"
 CHECKPOINTS, MODEL = "checkpoints", "model"
 _TAIL = 64  # bytes before a place in a file by which it is recognised as the same file

@@ -17,17 +17,7 @@ from starlette.responses import Response
 from hybrid_rlhf.report.metric_names import meaning
 from hybrid_rlhf.report.plots import SUBJECTS
 from hybrid_rlhf.studio import run_files
-from hybrid_rlhf.studio.run_files import (
-    ANSWERS,
-    METRICS,
-    MODEL,
-    PAGE,
-    RECORD,
-    SAMPLES,
-    SETTINGS,
-    Unreadable,
-    lenient_reader,
-)
+from hybrid_rlhf.studio.run_files import GROWING, MODEL, PAGE, SETTINGS, Unreadable, lenient_reader
 from hybrid_rlhf.studio.run_history import Histories, Metrics, curves, newest_answers, samples
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import News, Refused, Route, Studio
@@ -251,4 +241,4 @@ class Watcher:
                 self._news.publish("runs", {})
 
     def _marks(self, run: str) -> list[run_files.Mark]:
-        return [run_files.mark(self._runs.outputs / run / name) for name in (RECORD, METRICS, SAMPLES, ANSWERS)]
+        return [run_files.mark(self._runs.outputs / run / name) for name in GROWING]
