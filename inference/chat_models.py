@@ -98,7 +98,7 @@ def _on_one_base(root: str, members: dict[str, Chain], places: dict[str, str], s
         except UserError:  # made for another shape of this base: with new tokens, say
             members = {name: chain for name, chain in members.items() if folder not in chain.adapters}
     template = next((t.chat_template for t in reversed(tokenizers.values()) if t.chat_template), None)
-    adapters, found = Adapters(model) if folders else None, {}
+    adapters, conversations = Adapters(model) if folders else None, {}
     for name, chain in members.items():
         active = [names[folder] for folder in chain.adapters]
         if not _is_merge(model, active, places[name]):
@@ -109,9 +109,9 @@ def _on_one_base(root: str, members: dict[str, Chain], places: dict[str, str], s
         engine = HybridEngine(model, model, eos_ids=stop_ids(model, tokenizers[name]), name=name,
                               pad_id=tokenizers[name].pad_token_id,
                               **({"adapter": partial(adapters.use, active)} if adapters else {}))
-        found[name] = Conversation(engine, tokenizers[name], sampling, seed=seed, system=system,
-                                   max_positions=max_positions(model))
-    return found
+        conversations[name] = Conversation(engine, tokenizers[name], sampling, seed=seed, system=system,
+                                           max_positions=max_positions(model))
+    return conversations
 
 
 @torch.no_grad()
@@ -153,6 +153,6 @@ def _as_taken(name: str, value: object) -> float | None:
 
 
 def announced(name: str, values: dict[str, float], unless: str) -> str:
-    """The line that tells of `values`."""
+    """The line that announces `values`."""
     return (f"{name} samples by its generation_config.json unless {unless}: "
             f"{', '.join(f'{setting} {value:g}' for setting, value in values.items())}")

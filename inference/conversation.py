@@ -79,24 +79,24 @@ class Conversation:
             self.messages.append({"role": "user", "content": clean(text)})
         self.messages[:] = without_blank(self.messages)
         self.was_cut, self.call_errors = False, []
-        given: list[str] = []
+        answered: list[str] = []
         calls: list[dict] = []
         is_complete = False
         try:
             with explained("in this conversation", _FEWER), closing(self._stream(calls)) as stream:
                 for piece in stream:
-                    given.append(piece)
+                    answered.append(piece)
                     yield piece
             is_complete = True
         finally:
-            if given or is_complete:
+            if answered or is_complete:
                 begun = self.messages.pop()["content"] if is_begun(self.messages) else ""
-                said = {"role": "assistant", "content": begun + "".join(given)}
-                self.messages.append({**said, "tool_calls": calls} if calls else said)
+                message: dict = {"role": "assistant", "content": begun + "".join(answered)}
+                self.messages.append(message | ({"tool_calls": calls} if calls else {}))
                 self.num_answers += 1
             elif not is_begun(self.messages):
                 self.messages.pop()
-        yield from (f"{chr(10) if i or given else ''}{shown_call(call)}" for i, call in enumerate(calls))
+        yield from (f"{chr(10) if i or answered else ''}{shown_call(call)}" for i, call in enumerate(calls))
 
     def _stream(self, calls: list[dict]) -> Iterator[str]:
         """The text of an answer; at its end `calls` has its tool calls."""
@@ -179,10 +179,10 @@ class Conversation:
 
 def shown_call(call: dict) -> str:
     """A tool call as people read it: name(argument=value, ...), values as JSON."""
-    given = call["function"]["arguments"]
-    if isinstance(given, dict):
-        given = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
-    return f"{call['function']['name']}({given})"
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, dict):
+        arguments = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
+    return f"{call['function']['name']}({arguments})"
 
 
 def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system: str | None = None,
@@ -210,7 +210,7 @@ def _check_rows(path: str, tokenizer, size: int, eos_ids: Collection[int]) -> No
     """UserError for tokens of the tokenizer that the model has no row for. The special ones (padding, an image's place)
     are never fed to it, unless an answer ends in them or the template writes them."""
     fed = set(eos_ids)
-    with suppress(SkipRow):  # what a template refuses is told when it is asked
+    with suppress(SkipRow):  # a template's refusal is reported when a question is asked
         fed |= set(encode_prompt(tokenizer, [{"role": "user", "content": "a"}]))
     spared = set(special_ids(tokenizer).values()) - fed
     beyond = sorted(token for token, i in tokenizer.get_vocab().items() if i >= size and i not in spared)
@@ -219,7 +219,7 @@ def _check_rows(path: str, tokenizer, size: int, eos_ids: Collection[int]) -> No
 
 
 def check_can_chat(path: str) -> None:
-    """Raise UserError if a local `path` is no folder of a causal language model."""
+    """Raise UserError if a local `path` is not the folder of a causal language model."""
     folder = Path(path)
     if not folder.exists():
         # With its parent here it was meant as a folder; it would be taken for a hub id else.

@@ -19,19 +19,19 @@ class NamedModel:
     path: str
 
 
-def named_models(given: list[str]) -> list[NamedModel]:
+def named_models(options: list[str]) -> list[NamedModel]:
     """NAME=DIR, or DIR, whose name is then the folder's own, or its run's where it is called model."""
-    found = []
-    for text in given:
+    models = []
+    for text in options:
         named = re.match(r"([\w.:-]+)=(.+)", text)
         path = named.group(2) if named else text
         parts = [p for p in Path(path).parts if p not in ("/", ".", "..")]
-        own = parts[-2] if len(parts) > 1 and parts[-1] == "model" else parts[-1] if parts else path
-        found.append(NamedModel(named.group(1) if named else own if Path(path).is_dir() else path, path))
-    names = [p.name for p in found]
+        folder = parts[-2] if len(parts) > 1 and parts[-1] == "model" else parts[-1] if parts else path
+        models.append(NamedModel(named.group(1) if named else folder if Path(path).is_dir() else path, path))
+    names = [model.name for model in models]
     for name in names:
         check(names.count(name) == 1, f"--model: two models are called {name}; name them: --model a=DIR b=DIR")
-    return found
+    return models
 
 
 def model_folder(path: str) -> Path:
@@ -39,12 +39,12 @@ def model_folder(path: str) -> Path:
     folder = Path(path)
     if not (folder / "run.json").is_file() or not (folder / "model").is_dir():
         return folder
-    _tell_unfinished(folder)
+    _note_unfinished(folder)
     return folder / "model"
 
 
-def _tell_unfinished(run: Path) -> None:
-    """A line on stderr where the model in a run's folder is not that of the run that its record tells of."""
+def _note_unfinished(run: Path) -> None:
+    """Print a line where the run in a folder is not finished: its model is of an earlier step or run."""
     try:
         record = json.loads((run / "run.json").read_text(encoding="utf-8"))
         status, step = record["status"], record.get("facts", {}).get("model_step")

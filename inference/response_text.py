@@ -19,9 +19,9 @@ class IncrementalDetokenizer:
 
     A character of several bytes can be several tokens, and some tokenizers drop the space before the first token they
     decode. So the new text is what decoding the last pieces together adds to decoding them without the new tokens, and
-    is held back while it ends in a character that is not complete; but no more than a few tokens are, for what is no
-    text at all would be decoded again with every token. Special tokens are text too: a caller leaves out those that
-    end a response. before: the tokens that this text goes on from, which are no part of it.
+    is held back while it ends in an incomplete character, up to a few tokens: bytes that never make a character would
+    be decoded again with every token. Special tokens are text too: a caller leaves out those that end a response.
+    before: the tokens that this text goes on from, which are not part of it.
     """
 
     def __init__(self, tokenizer, before: Sequence[int] = ()) -> None:
@@ -114,10 +114,10 @@ class AnswerText:
         if not self._stops or not piece:
             return piece
         text = self._held + piece
-        found = min((at for at in (text.find(stop) for stop in self._stops) if at >= 0), default=-1)
-        if found >= 0:
+        start = min((at for at in (text.find(stop) for stop in self._stops) if at >= 0), default=-1)
+        if start >= 0:
             self.has_stopped, self._held = True, ""
-            return text[:found]
+            return text[:start]
         keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep:]
         return text[: len(text) - keep]
@@ -150,7 +150,7 @@ class TurnText:
         self._text, self._sign = text, dialect_of(tokenizer).call_sign or ""
         self._sign_id = special_ids(tokenizer).get(self._sign)
         self._has_begun = False
-        self._given: list[str] = []
+        self._pieces: list[str] = []
         self.ids: list[int] = []
         self.held = ""
 
@@ -175,18 +175,18 @@ class TurnText:
 
     def behind_calls(self, content: str) -> str:
         """What is yet to be given out of the content of a turn with calls: text behind them."""
-        given = "".join(self._given).rpartition(self._close)[2].strip()
-        rest = content[len(given) :].strip() if content.startswith(given) else ""
-        return f"\n{rest}" if rest and given else rest
+        before = "".join(self._pieces).rpartition(self._close)[2].strip()
+        rest = content[len(before) :].strip() if content.startswith(before) else ""
+        return f"\n{rest}" if rest and before else rest
 
     def _certain(self, piece: str) -> str:
         self.held += piece
-        if self._has_begun or not piece or (not self._given and self._open.startswith(self.held.lstrip())):
+        if self._has_begun or not piece or (not self._pieces and self._open.startswith(self.held.lstrip())):
             return ""
         at = self._begin()
-        given, self.held = self.held[:at], self.held[at:]
-        self._given += [given] if given else []
-        return given
+        piece, self.held = self.held[:at], self.held[at:]
+        self._pieces += [piece] if piece else []
+        return piece
 
     def _begin(self) -> int:
         """Where in the held text a call begins, or may begin."""
@@ -205,7 +205,7 @@ class TurnText:
     def _thought_end(self) -> int:
         """Where in the held text what is certain to be thought ends."""
         text = self.held
-        if not self._given:
+        if not self._pieces:
             self._is_thinking |= text.lstrip().startswith(self._open)
         if not self._is_thinking:
             return 0

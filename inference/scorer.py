@@ -32,7 +32,7 @@ class Scorer:
         """UserError for what has more tokens than the model has positions, as far as it shows without tokenizing."""
         limit = max_positions(self.source.model)
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            with suppress(SkipRow):  # which `score` tells
+            with suppress(SkipRow):  # reported by `score`
                 least = self._least_tokens.of(self._rendered(prompt, completion))
                 check(limit is None or least <= limit,
                       f"prompts.{number} and its completion are {least} or more tokens long, and the reward model has "

@@ -100,7 +100,7 @@ class TokenText:
 
     def of(self, token: int) -> tuple[str, list[int] | None]:
         """Its text and its bytes. Bytes that are no whole characters are written as bytes:\\xe4\\xb8; a row of the
-        model that is no token as token_id:123, without bytes."""
+        model without a token as token_id:123, without bytes."""
         if token not in self._found:
             self._found[token] = self._of(token)
         return self._found[token]

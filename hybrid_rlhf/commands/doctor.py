@@ -78,11 +78,11 @@ def _packages() -> Iterator[Finding]:
             yield Finding(f"extra: {extra}", "warning", "not declared by this installation, which is an older one",
                           "pip install -e . (or install the newest release)")
             continue
-        found = [_package(r, "warning", "") for r in wanted]
-        is_whole = all(f.state == "ok" for f in found)
-        yield Finding(f"extra: {extra}", "ok" if is_whole else "warning",
-                      f"{purpose}: " + ", ".join(f"{f.name} {f.found}" for f in found),
-                      "" if is_whole else f'pip install "hybrid-rlhf[{extra}]"')
+        packages = [_package(r, "warning", "") for r in wanted]
+        is_complete = all(p.state == "ok" for p in packages)
+        yield Finding(f"extra: {extra}", "ok" if is_complete else "warning",
+                      f"{purpose}: " + ", ".join(f"{p.name} {p.found}" for p in packages),
+                      "" if is_complete else f'pip install "hybrid-rlhf[{extra}]"')
 
 
 def _package(requirement: object, state: str, cure: str) -> Finding:
@@ -141,12 +141,12 @@ def _device() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         card = torch.device("cuda", index)
-        found = nvidia.capability(card)
+        capability = nvidia.capability(card)
         lacking = nvidia.lacks_kernels(card)
-        has_bf16 = found is None or found >= nvidia.AMPERE
+        has_bf16 = capability is None or capability >= nvidia.AMPERE
         yield Finding(f"GPU {index}", "missing" if lacking else "ok" if has_bf16 else "warning",
                       f"{torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free"
-                      + (f", capability {found[0]}.{found[1]}" if found else "")
+                      + (f", capability {capability[0]}.{capability[1]}" if capability else "")
                       + ("" if has_bf16 else "; bfloat16 by emulation only, so model.dtype auto is float16")
                       + (f"; {lacking[0]}" if lacking else ""), lacking[1] if lacking else "")
     if is_wsl():

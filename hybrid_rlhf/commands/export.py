@@ -95,24 +95,25 @@ def export(options: argparse.Namespace) -> list[Path]:
             check(not target.exists() or not any(target.iterdir()),
                   f"export: {target} has been filled meanwhile; choose a new folder")
     except Exception as error:
-        found = refusal(error)
-        if found is None and not isinstance(error, OSError):
+        full_disk = refusal(error)
+        if full_disk is None and not isinstance(error, OSError):
             raise
-        what = f"{found.words}; {found.remedy}, or" if found else f"{getattr(error, 'strerror', None) or error};"
+        reason = f"{getattr(error, 'strerror', None) or error};"
+        what = f"{full_disk.words}; {full_disk.remedy}, or" if full_disk else reason
         raise UserError(f"export: cannot write {target}: {what} give another --output_dir") from error
     return written
 
 
-def _base_of(source: Path, given: str | None) -> str | None:
+def _base_of(source: Path, option: str | None) -> str | None:
     """The base model of an adapter; None where `source` is a whole model."""
     from hybrid_rlhf.models.load import check_folder
     from hybrid_rlhf.models.lora import base_of
     from hybrid_rlhf.run.checkpoint import is_checkpoint
 
     if (source / "config.json").exists() or is_checkpoint(source):
-        check(given is None, f"export: {source} is no adapter, and --base is for adapters; leave it out")
+        check(option is None, f"export: {source} is no adapter, and --base is for adapters; leave it out")
         return None
-    base = given or base_of(source)
+    base = option or base_of(source)
     check(bool(base), f"export: the adapter {source} does not say which model it is for; give --base DIR")
     check_folder(base)
     return base

@@ -33,7 +33,7 @@ GOALS = {
 _EXAMPLES = {"goal": "sft", "data": "mine.jsonl", "model": "Qwen/Qwen2.5-0.5B-Instruct", "card": "cpu",
              "output_dir": "outputs/mine"}
 FIELDS = tuple(_EXAMPLES)
-# What is said beside an option. Those of a card's settings: memory_plan/presets.
+# Comments beside options. Those of a card's settings: memory_plan/presets.
 COMMENTS = {
     "data.split": "shares of the prompts: no prompt of one stage is seen in another",
     "data.max_prompt_length": "longer prompts are dropped and counted",
@@ -178,7 +178,7 @@ def of_card(name: str) -> str:
 
 
 def comment(method: str, option: str) -> str:
-    """What is said beside an option of a stage; '' where there is nothing to say."""
+    """The comment beside an option of a stage, or ''."""
     from hybrid_rlhf.training.registry import STAGES
 
     if option == "train.per_device_train_batch_size":
@@ -213,8 +213,8 @@ def _option(method: str, option: str, indent: str = "  ") -> str:
     name, open_value = option.rpartition(".")[2], by_table(method, option)
     if open_value:
         return f"{indent}{name}: null  # {open_value}"
-    said = comment(method, option)
-    return f"{indent}{name}: {STAGES[method].defaults[option]:g}{f'  # {said}' if said else ''}"
+    text = comment(method, option)
+    return f"{indent}{name}: {STAGES[method].defaults[option]:g}{f'  # {text}' if text else ''}"
 
 
 def _schedule(method: str, indent: str = "  ") -> list[str]:

@@ -129,13 +129,12 @@ class LabelConfig:
 
 def parse(argv: list[str] | None) -> LabelConfig:
     """The command's options. UserError in the words of this command."""
-    given = list(sys.argv[2:] if argv is None else argv)
     try:
-        found, _ = settings.parse(LabelConfig, given, prog="hybrid-rlhf label", description=(__doc__ or "").strip(),
-                                  unused=UNUSED)
+        config, _ = settings.parse(LabelConfig, list(sys.argv[2:] if argv is None else argv), prog="hybrid-rlhf label",
+                                   description=(__doc__ or "").strip(), unused=UNUSED)
     except UserError as error:
         raise _named(error) from error
-    return found  # type: ignore[return-value]  # parse knows no class
+    return config  # type: ignore[return-value]  # parse knows no class
 
 
 def _named(error: UserError) -> UserError:
@@ -184,10 +183,10 @@ def _source(config: LabelConfig) -> RewardSource:
 
     if config.reward_model:
         return open_sources(RewardConfig(models=[config.reward_model]), RolesConfig(), config.raw)[0]
-    given = replace(config.judge, on_failure="skip", cache=config.judge.cache or str(config.work))
-    if given.model:
-        given = replace(given, model=builders.model_folder(given.model))
-    return open_judge(given, config.seed)
+    judge = replace(config.judge, on_failure="skip", cache=config.judge.cache or str(config.work))
+    if judge.model:
+        judge = replace(judge, model=builders.model_folder(judge.model))
+    return open_judge(judge, config.seed)
 
 
 def _asked(config: LabelConfig, lost: Counter[str]) -> list[Asked]:
@@ -195,9 +194,9 @@ def _asked(config: LabelConfig, lost: Counter[str]) -> list[Asked]:
     from hybrid_rlhf.data.labels import read_asked
 
     is_read = config.model is None or config.responses is not None
-    found = read_asked(as_sources(config.data), config.columns, is_read, lost)
-    check(bool(found), f"label: no row has a prompt{_reasons(lost)}; give other data")
-    return found[: config.num_prompts]
+    asked = read_asked(as_sources(config.data), config.columns, is_read, lost)
+    check(bool(asked), f"label: no row has a prompt{_reasons(lost)}; give other data")
+    return asked[: config.num_prompts]
 
 
 def _check_place(config: LabelConfig) -> None:
@@ -228,13 +227,13 @@ def _model(config: LabelConfig) -> ModelConfig:
     from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.training import builders
 
-    found = ModelConfig(builders.model_folder(str(config.model)), dtype=config.dtype, load_in_4bit=config.load_in_4bit)
-    builders.check_dtype(found)
-    return found
+    model = ModelConfig(builders.model_folder(str(config.model)), dtype=config.dtype, load_in_4bit=config.load_in_4bit)
+    builders.check_dtype(model)
+    return model
 
 
 def _judge(config: LabelConfig, asked: Sequence[Asked], source: RewardSource, found: Judged) -> None:
-    """Judge all prompts; what stops the judge leaves what it has said, with `partial`, or says how to go on."""
+    """Judge all prompts. If the judge stops, `partial` keeps the verdicts so far; else the error says how to go on."""
     from hybrid_rlhf.training import labelling
 
     if hasattr(source, "open"):
@@ -252,14 +251,14 @@ def _judge(config: LabelConfig, asked: Sequence[Asked], source: RewardSource, fo
 
 def _write(config: LabelConfig, rows: Sequence[dict]) -> None:
     """The pairs, whole or not at all. That they are ours is known before they are in place, should all end between."""
-    made = own_files.fresh_path(config.work)
-    with made.open("x", encoding="utf-8") as file:
+    fresh = own_files.fresh_path(config.work)
+    with fresh.open("x", encoding="utf-8") as file:
         file.writelines(to_json(row, default=str) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
     with (config.work / WRITTEN).open("ab") as mark:
-        mark.write(_digest(made) + b"\n")
-    os.replace(made, str(config.output))
+        mark.write(_digest(fresh) + b"\n")
+    os.replace(fresh, str(config.output))
 
 
 def _digest(path: Path) -> bytes:
@@ -287,10 +286,10 @@ def main(argv: list[str] | None = None) -> int:
         print(error_line(_named(error)), file=sys.stderr)
         return 2
     except OSError as error:
-        found = refusal(error)
-        if found is None:
+        full_disk = refusal(error)
+        if full_disk is None:
             raise
-        print(error_line(UserError(f"label: {found.words}; {found.remedy}, and the same command goes on")),
+        print(error_line(UserError(f"label: {full_disk.words}; {full_disk.remedy}, and the same command goes on")),
               file=sys.stderr)
         return 2
     return 0

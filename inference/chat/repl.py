@@ -65,7 +65,7 @@ def notice(text: str) -> None:
 
 def say(session: Session, text: str | None) -> None:
     """Stream the answers to `text`, or of the models whose tool calls were answered (None), to stdout; an interrupt
-    goes through after what was said is shown whole.
+    goes through after the answers so far are shown.
 
     Several answers stand in columns on a terminal, else one after the other, each under its model's name.
     """
@@ -94,7 +94,7 @@ def _stream(session: Session, name: str, text: str | None) -> None:
 
 
 def _remarks(session: Session, name: str) -> list[str]:
-    """What there is to tell beside an answer, with control characters as escapes."""
+    """Remarks to show beside an answer, with control characters as escapes."""
     model, score = session.chat_models[name], session.score(name)
     remarks = ["cut: the answer reached its longest length"] if model.was_cut else []
     remarks += [f"a tool call that cannot be read: {error}" for error in model.call_errors]
@@ -189,8 +189,8 @@ def talk(session: Session) -> int:
                     break
                 effect = obey(session, line)
                 question, goes_on = effect.question, effect.goes_on
-                if effect.said:
-                    notice(effect.said)
+                if effect.text:
+                    notice(effect.text)
             if question or goes_on:
                 say(session, question)
         except UserError as error:

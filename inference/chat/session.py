@@ -22,7 +22,7 @@ _TOOLS = 'give a JSON list of {"type": "function", "function": {"name": ..., "de
 
 @dataclass
 class Session:
-    """chat_models: the models by name, each with a history of its own; current: who answers when not all do.
+    """chat_models: the models by name, each with a history of its own; current: the one that answers when not all do.
 
     is_comparing: every question goes to all of them. scorer: a reward model, whose score is shown while is_scoring.
     """
@@ -32,7 +32,7 @@ class Session:
     is_comparing: bool = False
     scorer: Scorer | None = None
     is_scoring: bool = False
-    asked: list[str] = field(default_factory=list)  # who answered the last question
+    asked: list[str] = field(default_factory=list)  # the models that answered the last question
 
     def __post_init__(self) -> None:
         self.current = self.current or list(self.chat_models)[-1]
@@ -47,7 +47,7 @@ class Session:
         return self.asked
 
     def score(self, name: str) -> float | None:
-        """The reward model's score of the last answer of `name`; None where none is wanted or there is no answer."""
+        """The reward model's score of the last answer of `name`; None if scoring is off or there is no answer."""
         messages = self.chat_models[name].messages
         if not self.is_scoring or self.scorer is None or not messages or messages[-1]["role"] != "assistant":
             return None
@@ -103,7 +103,7 @@ class Session:
         return next((model.open_calls()[0]["function"]["name"] for model in callers if model.open_calls()), None)
 
     def answered(self) -> list[str]:
-        """The models whose tool calls have their answers, and who have not gone on; of none, those whose last answer
+        """The models whose tool calls are answered and that have not gone on; if there is none, those whose last answer
         can go on."""
         last = {name: model.messages[-1] for name, model in self.chat_models.items() if model.messages}
         called = [name for name, message in last.items() if message["role"] == "tool"]

@@ -18,7 +18,7 @@ class Effect(NamedTuple):
     """What a command asks of the chat: words for the user, a question that is to be answered (again), and whether the
     models go on whose tool calls were answered."""
 
-    said: str = ""
+    text: str = ""
     question: str | None = None
     goes_on: bool = False
 

@@ -86,7 +86,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()  # of one length, so that the comparison tells nothing of it
+    return hashlib.sha256(key).digest()  # of one length: the time of the comparison does not depend on the key's
 
 
 def _is_here(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a page of ours may do in a browser: run its own script, talk to its own server, and stand in nobody's frame."""
+"""The security headers of our pages: own scripts, own server, no frames."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE_HEADERS = [
 
 
 def with_policy(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """The page runs its own script, talks to its own server, and stands in nobody's frame."""
+    """`app` with these headers on every answer."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: MutableMapping[str, Any]) -> None:

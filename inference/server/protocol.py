@@ -274,9 +274,9 @@ def _common(body: Any, max_stops: int, num_top: int | None, top_name: str) -> di
                 wants_usage=bool(body.stream_options and body.stream_options.include_usage))
 
 
-def _prompts(given: Any) -> list[str | list[int]]:
+def _prompts(value: Any) -> list[str | list[int]]:
     """A string, strings, token ids, or lists of them (or of both), as a list of prompts."""
-    prompts = [given] if isinstance(given, str) or _is_ids(given) else given
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
     if not isinstance(prompts, list) or not prompts:
         raise ApiError(400, "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; "
                             "send one", param="prompt")
@@ -289,8 +289,8 @@ def _prompts(given: Any) -> list[str | list[int]]:
     return [clean(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-def _is_ids(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 def _refuse_given(body: BaseModel, names: Sequence[str]) -> None:
@@ -326,10 +326,10 @@ def read_score(data: dict) -> tuple[list[str | list[dict]], list[str]]:
     return prompts, completions
 
 
-def _completion(given: str | list[_Message], where: str) -> str:
-    if isinstance(given, str):
-        return clean(given)
-    messages = _messages(given, where)
+def _completion(completion: str | list[_Message], where: str) -> str:
+    if isinstance(completion, str):
+        return clean(completion)
+    messages = _messages(completion, where)
     if any(message.get("tool_calls") for message in messages):
         raise ApiError(400, f"{where}: a tool call in a completion cannot be scored; send the completion as text",
                        param="completions")
@@ -346,10 +346,10 @@ def _validated(shape: type[BaseModel], data: dict) -> Any:
                        param=str(first["loc"][0]) if first["loc"] else None) from None
 
 
-def _messages(given: Sequence[_Message], where: str) -> list[dict]:
+def _messages(bodies: Sequence[_Message], where: str) -> list[dict]:
     """Messages as templates read them; an answer of a tool has the name of the function that was called."""
     messages, called = [], {}
-    for i, body in enumerate(given):
+    for i, body in enumerate(bodies):
         message = _message(body, f"{where}.{i}")
         for call in message.get("tool_calls", ()):
             called[call.get("id")] = call["function"]["name"]
@@ -391,7 +391,7 @@ def _call(call: _Call, where: str) -> dict:
     return names | {"type": "function", "function": {"name": clean(call.function.name), "arguments": arguments}}
 
 
-def _tools(body: _ChatBody, given: Any) -> list[dict]:
+def _tools(body: _ChatBody, value: Any) -> list[dict]:
     """The tools as rows of SFT have them; none where none may be called. ApiError 400 for what is not done here."""
     if body.tool_choice not in (None, "auto", "none"):
         raise ApiError(400, "tool_choice can be auto or none here: the model cannot be made to call a tool; "
@@ -407,7 +407,7 @@ def _tools(body: _ChatBody, given: Any) -> list[dict]:
         if any(function.name == other.name for other in functions[:i]):
             raise ApiError(400, f"tools.{i}.function.name: there are two tools called {function.name}; "
                                 "name each once", param="tools")
-    tools = tools_of(_as_json(given, "tools")) if functions else []
+    tools = tools_of(_as_json(value, "tools")) if functions else []
     return [] if body.tool_choice == "none" else tools
 
 

@@ -47,7 +47,7 @@ class Answer(Response):
             await send({"type": "http.response.body", "body": _event(error.body())})
 
     async def _end(self, working: asyncio.Future, leaving: asyncio.Future) -> ApiError | None:
-        """Wait for the first of them; returns the error that the client is yet to be told."""
+        """Wait for the first of them; returns the error that the client has yet to get."""
         left = None if self._seconds == math.inf else self._arrived + self._seconds - time.monotonic()
         try:
             await asyncio.wait({working, leaving}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -65,7 +65,7 @@ class Answer(Response):
             for task in (working, leaving):
                 task.cancel()
             self._at_end()
-            with suppress(asyncio.CancelledError):  # a second one: a server that is told twice to stop waits no more
+            with suppress(asyncio.CancelledError):  # a second one: a server that is stopped twice waits no longer
                 await asyncio.gather(working, leaving, return_exceptions=True)
         return None
 
@@ -153,13 +153,13 @@ class ChatShapes:
         return [self._chunk(index, {"role": "assistant", "content": ""})]
 
     def chunks(self, piece: Piece) -> list[dict]:
-        found = []
+        chunks = []
         if piece.text or piece.drawn:
             logprobs = chat_logprobs(self._texts, piece.drawn) if self._has_logprobs else None
-            found.append(self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs))
-        found += [self._chunk(piece.index, {"tool_calls": [{"index": i, **call}]})
-                  for i, call in enumerate(piece.calls)]
-        return [*found, self._chunk(piece.index, {}, piece.reason)] if piece.reason else found
+            chunks.append(self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs))
+        chunks += [self._chunk(piece.index, {"tool_calls": [{"index": i, **call}]})
+                   for i, call in enumerate(piece.calls)]
+        return [*chunks, self._chunk(piece.index, {}, piece.reason)] if piece.reason else chunks
 
     def usage_chunk(self, used: dict) -> dict:
         return self._frame | {"object": "chat.completion.chunk", "choices": [], "usage": used}

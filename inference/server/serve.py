@@ -83,7 +83,7 @@ def listening(host: str, port: int, has_key: bool) -> socket.socket:
 
 
 def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
-    """Load one model. UserError for what is no causal language model; a line for one that cannot chat."""
+    """Load one model. UserError for a folder without a causal language model; a line for one that cannot chat."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig
     from hybrid_rlhf.inference.chat_models import announced, published_sampling
     from hybrid_rlhf.inference.conversation import open_conversation
@@ -102,7 +102,7 @@ def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
 
 def run(argv: list[str] | None) -> int:
     options = parse(argv)
-    found = named_models(options.model)
+    named = named_models(options.model)
     taken = listening(options.host, options.port, options.api_key is not None)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
@@ -117,7 +117,7 @@ def run(argv: list[str] | None) -> int:
 
     judge = options.reward_model
     scorer = Scorer(str(model_folder(judge)), options.reward_label) if judge else None
-    models = [open_model(named, options) for named in found]
+    models = [open_model(model, options) for model in named]
     if scorer:
         scorer.open()
     worker = Worker([m.lane for m in models])
@@ -131,7 +131,7 @@ def run(argv: list[str] | None) -> int:
     server = uvicorn.Server(uvicorn.Config(
         app, http="h11", ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
         limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=5, timeout_graceful_shutdown=STOP_SECONDS))
-    taken.listen(1024)  # who reads the next line and comes at once is not turned away
+    taken.listen(1024)  # a client that reads the next line and connects at once is accepted
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {', '.join([m.name for m in models] + ['/score'] * bool(scorer))} at "
           f"http://{host}:{taken.getsockname()[1]}", file=sys.stderr, flush=True)

@@ -22,9 +22,9 @@ from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.sequence_scores import ScoredToken, SequenceScorer
 
-# An eye does not tell tokens apart that come thirty times a second, but every delivery takes the interpreter from the
-# engine's thread, and a core from its products.
-TELL_SECONDS = 0.03
+# Readers cannot tell thirty deliveries a second from more, and each takes the interpreter from the engine's thread, and
+# a core from its products.
+DELIVERY_SECONDS = 0.03
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 # Which request of a job, its new tokens, and whether it has ended; or what went wrong with the whole job.
@@ -63,14 +63,14 @@ class ModelQueue:
     jobs: list[Job] = field(default_factory=list)
     readings: deque[Callable[[], None]] = field(default_factory=deque)
     scorer: SequenceScorer | None = None
-    told_at: float = 0.0  # when all new tokens were last delivered
+    delivered_at: float = 0.0  # when all new tokens were last delivered
 
 
 class Worker:
-    """Steps through the lanes in turns, for as long as anybody waits for anything.
+    """Steps through the lanes in turns while there are jobs or readings.
 
-    `submit`, `drop` and `call` may be called from any thread; what they ask for is done before the next step. The
-    tokens of one step reach each event loop in one call.
+    `submit`, `drop` and `call` may be called from any thread; they take effect before the next step. The tokens of one
+    step reach each event loop in one call.
     """
 
     def __init__(self, lanes: list[ModelQueue]) -> None:
@@ -81,24 +81,19 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Enter inference mode; returns when requests can be taken, or raises what kept it from that."""
+        """Enter inference mode; returns when requests can be taken. Raises the error of a start that fails."""
         self._thread.start()
         self._ready.result()
 
     def draw_first(self) -> None:
-        """Two tokens of each model for nobody, before any request. The cache of all slots takes its memory with the
-        first ones and kernels compile, which takes seconds: no request is to wait for that, and where memory is short
-        it is said at the start."""
+        """Draw two tokens of each model, before any request. With the first tokens the cache of all slots takes its
+        memory and kernels compile: no request waits for these seconds, and short memory shows at the start."""
         for lane in self.lanes:
             self.call(partial(_draw, lane, min(2, lane.capacity - 1))).result()
 
-    def begin_stop(self) -> None:
-        """Let the thread end after the step under way; whoever still waits, or comes later, is told so."""
-        self._orders.put(self._stop)
-
     def stop(self) -> None:
-        """The same; returns when it has ended."""
-        self.begin_stop()
+        """Let the thread end after the step under way; returns when it has. Open and later requests get Stopping."""
+        self._orders.put(self._stop)
         self._thread.join(timeout=60)
 
     @property
@@ -120,8 +115,7 @@ class Worker:
 
     def score(self, lane: ModelQueue, ids: list[int], first: int, num_top: int,
               with_next: bool = False) -> Future[list[ScoredToken]]:
-        """SequenceScorer.score. Of all that is to be scored one sequence has its turn between two steps, so that
-        answers go on."""
+        """SequenceScorer.score; one sequence has its turn between two steps, so that answers go on."""
         result: Future[list[ScoredToken]] = Future()
         reading = self._answering(result, lambda: self._score(lane, ids, first, num_top, with_next))
         self._order(lambda: lane.readings.append(reading))
@@ -146,12 +140,12 @@ class Worker:
             self._refuse_orders()
 
     def _refuse_orders(self) -> None:
-        """Carry out what is left of them, which now is to say no."""
+        """Carry out the orders that are left, all of which now fail with Stopping."""
         with suppress(queue.Empty):
             while True:
                 self._orders.get_nowait()()
         for lane in self.lanes:
-            with suppress(IndexError):
+            with suppress(IndexError):  # another thread may be here too
                 while True:
                     lane.readings.popleft()()
 
@@ -238,15 +232,15 @@ class Worker:
             self._fail(lane, error)
             lane.serving = None
         else:
-            self._tell(lane)
+            self._deliver_tokens(lane)
             return
         # out here the error is gone, and with its frames the old cache, before the next one is made
         lane.serving = lane.engine.serve(lane.num_slots, lane.capacity)
 
-    def _tell(self, lane: ModelQueue) -> None:
-        """The new tokens to whom they are for: first ones and last ones at once, others some at a time."""
+    def _deliver_tokens(self, lane: ModelQueue) -> None:
+        """Send new tokens to their jobs: first and last ones at once, others some at a time."""
         news: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Event]]] = {}
-        has_ended, is_time = False, time.monotonic() - lane.told_at >= TELL_SECONDS
+        has_ended, is_time = False, time.monotonic() - lane.delivered_at >= DELIVERY_SECONDS
         for job in lane.jobs:
             for i, request in enumerate(job.requests):
                 sent, count = job.sent[i], len(request.tokens)
@@ -261,7 +255,7 @@ class Worker:
         if has_ended:
             self._forget_done(lane)
         if is_time:
-            lane.told_at = time.monotonic()
+            lane.delivered_at = time.monotonic()
         for loop, events in news.items():
             _deliver(loop, events)
 
@@ -284,5 +278,5 @@ def _deliver(loop: asyncio.AbstractEventLoop, events: list[tuple[asyncio.Queue, 
         for waiting, event in events:
             waiting.put_nowait(event)
 
-    with suppress(RuntimeError):  # the loop has been closed: nobody reads
+    with suppress(RuntimeError):  # the loop has been closed
         loop.call_soon_threadsafe(put)

@@ -59,7 +59,7 @@ def test_every_line_that_may_be_changed_has_a_comment(tmp_path, model):
     assert yaml.safe_load(text)["model"]["lora"] == {"r": 16}
 
 
-def test_questions_are_asked_for_what_flags_leave_open_and_again_where_an_answer_does_not_fit(tmp_path, model, capsys):
+def test_what_flags_leave_open_is_asked_and_again_where_an_answer_does_not_fit(tmp_path, model, capsys):
     typed = iter(["dop", "dpo", str(tmp_path / "none.jsonl"), data_of(tmp_path, "dpo"), "24gb", ""])
     asked = []
 

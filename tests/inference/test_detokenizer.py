@@ -30,7 +30,7 @@ def test_a_long_run_without_text_is_not_decoded_again_with_every_token(kind):
     assert tokenizer.num_decoded < 300 * len(ids)  # of half its square it would be 2000 for each
 
 
-def test_what_goes_before_is_no_part_of_the_text_even_where_it_ends_in_the_middle_of_a_character():
+def test_tokens_before_are_no_part_of_the_text_even_where_they_end_in_mid_character():
     tokenizer = tiny_tokenizer()
     fox, world = tokenizer(" fox \u4e16")["input_ids"], tokenizer("\u4e16")["input_ids"]
     for before in (fox, world[:2], [*fox, world[0]], []):

@@ -261,21 +261,16 @@ def test_many_at_once_get_what_each_gets_alone(served):
 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
-BAD = [({}, "prompt must be"), ({"prompt": ""}, "empty"), ({"prompt": []}, "prompt must be"),
-       ({"prompt": [[]]}, "prompt.0"), ({"prompt": [1, "a"]}, "prompt.0"), ({"prompt": [True]}, "prompt.0"),
-       ({"prompt": {"a": 1}}, "prompt must be"), ({"prompt": ["a", None]}, "prompt.1"), ({"prompt": [300]}, "no token"),
-       ({"prompt": [10**400]}, "no token"), ({"prompt": [-1]}, "no token"), ({"prompt": ["a"] * 257}, "at most 256"),
-       ({"prompt": ["a"] * 30}, "--max_queue"), ({"prompt": "long " * 300}, "tokens long"),
-       ({"prompt": [60] * 256}, "may be 255"), ({"prompt": "a", "logprobs": 21}, "logprobs"),
-       ({"prompt": "a", "logprobs": True}, "logprobs"), ({"prompt": "a", "suffix": "b"}, "suffix"),
+BAD = [({}, "prompt must be"), ({"prompt": ""}, "empty"), ({"prompt": [[]]}, "prompt.0"),
+       ({"prompt": [1, "a"]}, "prompt.0"), ({"prompt": ["a", None]}, "prompt.1"), ({"prompt": [300]}, "no token"),
+       ({"prompt": ["a"] * 257}, "at most 256"), ({"prompt": ["a"] * 30}, "--max_queue"),
+       ({"prompt": "long " * 300}, "tokens long"), ({"prompt": [60] * 256}, "may be 255"),
+       ({"prompt": "a", "logprobs": 21}, "logprobs"), ({"prompt": "a", "suffix": "b"}, "suffix"),
        ({"prompt": "a", "best_of": 3}, "best_of"), ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-       ({"prompt": "a", "max_tokens": -1}, "max_tokens"), ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
-       ({"prompt": "a", "stop_token_ids": [5]}, "stop_token_ids"),
-       ({"prompt": "a", "ignore_eos": True}, "ignore_eos"),
-       ({"prompt": "a", "stop": ["x"] * 17}, "stop"), ({"prompt": "a", "stream": True, "logprobs": 1}, "in a stream"),
+       ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"), ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+       ({"prompt": "a", "stream": True, "logprobs": 1}, "in a stream"),
        ({"prompt": "a", "stream": True, "logprobs": 0, "echo": True}, "in a stream"),
-       ({"prompt": "a", "stream": True, "logprobs": 0, "temperature": 0.5}, "not 0.5"),
-       ({"prompt": "a", "stream": True, "echo": True, "max_tokens": 0}, "max_tokens")]
+       ({"prompt": "a", "stream": True, "logprobs": 0, "temperature": 0.5}, "not 0.5")]
 
 
 @pytest.mark.parametrize(("body", "said"), BAD, ids=range(len(BAD)))

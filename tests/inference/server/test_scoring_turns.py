@@ -77,7 +77,7 @@ def test_an_answer_has_a_step_between_any_two_sequences_that_are_scored(lane):
     assert done.count("step") == 12
 
 
-def test_a_sequence_whose_client_has_left_is_not_scored_and_a_failure_ends_nobody_else(lane, caplog):
+def test_a_sequence_whose_client_left_is_not_scored_and_a_failure_ends_no_other(lane, caplog):
     worker = Worker([lane])
     left, broken, next_one = (worker.score(lane, ids, 1, 0) for ids in ("left", "broken", "next"))
     assert left.cancel()
@@ -98,7 +98,7 @@ def test_who_waits_when_the_server_stops_is_told(lane, monkeypatch):
 
     def score(_self, *_given):
         waiting.append(worker.score(lane, "never", 1, 0))
-        worker.begin_stop()
+        worker._orders.put(worker._stop)
         raise UserError("x")
 
     monkeypatch.setattr(Scorer, "score", score)
@@ -111,7 +111,7 @@ def test_who_waits_when_the_server_stops_is_told(lane, monkeypatch):
 
 
 def test_a_failure_is_a_503_or_500_of_one_line():
-    from hybrid_rlhf.inference.server.replies import failure
+    from hybrid_rlhf.inference.server.choices import failure
 
     assert (failure(Stopping()).status, failure(UserError("a; b")).status) == (503, 500)
     assert SimpleNamespace(**failure(RuntimeError("x")).body()["error"]).message == "the answer failed: x; try again"

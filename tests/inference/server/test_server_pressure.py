@@ -300,7 +300,7 @@ def test_tokens_that_wait_go_out_in_one_write_and_none_of_their_events_is_lost()
     assert (len(apart), len(together)) == (9, 6)
 
 
-def test_first_and_last_tokens_go_out_at_once_and_those_between_thirty_times_a_second(monkeypatch):
+def test_first_and_last_tokens_go_out_at_once_and_others_every_thirty_milliseconds(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -314,7 +314,7 @@ def test_first_and_last_tokens_go_out_at_once_and_those_between_thirty_times_a_s
                 lane.jobs.append(jobs[1])
             for job in lane.jobs:
                 job.requests[0].tokens.append(10 * job.requests[0].number + step)
-            Worker([lane])._tell(lane)
+            Worker([lane])._deliver_tokens(lane)
             await asyncio.sleep(0)
             found.append([job.events.get_nowait() for job in jobs if not job.events.empty()])
         return found

@@ -7,14 +7,13 @@ import re
 
 import httpx
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.core.strict_json import MAX_DEPTH
-from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_prompt
+from hybrid_rlhf.data.chat import compose_prompt, encode_prompt
 from hybrid_rlhf.data.messages import messages_of, tools_of, with_tools
 from hybrid_rlhf.inference.response_text import AnswerText, TurnText
-from hybrid_rlhf.inference.server.protocol import ApiError, read_chat, read_json
+from hybrid_rlhf.inference.server.protocol import read_chat
 from hybrid_rlhf.inference.server.served_model import Limits
 from tests.factories.trl_templates import TOOLS, tokenizer_of
 from tests.inference.server.scripted_model import scripted
@@ -161,7 +160,7 @@ HISTORY = [{"role": "user", "content": "How warm is it?"},
            {"role": "tool", "tool_call_id": "call_abc", "content": "7 degrees"}]
 
 
-def test_a_last_message_of_the_assistant_s_is_continued_unless_the_request_says_otherwise(served):
+def test_a_last_message_of_the_assistants_is_continued_unless_asked_otherwise(served):
     script, begun = script_of(served, "qwen"), [HISTORY[0], {"role": "assistant", "content": "Step by step.\n<think>"}]
     for told, options in (({}, {"continue_final_message": True}), ({"continue_final_message": True},) * 2,
                           ({"continue_final_message": False}, {"add_generation_prompt": True})):
@@ -171,7 +170,7 @@ def test_a_last_message_of_the_assistant_s_is_continued_unless_the_request_says_
     assert answer.status_code == 400 and "continue_final_message" in answer.json()["error"]["message"]
 
 
-def test_variables_of_a_request_are_the_template_s_and_one_that_it_does_not_read_is_told_once(served, caplog):
+def test_template_variables_are_set_and_one_that_is_not_read_is_logged_once(served, caplog):
     script, values = script_of(served, "thinks"), {"enable_thinking": False}
     for _ in range(2):
         ask(served, "Cold.<|im_end|>", "thinks", messages=HISTORY[:1],
@@ -248,25 +247,15 @@ def called(**changes) -> list[dict]:
 
 
 BAD = [
-    (dict(tools="x"), "tools"), (dict(tools={}), "tools"), (dict(tools=[1]), "tools"), (dict(tools=[{}]), "tools"),
-    (dict(tools=[{"type": "web_search"}]), "tools"), (dict(tools=tool(name="")), "tools"),
-    (dict(tools=tool(name="a\x1b[2J")), "tools"), (dict(tools=tool(name="a\n")), "tools"),
-    (dict(tools=tool(name="x" * 65)), "tools"), (dict(tools=tool(name=1)), "tools"),
-    (dict(tools=tool(parameters=[])), "tools"), (dict(tools=tool(description=1)), "tools"),
-    (dict(tools=tool(strict=True)), "tools"), (dict(tools=tool() * 2), "tools"),
-    (dict(tools=[*tool()] * 129), "tools"), (dict(tools=tool(parameters=deep(900))), "tools"),
-    (dict(tools=tool(description="x" * 1_000_000)), "messages"),
-    (dict(tool_choice="required"), "tool_choice"), (dict(tool_choice=3), "tool_choice"),
-    (dict(tool_choice={"type": "function", "function": {"name": "weather_of"}}), "tool_choice"),
-    (dict(parallel_tool_calls=False), "parallel_tool_calls"), (dict(parallel_tool_calls="no"), "parallel_tool_calls"),
+    (dict(tools="x"), "tools"), (dict(tools=[{}]), "tools"), (dict(tools=[{"type": "web_search"}]), "tools"),
+    (dict(tools=tool(name="a\x1b[2J")), "tools"), (dict(tools=tool(strict=True)), "tools"),
+    (dict(tools=tool() * 2), "tools"), (dict(tools=[*tool()] * 129), "tools"),
+    (dict(tools=tool(parameters=deep(900))), "tools"), (dict(tools=tool(description="x" * 1_000_000)), "messages"),
+    (dict(tool_choice="required"), "tool_choice"), (dict(parallel_tool_calls=False), "parallel_tool_calls"),
     (dict(functions=[{"name": "f"}]), "functions"),
     (dict(messages=called(arguments="{")), "messages"), (dict(messages=called(arguments="[]")), "messages"),
-    (dict(messages=called(arguments="[" * 5000)), "messages"), (dict(messages=called(arguments=deep(200))), "messages"),
-    (dict(messages=called(name=None)), "messages"), (dict(messages=called(arguments=None)), "messages"),
     (dict(messages=[{"role": "user", "content": "q", "tool_calls": called()[1]["tool_calls"]}]), "messages"),
-    (dict(messages=[{"role": "assistant", "tool_calls": "x"}]), "messages"),
     (dict(messages=[{"role": "tool", "tool_call_id": "never", "content": "x"}]), "messages"),
-    (dict(messages=[{"role": "tool", "tool_call_id": 3, "content": "x"}]), "messages"),
     (dict(model="plain"), "tools"),
 ]
 
@@ -283,37 +272,6 @@ def test_what_cannot_be_done_is_400_in_one_line(served, changes, param):
 def test_calls_to_a_model_without_tools_are_refused_by_name(served):
     error = ask(served, "Hi.", "plain", tools=None, messages=HISTORY).json()["error"]
     assert error["message"].startswith("plain cannot call tools: ") and error["param"] == "messages"
-
-
-VALUES = st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5) | st.sampled_from(
-    ["auto", "none", "function", "tool", "assistant", "\ud800", "{}", '{"a": "\\ud800"}']), lambda inner: st.lists(
-        inner, max_size=3) | st.dictionaries(st.sampled_from(
-            ["type", "function", "name", "parameters", "properties", "arguments", "id", "role", "content", "tool_calls",
-             "tool_call_id", "\ud800", "strict"]), inner, max_size=5), max_leaves=12)
-
-
-@given(st.fixed_dictionaries({}, optional={
-    "tools": VALUES | st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": VALUES})),
-    "tool_choice": VALUES, "parallel_tool_calls": VALUES, "messages": VALUES}), VALUES)
-@example({"tools": tool(parameters={"\ud800": "\ud800"})}, {})
-@example({"messages": called(arguments='{"\\ud800": "\\ud800"}', name="\ud800")}, {})
-@example({"tools": tool(parameters=deep(MAX_DEPTH - 4))}, {})
-@settings(max_examples=300, deadline=None)
-def test_whatever_is_sent_is_rendered_or_refused_in_one_line(fields, call):
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"function": call}]}]
-    said = refusal({"messages": messages if call else messages[:1], **fields})
-    assert "\n" not in said and len(said) < 700
-    said.encode()
-
-
-def refusal(body: dict) -> str:
-    """What is wrong with a body; nothing where it makes a prompt."""
-    try:
-        read = read_chat(read_json(json.dumps(body).encode()))
-        compose_prompt(tokenizer_cached("qwen2_5"), read.messages).shown.encode()
-    except (ApiError, SkipRow) as error:
-        return str(error)
-    return ""
 
 
 def test_tools_reach_the_prompt_as_sft_reads_them():
