@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parse_command(parser(), argv)
-    check(0 <= options.port < 2**16, f"studio: --port {options.port} is no port; give one below 65536")
+    check(0 <= options.port < 2**16, f"studio: --port {options.port} is not a port; give one below 65536")
     return options
 
 

@@ -122,7 +122,7 @@ def _read(folder: Path, facts: dict) -> Job:
 
 
 def _ended(folder: Path, job: Job, rc: int | None) -> Job:
-    """The state that an exit code means. 130: stopped with a checkpoint, whoever asked for it."""
+    """The state that an exit code means. 130: stopped with a checkpoint."""
     if rc == 0:
         return replace(job, state="done", rc=0)
     if rc is None:  # dropped before it began

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 def module_code(module: str, function: str) -> str:
     """A program for python -c that calls a function of ours, imported from where it is installed, or PYTHONPATH: -m
-    would look in the current folder first, which may be somebody else's."""
+    would look in the current folder first, which may hold a package of the same name."""
     return (f"import sys; sys.path[:] = [path for path in sys.path if path]; from {module} import {function}; "
             f"sys.exit({function}())")
 

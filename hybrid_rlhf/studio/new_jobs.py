@@ -170,9 +170,9 @@ def new_folder(studio: Studio, run: object) -> Path:
     for above in list(folder.relative_to(studio.outputs).parents)[:-1]:
         place = studio.outputs / above
         if (place / RUN_FILE).exists():
-            raise Refused(409, f"{above} is a run, and no folder of runs; choose another name", "run")
+            raise Refused(409, f"{above} is a run, not a folder of runs; choose another name", "run")
         if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
-            raise Refused(409, f"{above} is no folder; choose another name", "run")
+            raise Refused(409, f"{above} is not a folder; choose another name", "run")
     if os.path.lexists(folder):
         raise Refused(409, f"there is a run or folder {run} already; choose another name, or resume it", "run")
     return folder
@@ -197,7 +197,7 @@ def _check_free(jobs: Jobs, run: str) -> None:
 
 def run_settings(settings: object, output_dir: Path | None) -> str:
     """Dotted option -> value as YAML. output_dir: the run's, which the settings themselves may not move. Raises Refused
-    and UserError where they are no such mapping, or give one option twice."""
+    and UserError where they are not a mapping, or give one option twice."""
     if not isinstance(settings, dict):
         raise Refused(400, "settings must be a mapping of options")
     options = dict(settings)
@@ -281,7 +281,7 @@ def _value(config: object, option: str) -> object:
 
 
 def _check_confirmed(body: dict, settings: object) -> None:
-    """Settings of a run that this studio did not make may be somebody else's: code and addresses in them need a
+    """Settings of a run that this studio did not make may be another person's: code and addresses in them need a
     confirmation."""
     if (named := named_code(settings)) and body.get("is_confirmed") is not True:
         raise Refused(409, f"these settings came with the run, and name {', '.join(named)[:500]}; go on only if you "

@@ -149,7 +149,7 @@ def plan(asked: dict) -> dict:
     Of several stages the phases are those of all, and the rest is of the one that comes nearest to the memory."""
     config, memory, card = _to_look_at(asked), asked.get("memory"), asked.get("card")
     check(memory is None or (isinstance(memory, (int, float)) and 2**20 <= memory < 2**60),
-          "memory is no number of bytes; give one of 1 MiB at least, or null")
+          "memory is not a number of bytes; give one of 1 MiB at least, or null")
     memory, gib = None if memory is None else int(memory), card_of(card, "card").gib if card else None
     is_elsewhere = gib is not None and memory is None and device().type == "cpu"
     place = Place.of(Cards(1, 1, (gib or 0) << 30)) if is_elsewhere else Place.here(memory)

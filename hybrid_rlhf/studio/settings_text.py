@@ -104,7 +104,7 @@ def _place(name: str) -> tuple[int, str]:
 
 
 def _fits(name: str, value: object) -> bool:
-    """Whether what is said beside an option is true of a value that a person chose."""
+    """Whether the comment of an option is true of the value that a person chose."""
     wanted = {"reward.functions": "builtin:", "reward.options": "numeric_match"}.get(name, "")
     return wanted in str(value)
 

@@ -97,9 +97,9 @@ async def _body(request: Request) -> dict:
     try:
         value = json.loads(text or b"{}")
     except ValueError:
-        raise Refused(400, "the body is no JSON") from None
+        raise Refused(400, "the body is not JSON") from None
     if not isinstance(value, dict):
-        raise Refused(400, "the body is no JSON object")
+        raise Refused(400, "the body must be a JSON object")
     return value
 
 

@@ -37,7 +37,7 @@ def test_what_is_no_name_of_a_run(tmp_path, run):
 
 @pytest.mark.parametrize("run, why", [
     ("demo", "already"), ("demo/ppo", "already"), ("demo/ppo/inner", "demo/ppo is a run"), ("file", "already"),
-    ("file/a", "no folder"), ("link/a", "no folder"), ("broken", "already")])
+    ("file/a", "not a folder"), ("link/a", "not a folder"), ("broken", "already")])
 def test_a_new_run_is_where_nothing_is(tmp_path, run, why):
     outputs, other = tmp_path / "outputs", tmp_path / "other"
     other.mkdir()
