@@ -15,25 +15,26 @@ than the rows of an earlier --json say.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 import torch
-from architecture_faults import FAULTS
-from harness import parse, parser_of, table_of, write_rows, write_tables
-from tiny_configs import PROMPTS, all_types, first_lines, tiny_model, versions
+from harness import first_lines, parse, parser_of, run_forked, table_of, write_rows, write_tables
+from tiny_configs import PROMPTS, all_types, tiny_model, versions
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.engine.decode import runner as runner_module
+from hybrid_rlhf.engine.decode.attention import SlotAttention
+from hybrid_rlhf.engine.decode.kv_cache import StateRows
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.decode.scheduler import stream
 from hybrid_rlhf.engine.hybrid import HybridEngine
@@ -104,6 +105,58 @@ def _place(row: Row) -> int:
 def read_rows(path: Path) -> dict[str, Row]:
     """The rows that an earlier run wrote with --json, by type."""
     return {row["type"]: Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))}
+
+
+# -- what is broken on purpose, for the probe to notice ----------------------------------------------------------------
+
+
+@contextmanager
+def hidden_column(_model: nn.Module) -> Iterator[None]:
+    """The mask hides the second token of every sequence from all later ones."""
+    true_mask = SlotAttention.bool_mask
+
+    def narrow(self: SlotAttention, **named: object) -> Tensor:
+        seen = true_mask(self, **named)
+        positions = self.cache.step.positions[:, None, :, None]
+        return seen & ~((torch.arange(seen.shape[-1]) == 1) & (positions > 1))
+
+    with mock.patch.object(SlotAttention, "bool_mask", narrow), \
+            mock.patch.object(SlotAttention, "mask", lambda self, **named: narrow(self, **named)):
+        yield
+
+
+@contextmanager
+def doubled_positions(model: nn.Module) -> Iterator[None]:
+    """Token i is told that it stands at 2 i. (A shift of all by the same would be right for relative positions.)"""
+
+    def double(_module: nn.Module, inputs: tuple, named: dict) -> tuple[tuple, dict]:
+        if isinstance(named.get("position_ids"), Tensor):  # the plain forward is given none
+            named = named | {"position_ids": named["position_ids"] * 2}
+        return inputs, named
+
+    hook = model.base_model.register_forward_pre_hook(double, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def exchanged_states(_model: nn.Module) -> Iterator[None]:
+    """Before every decode step each slot gets the state of its neighbour."""
+    begin = StateRows.begin
+
+    def exchange(self: StateRows, is_prefill: bool) -> None:
+        if not is_prefill:
+            for state in StateRows.tensors(self):
+                state.copy_(state.roll(1, 0))
+        begin(self, is_prefill)
+
+    with mock.patch.object(StateRows, "begin", exchange):
+        yield
+
+
+FAULTS: dict[str, Callable] = {"mask": hidden_column, "positions": doubled_positions, "states": exchanged_states}
 
 
 # -- one type ----------------------------------------------------------------------------------------------------------
@@ -251,33 +304,9 @@ def plain_loss(model: nn.Module, rows: list[list[int]]) -> Tensor:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def guarded(name: str, limit: float) -> Row:
-    """`examine` in a process of its own, so that a crash, a hang or a lack of memory is a row and not the end."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(name, sender))
-    start = time.perf_counter()
-    process.start()
-    sender.close()
-    row = Row(name, "failed", f"no answer within {limit:.0f} s")
-    try:
-        if receiver.poll(limit):
-            row = receiver.recv()
-    except EOFError:
-        process.join()
-        row.reason = f"the process ended with code {process.exitcode}"
-    process.kill()
-    process.join()
-    row.seconds = round(time.perf_counter() - start, 2)
-    return row
-
-
-def _work(name: str, answer: Connection) -> None:
+def examine_within_memory(name: str) -> Row:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    try:
-        answer.send(examine(name))
-    except Exception as error:
-        answer.send(Row(name, "failed", first_lines(error)))
+    return examine(name)
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
@@ -304,7 +333,10 @@ def tables_of(rows: list[Row]) -> list[str]:
 
 def sweep(types: list[str], limit: float) -> Iterator[Row]:
     for name in types:
-        row = guarded(name, limit)
+        start = time.perf_counter()
+        row, fault = run_forked(examine_within_memory, name, limit=limit)
+        row = row or Row(name, "failed", fault)
+        row.seconds = round(time.perf_counter() - start, 2)
         print(f"{name}: {row.path} {row.difference} {row.tokens} {row.reason} trains: {row.trains} {row.gradient}",
               file=sys.stderr)
         yield row

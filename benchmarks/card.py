@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import harness
 import torch
-from harness import parse, parser_of, write_json
+from harness import measuring, parse, parser_of, write_json
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -60,19 +60,7 @@ def device() -> torch.device:
 
 
 def seconds(act: Callable[[], object], repeats: int = 3) -> float:
-    taken = []
-    for _ in range(repeats):
-        _wait()
-        began = time.perf_counter()
-        act()
-        _wait()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return statistics.median(harness.seconds(act) for _ in range(repeats))
 
 
 def copy_rate(size: int) -> float:
@@ -162,6 +150,8 @@ def beside() -> dict[str, int]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(parser_of(__doc__, CASES), argv)
+    if torch.cuda.is_available():
+        measuring.wait = torch.cuda.synchronize
     rate, rows = copy_rate(2**20 if options.quick else 2**31), []
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the processor"
     print(f"{name}, torch {torch.__version__}: a copy moves {rate / 1e9:.0f} GB/s", flush=True)

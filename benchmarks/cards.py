@@ -5,8 +5,7 @@
 Shapes of the Qwen2.5 and Llama families, written here as configurations. PPO of 8 sequences of 512 + 512 tokens a step,
 bf16, gradient checkpointing, micro-batches of 4096, 2048 or 1024 tokens: the largest that fits. 97% of a
 card is planned with. lora and qlora: one base, rank 16; full: four models, actor and critic with AdamW; offload: the
-same with optimizers and idle roles in the computer's memory, whose size stands beside it. The second table,
-predicted seconds of a step, is cards_time.py's, and its rows are cards_time.json beside cards.json.
+same with optimizers and idle roles in the computer's memory, whose size stands beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import cards_time
 import harness
 from harness import parser_of, table_of, write_rows, write_tables
 
@@ -98,13 +96,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = harness.parse(parser, argv)
     with tempfile.TemporaryDirectory() as folder:
         found = write_rows(rows(Path(folder), CARDS[:1] if options.quick else CARDS), options.json)
-        few = {"cards": ["3060"], "cases": ["opt"]} if options.quick else {}
-        times = write_rows(cards_time.rows(Path(folder), **few),
-                           options.json and str(Path(options.json).with_name("cards_time.json")))
     if options.page:
         cells = {gib: [_cell(row) for row in found if row["card_gib"] == gib] for gib in CARDS}
-        write_tables(options.page, table_of(["card", *WAYS], [(f"{gib} GiB", *cells[gib]) for gib in cells]),
-                     cards_time.table(times))
+        write_tables(options.page, table_of(["card", *WAYS], [(f"{gib} GiB", *cells[gib]) for gib in cells]))
 
 
 if __name__ == "__main__":

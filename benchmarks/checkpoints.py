@@ -12,14 +12,12 @@ tokenizer. Exit code 1 if a folder neither ends in such a model nor is refused i
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from fault_tries.product import Ended, command
 from faults import import_everything
-from harness import parse, parser_of, table_of, write_rows, write_tables
-from tiny_configs import first_lines, versions
+from harness import first_lines, parse, parser_of, run_forked, table_of, write_rows, write_tables
+from tiny_configs import versions
 
 from tests.factories import checkpoints
 from tests.factories.checkpoints import CHECKPOINTS
@@ -157,26 +155,8 @@ def _place(ended: Ended) -> str:
 
 def apart(function: Callable[..., str], *arguments: str) -> str:
     """What the function answers in a process forked from this one, or how it failed."""
-    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_answer, args=(sender, function, arguments))
-    process.start()
-    sender.close()
-    try:
-        answer = receiver.recv() if receiver.poll(SECONDS) else f"no answer within {SECONDS:.0f} s"
-    except EOFError:
-        answer = "the process died"
-    process.kill()
-    process.join()
-    return answer
-
-
-def _answer(sender, function: Callable[..., str],
-            arguments: Sequence[str]) -> None:  # noqa: ANN001 - of multiprocessing
-    try:
-        sender.send(function(*arguments))
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        sender.send(f"{first_lines(error)} ({Path(place.filename).name}:{place.lineno})")
+    answer, fault = run_forked(function, *arguments, limit=SECONDS)
+    return fault or answer
 
 
 def path_of(folder: str) -> str:

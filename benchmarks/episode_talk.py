@@ -48,14 +48,13 @@ class Place:
 
 class Talk(NamedTuple):
     """rows: one for each episode, as TRL's dataset has them: prompt, seconds, answer. turns: the tokens of each turn of
-    the model, by row. added: those that stand between two turns. prompt: how many tokens the prompts have."""
+    the model, by row. added: those that stand between two turns."""
 
     tokenizer: object
     environments: Environments
     rows: list[dict]
     turns: list[list[list[int]]]
     added: list[int]
-    prompt: int
 
     @property
     def prompts(self) -> Prompts:
@@ -117,10 +116,7 @@ def write(lengths: Sequence[Sequence[int]], group: int, num_added: int, longest:
         turns.append([ids_of(tokenizer, text) for text in texts])
         if list(map(len, turns[-1])) != list(lengths[number]):
             raise ValueError(f"turns of {lengths[number]} tokens are not to be had: {texts}")
-    prompt = tokenizer.apply_chat_template(rows[0]["prompt"], tools=environments.kinds[0].schemas, tokenize=False,
-                                           add_generation_prompt=True)
-    return Talk(tokenizer, environments, rows, turns, ids_of(tokenizer, _between(answer)),
-                len(ids_of(tokenizer, prompt)))
+    return Talk(tokenizer, environments, rows, turns, ids_of(tokenizer, _between(answer)))
 
 
 def ids_of(tokenizer, text: str) -> list[int]:  # noqa: ANN001

@@ -1,6 +1,6 @@
 """Episodes of several turns with tools: ours beside the same engine with a barrier per turn, and beside TRL's loop.
 
-    python benchmarks/episodes.py [--works ragged even instant history] [--json FILE] [--page FILE] [--image FILE]
+    python benchmarks/episodes.py [--works ragged even instant] [--json FILE] [--page FILE]
 
 32 episodes of 3 turns, 4 prompts with 8 samples each; between two turns a tool is called that sleeps 0 to 500 ms, drawn
 once, and 48 tokens are added. A turn is a call (21 tokens; the last turn calls nothing) and a thought: of 24 tokens in
@@ -10,26 +10,21 @@ same engine, where all turns of a round are sampled, all tools awaited side by s
 (peers/turn_barrier.py); and TRL's GRPOTrainer until its episodes are there, with transformers' generate
 (peers/trl_episodes.py), which calls one tool after the other and reads the whole history again for each turn. The model
 is random; what it draws is replaced by what is written down when a turn has its length, on all sides, so all say the
-same tokens, or nothing is measured. `history`: seconds of each turn of long episodes, 12 turns of 24 tokens with 48
-added, 8 episodes side by side, instant tools, ours with the barrier, so that turns have an end. Single-turn generation:
-rollout.py.
+same tokens, or nothing is measured. Single-turn generation: rollout.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
 from unittest.mock import patch
 
 import harness
 import torch
 from episode_talk import CALL_TOKENS, Place, Talk, WrittenTurns, write
-from harness import Case, Times, row_of, seconds, sizes_of, table_of, timed_row, write_rows, write_tables
+from harness import Case, Times, seconds, sizes_of, table_of, timed_row, write_rows, write_tables
 from peers.trl_episodes import TrlEpisodes
 from peers.turn_barrier import BarrierPool, BarrierTurns
 from random_models import SHAPES, ragged_limits
@@ -39,18 +34,16 @@ from hybrid_rlhf.core.allocator import keep_freed_blocks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.calls import CallPool
 from hybrid_rlhf.environments.settings import EnvironmentConfig
-from hybrid_rlhf.report.plots import COLOURS
 from hybrid_rlhf.rollout import episodes as player
 
 PROMPTS, GROUP, ADDED, LONGEST = 4, 8, 48, 0.5
 THOUGHT, MOST = 24, 128  # tokens of a turn beside its call
-TURNS, NEW, ROWS = 12, 24, 8  # of `history`
 
 
 class Ours:
     """play() plays all episodes of a talk; with a barrier per turn .ended says when each round was sampled.
 
-    .tokens: each response; .began: when the turns were opened. The clock is time.perf_counter.
+    .tokens: each response. The clock is time.perf_counter.
     """
 
     def __init__(self, talk: Talk, model: nn.Module) -> None:
@@ -61,7 +54,7 @@ class Ours:
         # a player keeps its pool of calls, so the barrier has a player of its own
         self.player, self.stopping = (player.EpisodePlayer(talk.environments, config, talk.tokenizer) for _ in "12")
         self.tokens: list[list[int]] = []
-        self.began, self.ended = 0.0, [0.0]
+        self.ended: list[float] = []
 
     def play(self) -> None:
         self._play(self.player, self._written)
@@ -69,7 +62,7 @@ class Ours:
     def play_with_barrier(self) -> None:
         def open_turns(*given: object) -> BarrierTurns:
             turns = BarrierTurns(self._written(*given))
-            self.began, self.ended = perf_counter(), turns.ended
+            self.ended = turns.ended
             return turns
 
         with patch.object(player, "CallPool", lambda *given: BarrierPool(CallPool(*given))):
@@ -139,71 +132,20 @@ def rows_of_work(options: argparse.Namespace, work: str) -> Iterator[dict]:
                         ratio_range=[min(ratios), max(ratios)], **about)
 
 
-# -- seconds of each turn ----------------------------------------------------------------------------------------------
-
-
-def rows_of_history(options: argparse.Namespace) -> Iterator[dict]:
-    """One row: seconds of each turn of both sides, and what a hundred tokens of history add to them."""
-    turns, rows = (4, 2) if options.quick else (TURNS, ROWS)
-    talk = write([[NEW] * turns] * rows, 1, ADDED, 0.0)
-    ours, peer = sides_of(options, talk)
-    mine, theirs = [], []
-    for _ in range(options.repeats):
-        ours.play_with_barrier()
-        mine.append(between([ours.began, *ours.ended]))
-        peer.step()
-        theirs.append(between([*peer.began, perf_counter()]))
-    histories = [talk.prompt + k * (NEW + ADDED) for k in range(turns)]
-    sides = [[statistics.median(turn) for turn in zip(*runs, strict=True)] for runs in (mine, theirs)]
-    growth = [slope(histories[1:], side[1:]) for side in sides]  # the first turn reads the prompt
-    yield row_of("history", CASES["history"], sides[0][-1], sides[1][-1], "s", histories=histories,
-                 ours_turns=sides[0], peer_turns=sides[1], ours_per_100=100 * growth[0], peer_per_100=100 * growth[1])
-
-
-def between(times: Sequence[float]) -> list[float]:
-    return [later - earlier for earlier, later in pairwise(times)]
-
-
-def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    return statistics.linear_regression(x, y).slope
-
-
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
 def tables_of(rows: list[dict]) -> list[str]:
-    """Whole episodes; turns by their history."""
+    """A line for each work and peer."""
     whole = [(row["work"], row["beside"], ranged(row, "ours"), ranged(row, "peer"),
               f"{row['ratio']:.2f} ({row['ratio_range'][0]:.2f}-{row['ratio_range'][1]:.2f})", row["asked"])
-             for row in rows if row["case"] != "history"]
-    turns = [(n, f"{1000 * a:.0f}", f"{1000 * b:.0f}") for row in rows if row["case"] == "history"
-             for n, a, b in zip(row["histories"], row["ours_turns"], row["peer_turns"], strict=True)]
-    return [table_of(("work", "beside", "ours, s", "peer's, s", "ratio", "asked"), whole),
-            table_of(("tokens before the turn", "ours, ms", "TRL's loop, ms"), turns)]
+             for row in rows]
+    return [table_of(("work", "beside", "ours, s", "peer's, s", "ratio", "asked"), whole)]
 
 
 def ranged(row: dict, side: str) -> str:
     least, most = row[f"{side}_range"]
     return f"{row[side]:.2f} ({least:.2f}-{most:.2f})"
-
-
-def draw(row: dict, path: str) -> None:
-    """Seconds of each turn over the tokens before it."""
-    import matplotlib.figure
-
-    figure = matplotlib.figure.Figure(figsize=(5.6, 3.2), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    for name, key, colour in (("ours", "ours_turns", COLOURS[0]), ("TRL's loop with generate", "peer_turns",
-                                                                   COLOURS[1])):
-        axes.plot(row["histories"], row[key], "o-", color=colour, markersize=4, label=name)
-    axes.set_xlabel("tokens before the turn, which says 24 after 48 added ones", fontsize=8)
-    axes.set_ylabel("seconds of the turn", fontsize=8)
-    axes.set_ylim(bottom=0)
-    axes.tick_params(labelsize=8)
-    axes.grid(visible=True, alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path)
 
 
 BARRIER, TRL = "the same engine, a barrier per turn", "TRL GRPOTrainer, generate"
@@ -214,14 +156,13 @@ CASES = {
     "even_barrier": Case(f"32 episodes of 3 equal turns, {SLEEPS}", BARRIER),
     "instant_barrier": Case("32 episodes of 3 ragged turns, instant tools", BARRIER),
     "instant_trl": Case("32 episodes of 3 ragged turns, instant tools", TRL),
-    "history": Case("the last of 12 turns, 24 tokens each and 48 added", TRL),
 }
-WORKS = ["ragged", "even", "instant", "history"]
+WORKS = ["ragged", "even", "instant"]
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[dict]:
     for work in options.works:
-        yield from rows_of_history(options) if work == "history" else rows_of_work(options, work)
+        yield from rows_of_work(options, work)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -230,7 +171,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="llama4m")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--page", type=Path, help="put the tables into this file")
-    parser.add_argument("--image", help="draw the turns' seconds into this file")
     options = harness.parse(parser, argv)
     keep_freed_blocks()  # as the launcher does; the peer profits as well
     with tempfile.TemporaryDirectory() as folder:
@@ -238,8 +178,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = write_rows(rows_of(options), options.json)
     if options.page:
         write_tables(options.page, *tables_of(rows))
-    if options.image:
-        draw(next(row for row in rows if row["case"] == "history"), options.image)
 
 
 if __name__ == "__main__":

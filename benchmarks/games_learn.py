@@ -4,8 +4,8 @@
 
 Per seed: SFT on games whose guesses are random, which teaches the format and how the game answers, and no strategy;
 then PPO on episodes of `builtin:guess_number`, with the reward of each turn at that turn's last token. Measured over
-all secrets, sampled and greedy, beside three players whose figures are worked out here. A run that is there is not run
-again, so the command can be stopped and given again.
+all secrets, sampled and greedy; binary search needs 3.375 turns on average. A run that is there is not run again, so
+the command can be stopped and given again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,41 +47,6 @@ class Play(NamedTuple):
 
     turns: float
     won: float
-
-
-# -- players whose figures are known -----------------------------------------------------------------------------------
-
-
-def random_player(high: int = HIGH, most: int = MOST) -> Play:
-    """Any number every time, whatever was answered."""
-    miss = 1 - 1 / high
-    return Play(sum(miss**k for k in range(most)), 1 - miss**most)
-
-
-def consistent_player(high: int = HIGH, most: int = MOST) -> Play:
-    """Any of the numbers that the answers have left."""
-    return _searching(high, most, range)
-
-
-def binary_search(high: int = HIGH, most: int = MOST) -> Play:
-    """The middle of the numbers that the answers have left: no player needs fewer turns."""
-    return _searching(high, most, lambda size: [size // 2])
-
-
-def _searching(high: int, most: int, guesses: Callable[[int], Iterable[int]]) -> Play:
-    """The exact figures of a player who guesses one of `guesses(how many are left)`, each as often."""
-
-    @cache
-    def sums(size: int, left: int) -> tuple[float, float]:
-        """Turns, and games won, of the `size` secrets together, with `left` guesses to go."""
-        if not size or not left:
-            return 0.0, 0.0
-        below = [(sums(i, left - 1), sums(size - 1 - i, left - 1)) for i in guesses(size)]
-        return (size + sum(low[0] + high[0] for low, high in below) / len(below),
-                1 + sum(low[1] + high[1] for low, high in below) / len(below))
-
-    turns, won = sums(high, most)
-    return Play(turns / high, won / high)
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -169,11 +133,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "games")
     options = parser.parse_args()
-    known = {"any number": random_player(), "any number that is left": consistent_player(),
-             "binary search": binary_search()}
     print(machine(), "\n", flush=True)
-    print(table_of(("player", "mean turns", "games won"),
-                   [(name, f"{play.turns:.3f}", f"{play.won:.2%}") for name, play in known.items()]), flush=True)
     rows = [cells_of(run(options.work.resolve(), seed)) for seed in map(int, options.seeds.split(","))]
     print(table_of(("model", "sampled, before", "after", "greedy, before", "after", "seconds (SFT + PPO)"), rows))
 

@@ -1,6 +1,6 @@
 """Seconds of one whole GRPO step beside TRL's GRPOTrainer (peers/trl_grpo.py), alternating in one run.
 
-    python benchmarks/grpo_step.py [--cases fixed ragged rloo] [--json FILE] [--profile]
+    python benchmarks/grpo_step.py [--cases fixed ragged rloo] [--json FILE]
 
 Llama-shaped 134M, bf16, random weights; 2 prompts of 36 tokens, 8 samples each, a reward function, KL to the reference
 in the loss (beta 0.04). `fixed`: 64 response tokens each; `ragged`: lengths drawn once from a geometric law with mean
@@ -76,7 +76,7 @@ def work_of(options: argparse.Namespace, is_ragged: bool) -> tuple[Prompts, int,
 def open_peer(options: argparse.Namespace, is_ragged: bool = False, estimator: str = "grpo") -> TrlGRPO:
     prompts, samples, limits = work_of(options, is_ragged)
     return TrlGRPO(options.place / "base", tokenizer_of(options.vocab), prompts.texts, samples, limits, evenness, BETA,
-                   options.place / "trl", options.autocast, estimator)
+                   options.place / "trl", estimator)
 
 
 def prepare(options: argparse.Namespace, trl: TrlGRPO, is_ragged: bool = False, estimator: str = "grpo") -> steps.Step:
@@ -103,7 +103,6 @@ CASES = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = steps.parser_of(__doc__, CASES, repeats=4)
-    parser.add_argument("--autocast", action="store_true", help="TRL's bf16=True, which computes by autocast")
     steps.run(CASES, parser, argv)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -147,6 +149,37 @@ def run_apart(function: Callable, environment: dict[str, str] | None = None, **s
     if done.returncode:
         raise SystemExit(f"{module}.{function.__name__}: its process ended with {done.returncode}; see above")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_forked(function: Callable, *arguments: object, limit: float) -> tuple[Any, str]:
+    """What `function` returns in a process forked from this one, and how it failed, if it did (raised, crashed, hung).
+    Nothing may have started a thread here before."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work() -> None:
+        try:
+            sender.send((function(*arguments), ""))
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            sender.send((None, f"{first_lines(error)} ({Path(place.filename).name}:{place.lineno})"))
+
+    process = context.Process(target=work)
+    process.start()
+    sender.close()
+    try:
+        answer = receiver.recv() if receiver.poll(limit) else (None, f"no answer within {limit:g} s")
+    except EOFError:
+        process.join()
+        answer = None, f"the process ended with code {process.exitcode}"
+    process.kill()
+    process.join()
+    return answer
+
+
+def first_lines(error: Exception, most: int = 160) -> str:
+    """An error's class and the beginning of what it says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
 
 
 def machine() -> str:

@@ -1,6 +1,6 @@
 """Peak resident memory over the idle interpreter, each case in a process of its own, beside what it must hold.
 
-    python benchmarks/memory.py [--cases generation ppo shared full] [--json FILE] [--allocator NAME]
+    python benchmarks/memory.py [--cases generation ppo shared full] [--json FILE]
 
 A Llama-shaped 134M base in bf16, 16 x (128 + 64) tokens, micro-batches of 384 tokens (two sequences), LoRA rank 16.
 "Idle" is the process with all libraries loaded, after a PPO step of a tiny model.
@@ -11,8 +11,7 @@ shared      four bf16 models with LoRA actor and critic (peer) over one shared b
 full        four models, actor and critic fully fine-tuned (peer), over one shared base (ours)
 
 Under each case stands the peak of each role and phase (memory/{role}/{phase} of the second step), what --plan predicts,
-and by how much it is off. The C library's allocator gives freed blocks back, as `train.py --memory` makes it;
---allocator keep is that of a run without --memory, and libc leaves it as it is.
+and by how much it is off. The C library's allocator gives freed blocks back, as `train.py --memory` makes it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ import torch
 from harness import Case, memory_status, parse, parser_of, row_of, run_apart, sizes_of, write_rows
 from random_models import LORA, make_folders, policy_config, prompts_of, roles_of, trainer_of
 
-from hybrid_rlhf.core.allocator import give_back_freed_blocks, keep_freed_blocks
+from hybrid_rlhf.core.allocator import give_back_freed_blocks
 from hybrid_rlhf.engine.device_memory import meter
 from hybrid_rlhf.memory_plan.plan import Generation, Role, make_plan
 
 CPU = torch.device("cpu")
-ALLOCATORS = {"give_back": give_back_freed_blocks, "keep": keep_freed_blocks, "libc": lambda: True}
 LAYOUTS = {"one": (True, "all"), "four": (True, "none"), "full": (False, "none")}  # adapters, who shares
 CASES = {
     "generation": Case("peak while generating", "weights and KV cache"),
@@ -124,10 +122,10 @@ def run_activations(place: Path, size: Size) -> dict:
     return {"activations": peaks[-1]}
 
 
-def run_part(part: str, folder: str, sizes: list[int], threads: int, allocator: str) -> dict:
+def run_part(part: str, folder: str, sizes: list[int], threads: int) -> dict:
     """Bytes over the idle process at the peak of a part, and what else it says."""
     torch.set_num_threads(threads)
-    if not ALLOCATORS[allocator]():
+    if not give_back_freed_blocks():
         print("this system's malloc cannot be told what to do with freed blocks", file=sys.stderr)
     place, size = Path(folder) / "models", Size(*sizes)
     run_ppo(Path(folder) / "tiny", "one", size, 1)  # everything that is imported and compiled on the way
@@ -183,14 +181,12 @@ def in_mb(sizes: dict[str, int]) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, CASES)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--allocator", choices=list(ALLOCATORS), default="give_back")
     options = parse(parser, argv)
     size = Size(*sizes_of(options, *Size()))
     with tempfile.TemporaryDirectory() as folder:
         for shape, name in (("tiny" if options.quick else "llama134m", "models"), ("tiny", "tiny")):
             make_folders(shape, Path(folder) / name)
-        parts = {part: run_apart(run_part, part=part, folder=folder, sizes=size, threads=options.threads,
-                                 allocator=options.allocator)
+        parts = {part: run_apart(run_part, part=part, folder=folder, sizes=size, threads=options.threads)
                  for part in dict.fromkeys(part for case in options.cases for part in NEEDS[case])}
         write_rows((row_in_mb(name, parts, Path(folder) / "models", size) for name in options.cases), options.json)
 

@@ -1,7 +1,7 @@
 """Seconds of a DPO step beside TRL's DPOTrainer, and of a LoRA step of SFT beside the plain Hugging Face Trainer with
 peft, in turns; the peers run in a process of their own (peers/process.py).
 
-    python benchmarks/offline_step.py [--cases dpo sft_lora] [--json FILE] [--profile]
+    python benchmarks/offline_step.py [--cases dpo sft_lora] [--json FILE]
 
 Llama-shaped 134M, bf16, random weights. `dpo`: 4 pairs a step that share a prompt of 16 to 200 tokens, with answers of
 16 to 200 tokens each, all weights trained, a reference beside the policy, beta 0.1. `sft_lora`: 8 rows a step of 32 to
@@ -46,7 +46,7 @@ def dpo(options: argparse.Namespace, _peer: None) -> steps.Step:
     pairs = [{"prompt": text_of(p), "chosen": text_of(c), "rejected": text_of(r)}
              for p, c, r in zip(prompts, chosen, rejected, strict=True)]
     (place / "pairs.json").write_text(json.dumps(pairs * COPIES), encoding="utf-8")
-    peer = PeerProcess(python_for("trl"), "trl_dpo:TrlDPO",
+    peer = PeerProcess(python_for("trl"), "offline:TrlDPO",
                        dict(model=str(place / "base"), tokenizer=str(place / "tokenizer"),
                             pairs=str(place / "pairs.json"), batch=PAIRS, beta=BETA, out=str(place / "trl")),
                        options.threads)
@@ -65,7 +65,7 @@ def dpo(options: argparse.Namespace, _peer: None) -> steps.Step:
 def sft_lora(options: argparse.Namespace, _peer: None) -> steps.Step:
     place, rows = options.place, rows_of(ROWS, sizes_of(options, *ROW), options.vocab, 3)
     (place / "rows.json").write_text(json.dumps(rows * COPIES), encoding="utf-8")
-    peer = PeerProcess(python_for("peft"), "trainer_peft:TrainerPeft",
+    peer = PeerProcess(python_for("peft"), "offline:TrainerPeft",
                        dict(model=str(place / "base"), rows=str(place / "rows.json"), batch=ROWS, rank=LORA.r,
                             out=str(place / "trainer")), options.threads)
     trainer = SFTTrainer(actor_of(place, tokenizer_of(options.vocab), is_lora=True))

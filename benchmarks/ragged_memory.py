@@ -88,7 +88,7 @@ def words(place: Path, name: str, dtype: str, steps: int) -> list[str]:
 
 def trl(name: str, dtype: str, place: str, steps: int, vocab: int) -> list[int]:
     """The process's peak in each step of TRL's trainer on the same rows, unpacked as ours."""
-    from peers.trl_offline import TrlRaggedSFT, TrlReward
+    from peers.offline import TrlRaggedSFT, TrlReward
 
     rows = json.loads((Path(place) / "rows.json").read_text(encoding="utf-8"))[name]
     peer = {"sft": TrlRaggedSFT, "reward": TrlReward}[name]

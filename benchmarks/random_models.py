@@ -24,8 +24,6 @@ SHAPES = {
                             vocab_size=50272, word_embed_proj_dim=768, max_position_embeddings=512, dropout=0.0)),
     "llama134m": ("llama", dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
                                 num_key_value_heads=12, vocab_size=32000, max_position_embeddings=512)),
-    "llama34m": ("llama", dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
-                               num_key_value_heads=8, vocab_size=8192, max_position_embeddings=512)),
     "llama4m": ("llama", dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
                               num_key_value_heads=4, vocab_size=2048, max_position_embeddings=512)),
     "tiny": ("llama", dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -59,60 +57,35 @@ def tokenizer_of(size: int):  # noqa: ANN201
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<0>", eos_token="<2>")
 
 
-def make_folders(shape: str, place: Path, device: str = "cpu", has_reward: bool = True) -> None:
-    """place/base (a causal model, bf16), place/reward (the same shape with a scalar head), place/adapter (LoRA).
-
-    device: where the weights are drawn. Without a reward its folder has the head and no other weights, which is all
-    that is read where the reward is an adapter on the base.
-    """
+def make_folders(shape: str, place: Path, has_reward: bool = True) -> None:
+    """place/base (a causal model, bf16), place/reward (the same shape with a scalar head), place/adapter (LoRA)."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind, settings = SHAPES[shape]
     config = AutoConfig.for_model(kind, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
-    with torch.device(device):
-        base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     base.save_pretrained(place / "base")
     config.num_labels = 1
     if has_reward:
-        with torch.device(device):
-            scalar = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
+        scalar = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
         scalar.save_pretrained(place / "reward")
-        del scalar
-    else:
-        _save_head(config, type(base).__name__, place / "reward")
     add_lora(base, LORA, "reward")
     save_adapter(base, place / "adapter", "reward")
 
 
-def _save_head(config, causal: str, place: Path) -> None:  # noqa: ANN001
-    from safetensors.torch import save_file
-
-    config.architectures = [causal.replace("ForCausalLM", "ForSequenceClassification")]
-    config.save_pretrained(place)
-    head = 0.02 * torch.randn(1, config.hidden_size)
-    save_file({"score.weight": head.bfloat16()}, place / "model.safetensors", metadata={"format": "pt"})
-
-
-def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int,  # noqa: ANN201
-             is_4bit: bool = False, dtype: str = "bfloat16"):
-    """(Roles, Reward) of models of `dtype`; share as in roles.share_base. One base: the reward is an adapter on it.
-
-    is_4bit: the bases are held in NF4.
-    """
-    held = dict(dtype=dtype, quantize="4bit" if is_4bit else "none")
+def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int):  # noqa: ANN201
+    """(Roles, Reward) of models in bf16; share as in roles.share_base. One base: the reward is an adapter on it."""
     base, reward, adapter = (str(place / n) for n in ("base", "reward", "adapter"))
     is_one = share == "all"
-    policy = Start(base, **held)
-    scalar = Start(base if is_one else reward, adapter if is_one else None, reward, **held)
+    policy = Start(base, dtype="bfloat16")
+    scalar = Start(base if is_one else reward, adapter if is_one else None, reward, dtype="bfloat16")
     starts = {"actor": policy, "ref": policy, "critic": scalar, "reward": scalar}
     roles = RolesConfig(share, actor=RoleConfig(learning_rate=1e-5), critic=RoleConfig(learning_rate=1e-5))
     layout, _ = resolve(roles, starts, lora)
-    model = ModelConfig(model_name_or_path=base, dtype=dtype, load_in_4bit=is_4bit,
-                        lora=LORA if lora else LoraConfig())
-    parts = RoleInputs(model, roles, ZeroConfig(micro_batch_tokens=micro_batch_tokens), TrainConfig(), seed=0)
-    vocab = _vocab(base)
-    built = build(parts, starts, layout, Tokenizer(vocab), dict.fromkeys(("actor", "critic"), 1000), None)
+    zero = ZeroConfig(micro_batch_tokens=micro_batch_tokens)
+    parts = RoleInputs(policy_config(place, lora), roles, zero, TrainConfig(), seed=0)
+    built = build(parts, starts, layout, Tokenizer(_vocab(base)), dict.fromkeys(("actor", "critic"), 1000), None)
     built[0].actor.engine.eos_ids = []  # lengths are the benchmark's
     return built
 
@@ -150,8 +123,8 @@ def actor_of(place: Path, tokenizer, is_lora: bool = False, zero: ZeroConfig | N
     return Actor(prepared(engine, zero), tokenizer, zero.micro_batch_tokens)
 
 
-def policy_config(place: Path, is_lora: bool = False, dtype: str = "bfloat16") -> ModelConfig:
-    return ModelConfig(model_name_or_path=str(place / "base"), dtype=dtype, lora=LORA if is_lora else LoraConfig())
+def policy_config(place: Path, is_lora: bool = False) -> ModelConfig:
+    return ModelConfig(model_name_or_path=str(place / "base"), dtype="bfloat16", lora=LORA if is_lora else LoraConfig())
 
 
 def prepared(engine: HybridEngine, zero: ZeroConfig) -> HybridEngine:

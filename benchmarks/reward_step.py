@@ -1,7 +1,7 @@
 """Seconds of a reward model's optimizer step on pairs of unequal lengths beside TRL's RewardTrainer, alternating in one
 run.
 
-    python benchmarks/reward_step.py [--json FILE] [--profile]
+    python benchmarks/reward_step.py [--json FILE]
 
 Llama-shaped 134M with a scalar head, bf16, random weights; 4 pairs a step that share a prompt of 16 to 200 tokens, with
 answers of 16 to 200 tokens each, the same pairs on both sides and in every step. Ours computes a pair's prompt once;
@@ -20,7 +20,7 @@ import steps
 import torch
 from floors import Shape, floor_of
 from harness import Case, sizes_of
-from peers.trl_offline import TrlReward
+from peers.offline import TrlReward
 from random_models import SHAPES, prepared, tokenizer_of
 
 from hybrid_rlhf.data.collate import collate_pairs

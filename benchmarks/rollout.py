@@ -6,9 +6,7 @@ The peer is `generate`, in the cases named *_batch transformers' own continuous 
 llama_cpp llama.cpp (rollout_llama.py). Both sides sample at temperature 1 from the same module (beside llama.cpp both
 are greedy), alternating, after one unmeasured run each; figures are medians, with the least and the most. Prompts are
 distinct. Useful tokens per second count responses only, and of each no more than was asked for. floor_ratio is the time
-of the case over its floor (rollout_floor.py). step_ratio is the time of one of our decode steps over that of the
-matrix products of its weights alone, as torch multiplies them; own_step_ratio is the same over our own products, which
-are faster on some processors.
+of the case over its floor (rollout_floor.py).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from types import SimpleNamespace
 
 import rollout_llama
 import torch
-from harness import Case, add_clock, alternate, parse, parser_of, seconds, sizes_of, timed_row, with_floors, write_rows
+from harness import Case, add_clock, parse, parser_of, seconds, sizes_of, timed_row, with_floors, write_rows
 from peers.continuous_batching import continuous_batching
 from peers.process import python_for
 from random_models import SHAPES, ragged_limits
@@ -125,17 +123,6 @@ def batch_seconds(requests: Requests) -> float:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def step_seconds(engine: HybridEngine, requests: Requests, repeats: int) -> float:
-    """Seconds of a decode step: the difference between long and short responses.
-
-    All rows have the longest prompt, so that the engine reads it once and prefilling does not drown the difference.
-    """
-    prompts, steps = [max(requests.prompts, key=len)] * requests.rows, 32
-    short, long = (requests._replace(prompts=prompts, limits=[n] * requests.rows) for n in (2, 2 + steps))
-    times = alternate(repeats, lambda: by_engine(engine, short), lambda: by_engine(engine, long))
-    return (times[1].median - times[0].median) / steps
-
-
 def check_equal(name: str, engine: HybridEngine, requests: Requests) -> None:
     """Greedy tokens of both sides are equal, or there is nothing to compare. fp32 only: bf16 has ties."""
     if next(requests.model.parameters()).dtype == torch.float32:
@@ -153,10 +140,8 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     times, floors = with_floors(options.repeats, lambda: floor_of(engine, requests, 1),
                                 partial(seconds, lambda: by_engine(engine, requests)), peer)
     floor = sorted(floors, key=lambda found: found.whole)[(len(floors) - 1) // 2]
-    step = step_seconds(engine, requests, options.repeats)
     return timed_row(name, case, times, {"floor_ratio": floor.whole}, requests.num_tokens,
-                     step_ratio=step / floor.step_torch, own_step_ratio=step / floor.step_own, seconds=times[0].median,
-                     step_seconds=step, floor_seconds=floor._asdict(),
+                     seconds=times[0].median, floor_seconds=floor._asdict(),
                      engine={key: engine.describe()[key] for key in ("path", "kernels", "fused")})
 
 

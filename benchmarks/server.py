@@ -1,12 +1,12 @@
-"""The server: tokens per second at 1, 8 and 64 clients, and what a crowd of good and bad ones does to it.
+"""The server: tokens per second at 1, 8 and 64 clients, and whether a crowd, some of whom leave, gets right answers.
 
     python benchmarks/server.py [--load_seconds 60] [--preset small] [--json FILE] [--page docs/results/server.md]
 
 A random model, a server process (hybrid-rlhf serve) and a client process, on loopback. For the speed every client asks
 for 128 new tokens again and again; the same prompts through the engine alone, all at once, are the peer, and
-floor_ratio is over what all the clients' answers at once take in products and bytes (floors.py). For the crowd
-(server_load.py) the right answers are those that one client alone was given before; there is none with --load_seconds
-0. --page puts the tables of both into a page.
+floor_ratio is over what all the clients' answers at once take in products and bytes (floors.py). The crowd's right
+answers are those that one client alone was given before; there is none with --load_seconds 0. Malformed requests are
+faults.py's. --page puts the tables of both into a page.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,12 +31,12 @@ import httpx
 import torch
 from floors import Shape, decode_bytes, floor_of
 from harness import ROOT, Case, memory_status, parse, parser_of, row_of, run_apart, table_of, write_rows, write_tables
-from server_load import PATH, load
 
 WORDS = ["the", "a", "red", "blue", "green", "cat", "dog", "fox", "sun", "moon", "tree", "book", "walks", "sees",
          "finds", "under", "over", "little", "old", "big", "and", "then"]
 TOKENS = 128
-CROWD = Case("wrong answers in a crowd of good, slow, vanishing and hostile clients")
+PATH = "/v1/chat/completions"
+CROWD = Case("wrong answers in a crowd, an eighth of which leaves")
 
 
 def text(number: int, length: int) -> str:
@@ -152,12 +154,13 @@ def engine_rate(folder: str, clients: int) -> tuple[float, float]:
     return round(alone, 1), round(clients * TOKENS / floor, 1)
 
 
-def crowd(url: str, pid: int, seconds: float, clients: int, patience: float = 15.0) -> dict:
+def crowd(url: str, pid: int, seconds: float, clients: int) -> dict:
     """A crowd's wrong answers, and what it left behind in the server."""
     kinds = [dict(temperature=1.0), dict(temperature=0.7, top_p=0.9), dict(temperature=0), dict(top_k=20, n=1)]
     bodies = [body(i, 8 + 7 * (i % 8), **kinds[i % 4]) for i in range(48)]
-    cases = [{"body": asked, "answer": answer_to(url, asked)} for asked in bodies]
-    settings = dict(url=url, cases=cases, count=clients, patience=patience)
+    with httpx.Client(timeout=60) as alone:
+        cases = [{"body": asked, "answer": text_of(alone.post(url + PATH, json=asked))} for asked in bodies]
+    settings = dict(url=url, cases=cases, count=clients)
     warm = run_apart(load, **settings, seconds=min(10.0, seconds))  # buffers and pools have their size after this
     time.sleep(1)
     before = memory_status("VmRSS", pid), descriptors(pid)
@@ -165,15 +168,47 @@ def crowd(url: str, pid: int, seconds: float, clients: int, patience: float = 15
     time.sleep(6)  # idle connections are closed after 5 seconds
     after = memory_status("VmRSS", pid), descriptors(pid)
     health = httpx.get(f"{url}/health").json()
-    again = sum(answer_to(url, case["body"]) != case["answer"] for case in cases[:8])
-    return {"seconds": seconds, "clients": clients, **found,
-            "num_wrong": found["num_wrong"] + warm["num_wrong"] + again, "open_after": health["models"]["m"]["open"],
+    return {"seconds": seconds, "clients": clients, **found, "num_wrong": found["num_wrong"] + warm["num_wrong"],
+            "open_after": health["models"]["m"]["open"],
             "memory_mib": [round(b / 2**20, 1) for b in (before[0], after[0])],
             "descriptors": [before[1], after[1]]}
 
 
-def answer_to(url: str, asked: dict) -> str:
-    return httpx.post(url + PATH, json=asked, timeout=60).json()["choices"][0]["message"]["content"]
+def load(url: str, cases: list[dict], count: int, seconds: float) -> dict:
+    """In a process of its own: `count` clients ask until the time is over and compare; every eighth leaves instead.
+
+    cases: {"body": a chat completion's body with a seed, "answer": what one client alone was given}.
+    """
+    counts, wrong, end = Counter(), [], time.monotonic() + seconds
+
+    async def client(number: int) -> None:
+        draw, leaves = random.Random(number), number % 8 == 7
+        async with httpx.AsyncClient(timeout=120) as http:
+            while time.monotonic() < end:
+                case = draw.choice(cases)
+                if leaves:
+                    with suppress(httpx.TimeoutException):
+                        await http.post(url + PATH, json=case["body"], timeout=0.05 * draw.random() + 0.01)
+                    counts["left"] += 1
+                    continue
+                answer = await http.post(url + PATH, json=case["body"])
+                if answer.status_code == 429:
+                    counts["told to wait (429)"] += 1
+                    await asyncio.sleep(min(2.0, int(answer.headers["retry-after"])))
+                elif answer.status_code == 200 and text_of(answer) == case["answer"]:
+                    counts["right"] += 1
+                else:
+                    wrong.append(f"status {answer.status_code}: {answer.text[:200]}")
+
+    async def run() -> None:
+        await asyncio.gather(*map(client, range(count)))
+
+    asyncio.run(run())
+    return {"counts": dict(sorted(counts.items())), "wrong": wrong[:10], "num_wrong": len(wrong)}
+
+
+def text_of(answer: httpx.Response) -> str:
+    return answer.json()["choices"][0]["message"]["content"]
 
 
 def rate_row(folder: str, found: dict) -> dict:

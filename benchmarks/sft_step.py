@@ -1,13 +1,13 @@
-"""Tokens per second of SFT beside TRL's SFTTrainer with packing (peers/trl_offline.py), alternating in one run, and the
+"""Tokens per second of SFT beside TRL's SFTTrainer with packing (peers/offline.py), alternating in one run, and the
 peak memory of each in a process of its own.
 
-    python benchmarks/sft_step.py [--cases packed wrapped memory] [--json FILE] [--profile]
+    python benchmarks/sft_step.py [--cases packed memory] [--json FILE]
 
 Llama-shaped 134M, bf16, random weights; rows of 32 to 400 tokens, packed by TRL to 512, 4 such rows a step. Ours gets
 the rows that went into TRL's step, unpacked: its micro-batches are cut by a budget of tokens and hold no padding in the
-products. All tokens but a row's first are predicted. `packed` compares tokens per second with TRL's default packing,
-`wrapped` with its other one, which cuts rows anywhere and lets them see each other; floor_ratio is our time over that
-of the step's matrix products at the measured rate plus the optimizer's bytes at the measured bandwidth. `memory`
+products. All tokens but a row's first are predicted. `packed` compares tokens per second with TRL's default packing;
+floor_ratio is our time over that of the step's matrix products at the measured rate plus the optimizer's bytes at the
+measured bandwidth. `memory`
 compares the most that each process held (VmHWM) in two steps, libraries and model included. Ours keeps fp32 masters
 and moments, as its launcher does; TRL trains the bf16 weights themselves, with moments in bf16. All cases take
 --micro_batch_tokens, the setting engine.micro_batch_tokens of a run.
@@ -24,17 +24,16 @@ import steps
 import torch
 from floors import Shape, floor_of
 from harness import Case, memory_status, row_of, run_apart, sizes_of
-from peers.trl_offline import TrlSFT
+from peers.offline import TrlSFT
 from random_models import SHAPES, actor_of, rows_of, tokenizer_of
 
-from hybrid_rlhf.core.allocator import give_back_freed_blocks, keep_freed_blocks
+from hybrid_rlhf.core.allocator import keep_freed_blocks
 from hybrid_rlhf.data.collate import collate_sft
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.trainers.sft import SFTTrainer
 
 SIZES = 32, 400, 512  # the shortest row, the longest one, and what they are packed to
 BATCH, ROWS = 4, 240
-SIDES = ("ours", "ours_frugal", "trl", "trl_checkpointing")
 STEPS = 2  # of a process whose memory is measured
 
 
@@ -50,20 +49,15 @@ def our_step(place: Path, vocab: int, batches: list[list[list[int]]], micro_batc
     return step
 
 
-def peer_of(place: Path, vocab: int, sizes: Sequence[int], is_checkpointing: bool = False,
-            packing: str = "bfd") -> TrlSFT:
+def peer_of(place: Path, vocab: int, sizes: Sequence[int]) -> TrlSFT:
     """sizes: the shortest and the longest row, and what rows are packed to."""
     shortest, longest, length = sizes
     return TrlSFT(place / "base", tokenizer_of(vocab), rows_of(ROWS, (shortest, longest), vocab, 3), length, BATCH,
-                  place / "trl", is_checkpointing, packing)
+                  place / "trl")
 
 
 def open_peer(options: argparse.Namespace) -> TrlSFT:
     return peer_of(options.place, options.vocab, sizes_of(options, *SIZES))
-
-
-def open_wrapped(options: argparse.Namespace) -> TrlSFT:
-    return peer_of(options.place, options.vocab, sizes_of(options, *SIZES), packing="wrapped")
 
 
 def prepare(options: argparse.Namespace, trl: TrlSFT) -> steps.Step:
@@ -85,15 +79,15 @@ def hold(side: str, place: str, vocab: int, sizes: list[int], threads: int, micr
          batches: list[list[list[int]]]) -> dict[str, int]:
     """In a process of its own: do STEPS steps; bytes that were resident before the model came, and the most ever."""
     torch.set_num_threads(threads)
-    if side.startswith("ours"):
-        (give_back_freed_blocks if side == "ours_frugal" else keep_freed_blocks)()
+    if side == "ours":
+        keep_freed_blocks()
         idle = memory_status("VmRSS")
         step = our_step(Path(place), vocab, batches, micro_batch_tokens)
     else:
         import trl  # noqa: F401 - part of what is idle
 
         idle = memory_status("VmRSS")
-        step = peer_of(Path(place), vocab, sizes, is_checkpointing=side == "trl_checkpointing").step
+        step = peer_of(Path(place), vocab, sizes).step
     for _ in range(STEPS):
         step()
     return {"idle": idle, "peak": memory_status("VmHWM")}
@@ -104,14 +98,13 @@ def measure_memory(options: argparse.Namespace, trl: TrlSFT) -> dict:
     sides = {side: run_apart(hold, side=side, place=str(options.place), vocab=options.vocab,
                              sizes=sizes_of(options, *SIZES), threads=options.threads,
                              micro_batch_tokens=options.micro_batch_tokens, batches=batches)
-             for side in options.sides}
+             for side in ("ours", "trl")}
     ours, peer = sides["ours"]["peak"], sides["trl"]["peak"]
     return row_of("memory", CASES["memory"], ours / 1e6, peer / 1e6, "MB", sides=sides)
 
 
 CASES = {
     "packed": Case("SFT, 134M bf16, rows of 32-400", "TRL SFTTrainer, packed to 512", 2, 1.4, prepare, open_peer),
-    "wrapped": Case("the same, rows cut anywhere", "TRL SFTTrainer, wrapped to 512", 2, 1.4, prepare, open_wrapped),
     "memory": Case("SFT, peak of the process", "TRL SFTTrainer, packed to 512", 1 / 0.7, None, measure_memory,
                    open_peer),
 }
@@ -119,9 +112,6 @@ CASES = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = steps.parser_of(__doc__, CASES, repeats=4)
-    parser.set_defaults(cases=["packed", "memory"])  # the peer of `wrapped` is a second trainer beside the first
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["ours", "trl"],
-                        help="whose memory: ours_frugal gives freed blocks back, as with train.py --memory")
     parser.add_argument("--micro_batch_tokens", type=int, default=ZeroConfig().micro_batch_tokens,
                         help="most tokens of a forward and backward of ours")
     steps.run(CASES, parser, argv)

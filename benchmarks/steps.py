@@ -38,9 +38,7 @@ class Step(NamedTuple):
 
 
 def parser_of(doc: str, cases: dict[str, Case], repeats: int) -> argparse.ArgumentParser:
-    parser = harness.add_clock(harness.parser_of(doc, cases, repeats))
-    parser.add_argument("--profile", action="store_true", help="print where our step spends its time instead")
-    return parser
+    return harness.add_clock(harness.parser_of(doc, cases, repeats))
 
 
 def run(cases: dict[str, Case], parser: argparse.ArgumentParser, argv: Sequence[str] | None,
@@ -66,8 +64,6 @@ def measured(name: str, case: Case, options: argparse.Namespace, peer: object) -
     if isinstance(step, dict):
         return step
     try:
-        if options.profile:
-            return profile(step.ours)
         times, found = with_floors(options.repeats, step.floors, partial(seconds, step.ours),
                                    partial(seconds, step.peer))
     finally:
@@ -77,14 +73,3 @@ def measured(name: str, case: Case, options: argparse.Namespace, peer: object) -
                     **step.extra())
     print("\n".join(f"{'':16} {line}" for _, line in floors.values()), flush=True)
     return row
-
-
-def profile(step: Callable[[], object]) -> None:
-    """Where a step spends its time, by operation."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    step()
-    with record(activities=[ProfilerActivity.CPU]) as recorded:
-        step()
-    print(recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))

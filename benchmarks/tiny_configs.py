@@ -128,8 +128,3 @@ def versions() -> dict[str, str]:
     import transformers
 
     return {"transformers": transformers.__version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def first_lines(error: Exception, most: int = 160) -> str:
-    """An error's class and the beginning of what it says, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"

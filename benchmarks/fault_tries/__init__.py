@@ -1,1 +1,1 @@
-"""The tries of benchmarks/faults.py: attempt.py makes one, the other files list them by what they attack."""
+"""The tries of benchmarks/faults.py: attempt.py makes one, product.py runs a command, the others list what is tried."""

@@ -22,8 +22,7 @@ class TrlGRPO:
     """
 
     def __init__(self, model: Path, tokenizer, prompts: list[str], num_samples: int, limits: list[int],  # noqa: ANN001
-                 reward: Callable, beta: float, out: Path, is_autocast: bool = False,
-                 estimator: str = "grpo") -> None:
+                 reward: Callable, beta: float, out: Path, estimator: str = "grpo") -> None:
         import trl
         from datasets import Dataset
         from transformers import AutoModelForCausalLM
@@ -35,7 +34,7 @@ class TrlGRPO:
             **own, output_dir=str(out), per_device_train_batch_size=len(limits), gradient_accumulation_steps=1,
             num_iterations=1, num_generations=num_samples, max_completion_length=self.longest, beta=beta,
             max_steps=100_000, learning_rate=1e-6,
-            lr_scheduler_type="constant", bf16=is_autocast, gradient_checkpointing=False, use_cpu=True,
+            lr_scheduler_type="constant", bf16=False, gradient_checkpointing=False, use_cpu=True,
             save_strategy="no", report_to="none", logging_strategy="no", disable_tqdm=True,
             dataloader_pin_memory=False, shuffle_dataset=False)
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)  # the reference has its dtype

@@ -16,7 +16,6 @@ import grpo_step
 import harness
 import memory
 import offline_step
-import plan_time
 import ppo_step
 import pytest
 import ragged_memory
@@ -51,9 +50,9 @@ class Peer:
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch):
     """Dry runs change neither malloc nor the threads of the other tests."""
-    for module in (steps, sft_step, plan_time):
+    for module in (steps, sft_step):
         monkeypatch.setattr(module, "keep_freed_blocks", lambda: True)
-    monkeypatch.setattr(memory, "ALLOCATORS", {"give_back": lambda: True})
+    monkeypatch.setattr(memory, "give_back_freed_blocks", lambda: True)
     monkeypatch.setattr(harness.measuring, "block", harness.measuring.block)
     threads = torch.get_num_threads()
     yield
@@ -70,7 +69,7 @@ def test_ppo_steps_beside_the_plain_one(tmp_path) -> None:
     rows = rows_of(ppo_step, tmp_path, "--cases", "full", "ragged_lora")
     assert list(rows) == ["full", "ragged_lora"]
     for row in rows.values():
-        assert row["ratio"] == row["peer"] / row["ours"] and row["floor_ratio"] > row["wide_floor_ratio"] > 0
+        assert row["ratio"] == row["peer"] / row["ours"] and row["floor_ratio"] > 0
         assert {"time/generate", "time/score", "time/train"} <= row["phases"].keys()
 
 
@@ -90,7 +89,7 @@ def test_sft_steps_and_their_memory(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sft_step, "TrlSFT", Peer)
     monkeypatch.setattr(sft_step, "run_apart", held)
     rows = rows_of(sft_step, tmp_path, "--cases", *sft_step.CASES, "--micro_batch_tokens", "768")
-    assert list(rows) == ["packed", "wrapped", "memory"]
+    assert list(rows) == ["packed", "memory"]
     assert rows["packed"]["tokens"] == 6 and rows["packed"]["unit"] == "tokens/s"
     assert 10**8 < 1e6 * rows["memory"]["ours"] == pytest.approx(rows["memory"]["sides"]["ours"]["peak"])
 
@@ -111,23 +110,15 @@ def test_steps_whose_peer_is_in_its_own_process(tmp_path, monkeypatch) -> None:
     assert [peer.num_steps for peer in peers] == [-1, -1]  # ended
 
 
-def test_a_profile_names_operations_and_writes_no_row(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(reward_step, "TrlReward", Peer)
-    reward_step.main(["--quick", "--profile", "--json", str(tmp_path / "rows.json")])
-    assert "aten::" in capsys.readouterr().out and not (tmp_path / "rows.json").exists()
-
-
 def test_episodes_say_what_is_written_on_all_sides(tmp_path) -> None:
     """In full: TRL's own loop is in it, and each side's tokens are compared before anything is measured."""
     pytest.importorskip("trl")
-    page, image = tmp_path / "episodes.md", tmp_path / "episodes.png"
-    rows = rows_of(episodes, tmp_path, "--page", str(page), "--image", str(image))
+    page = tmp_path / "episodes.md"
+    rows = rows_of(episodes, tmp_path, "--page", str(page))
     assert list(rows) == list(episodes.CASES)
     assert rows["ragged_trl"]["ours"] == rows["ragged_barrier"]["ours"] and rows["ragged_trl"]["calls"] == 2 * 4 * 2
     assert rows["instant_trl"]["slept"] == 0 < rows["even_barrier"]["slept"]
-    history = rows["history"]
-    assert len(history["histories"]) == len(history["ours_turns"]) == len(history["peer_turns"]) == 4
-    assert page.read_text().count("| TRL GRPOTrainer") == 2 and image.stat().st_size > 1000
+    assert page.read_text().count("| TRL GRPOTrainer") == 2
 
 
 def test_memory_of_generating_and_of_ppo(tmp_path, monkeypatch) -> None:
@@ -174,19 +165,6 @@ def test_the_table_of_cards(tmp_path, monkeypatch) -> None:
     row, = json.loads((tmp_path / "cards.json").read_text())
     assert (row["card_gib"], row["way"], row["shape"]) == (8, "qlora", "0.5B")
     assert f"| 8 GiB | 0.5B ({row['micro_batch_tokens']}; " in (tmp_path / "cards.md").read_text()
-    time, = json.loads((tmp_path / "cards_time.json").read_text())
-    assert time["card"] == "RTX 3060 12GB" and time["decode_over_floor"] > 1
-    assert "| decode / floor |" in (tmp_path / "cards.md").read_text()
-
-
-def test_predicted_seconds_beside_measured_ones(tmp_path) -> None:
-    rows = rows_of(plan_time, tmp_path, "--cases", "llama4m_bf16", "llama4m_fp32_lora", "--page",
-                   str(tmp_path / "plan_time.md"))
-    assert list(rows) == ["llama4m_bf16", "llama4m_fp32_lora"]
-    for row in rows.values():
-        assert set(row["predicted"]) == {"generate", "score", "update"} == set(row["measured"])
-        assert all(row["predicted"][p] > 0 and row["measured"][p] > 0 for p in row["ratios"])
-    assert "| tiny | float32 | lora |" in (tmp_path / "plan_time.md").read_text()
 
 
 def test_seconds_that_a_run_says_are_left_beside_real_ones(tmp_path) -> None:

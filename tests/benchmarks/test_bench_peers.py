@@ -1,7 +1,7 @@
 """Both sides of the offline benchmarks read the same tokens."""
 
 import offline_step
-from peers.trainer_peft import padded
+from peers.offline import padded
 from random_models import rows_of, text_of, tokenizer_of
 
 

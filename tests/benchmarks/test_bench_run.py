@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
 
 import bench
+import harness
 import pytest
 from peers import process
 
@@ -119,3 +121,10 @@ def test_the_peers_own_environment_comes_first(tmp_path, monkeypatch):
     (package / "__init__.py").touch()
     assert process.python_for("trl") == str(tmp_path / "peers/bin/python")
     assert process.python_for("torch") == sys.executable
+
+
+def test_a_forked_function_answers_or_the_fault_is_named():
+    assert harness.run_forked(max, 3, 4, limit=20) == (4, "")
+    assert harness.run_forked(int, "x", limit=20)[1].startswith("ValueError: invalid literal")
+    assert harness.run_forked(os._exit, 3, limit=20) == (None, "the process ended with code 3")
+    assert harness.run_forked(time.sleep, 20, limit=0.2) == (None, "no answer within 0.2 s")

@@ -7,9 +7,20 @@ import json
 
 import methods
 import pytest
-from hacking import words
+from methods_settings import OF_PROMPTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def words(folder: str, seed: int, kl_coef: float) -> list[str]:
+    """The demo's own settings of stage 3, but for the KL coefficient and 150 steps; the checker has weight 0."""
+    return ["--stage", "ppo", "--seed", str(seed), *OF_PROMPTS, "--data.sources=[{path: demo/prompts}]",
+            "--train.max_steps=150", "--train.per_device_train_batch_size=128", "--train.warmup_ratio=0.05",
+            "--train.max_eval_batches=1", "--roles.actor.learning_rate=1e-3", "--roles.critic.learning_rate=2e-3",
+            "--ppo.num_ppo_epochs=2", "--ppo.num_minibatches=2", "--ppo.missing_eos_penalty=1.0",
+            "--ppo.sampling.max_new_tokens=16", f"--ppo.kl_coef={kl_coef}",
+            f"--roles.ref.model_name_or_path={folder}/sft", f"--roles.reward.model_name_or_path={folder}/reward",
+            "--reward.functions=builtin:demo_correct", "--reward.weights=[1.0, 0.0]"]
 
 
 def ends(folder) -> tuple[dict, dict]:

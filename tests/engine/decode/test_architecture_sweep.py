@@ -119,7 +119,8 @@ def test_a_refused_type_that_runs_now_is_no_worse():
 def test_the_sweep_fails_and_names_the_type_that_came_out_worse_than_before(tmp_path, monkeypatch, capsys):
     before = tmp_path / "before.json"
     before.write_text(json.dumps([asdict(NATIVE_ROW)]), encoding="utf-8")
-    monkeypatch.setattr(architecture_sweep, "guarded", lambda name, _limit: replace(NATIVE_ROW, type=name, layers=0))
+    monkeypatch.setattr(architecture_sweep, "run_forked",
+                        lambda _examine, name, limit: (replace(NATIVE_ROW, type=name, layers=0), ""))
     threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
     try:
         assert architecture_sweep.main(["--only", "llama", "opt", "--against", str(before)]) == 1

@@ -15,16 +15,15 @@ def model(tmp_path_factory) -> str:
 
 def _check(found: dict, least: int) -> None:
     assert (found["num_wrong"], found["wrong"], found["open_after"]) == (0, [], 0)
-    for kind in ("good: right", "slow: right", "vanishing: left"):
+    for kind in ("right", "left"):
         assert found["counts"][kind] >= least, found["counts"]
-    assert sum(n for k, n in found["counts"].items() if k.startswith("hostile")) >= least
     assert found["descriptors"][1] <= found["descriptors"][0] + 5
 
 
 @pytest.mark.slow
 def test_a_small_crowd_gets_right_answers_and_leaves_nothing_behind(model):
     with served(model, "--max_context", "200", "--max_batch", "4", "--max_queue", "8") as (url, pid):
-        _check(crowd(url, pid, 2.0, 16, patience=0.5), 1)
+        _check(crowd(url, pid, 2.0, 16), 1)
 
 
 @pytest.mark.slow
