@@ -66,7 +66,7 @@ def reaches(browser, wanted: str) -> None:
     assert find(browser, ".state").text == wanted, find(browser, "#page").text
 
 
-def test_from_a_dropped_file_to_a_model_to_take_away(opened, tmp_path):
+def test_from_a_dropped_file_to_an_exported_model(opened, tmp_path):
     browser, studio = opened
     model, rows = save_tiny(tmp_path / "start", 0), write_rows(tmp_path / "talks.jsonl")
     chatml_tokenizer().save_pretrained(model)
@@ -95,7 +95,7 @@ def test_from_a_dropped_file_to_a_model_to_take_away(opened, tmp_path):
     find(browser, "#message").send_keys("Say 7\n")
     until(browser, lambda: [text for text in texts(browser, ".answer .said") if text], 240)
 
-    go(browser, studio, "#/take?run=short")
+    go(browser, studio, "#/export?run=short")
     until(browser, lambda: button(browser, "Export")).click()
-    until(browser, lambda: texts(browser, "article.take h3") == ["short"], 240)
+    until(browser, lambda: texts(browser, "article.export h3") == ["short"], 240)
     assert (studio.studio.outputs / "exports" / "short" / "model.safetensors").is_file()

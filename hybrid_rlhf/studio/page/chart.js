@@ -1,24 +1,21 @@
 // One chart: mean lines with a light band from low to high, several over each other. Read by pointer, by arrow keys,
-// and as a table. It grows in place: the nodes stay, and only paths and texts that have changed are set.
+// and as a table. It grows in place: nodes stay, and only paths and texts that have changed are set.
+// A series is {key, run, label, place, isSparse, steps, low, high, mean}: run, whose it is; place, its colour and dashes;
+// isSparse, held out, with a dot at each value; then lists of one length, with null for what is not a number.
 
-import {
-  allSteps, bandPath, dotsPath, extent, linePath, nearest, placeAt, stepText, stepTicks, tickText, ticks
-} from "./chart_scale.js";
-import {make} from "./dom.js";
+import {arrange, fold, keyed, make, put, putAttribute, table} from "./dom.js";
 import {breakable, number, unitOf} from "./format.js";
-import {arrange, keyed, put, putAttribute} from "./in_place.js";
 
 const HEIGHT = 190, TOP = 8, RIGHT = 10, BOTTOM = 22;
-const MANY_DOTS = 60; // of held-out values: more are a line alone
-const NUM_COLOURS = 8; // that chart.css has
+const MAX_DOTS = 60; // held-out values that get a dot each; more are a line alone
+const NUM_COLOURS = 8; // that runs.css has
 
-// makeChart({name, meaning}) -> {node, name, update(series), end()}. series: [{key, run, label, place, isSparse, steps,
-// low, high, mean}]: run: whose it is; place chooses colour and dashes; isSparse: held out, with a dot at each value.
+// makeChart({name, meaning}) -> {node, name, update(series), end()}.
 export function makeChart({name, meaning}) {
   const chart = {name, all: [], steps: [], read: null, width: 0, unit: {factor: 1, word: ""}};
   chart.node = frame(chart, meaning);
-  chart.lines = keyed(() => makeLine());
-  chart.keys = keyed(() => makeKey());
+  chart.lines = keyed(makeLine);
+  chart.keys = keyed(makeKey);
   const sizes = new ResizeObserver(([entry]) => {
     const width = Math.round(entry.contentRect.width);
     if (width === chart.width || !width) return;
@@ -30,7 +27,7 @@ export function makeChart({name, meaning}) {
   return {node: chart.node, name, end: () => sizes.disconnect(), update: (all) => {
     chart.isFilled = true;
     chart.all = all.filter((series) => series.steps.length);
-    chart.steps = allSteps(chart.all);
+    chart.steps = [...new Set(chart.all.flatMap((series) => series.steps))].sort((a, b) => a - b);
     draw(chart);
     if (chart.table.open) fillTable(chart);
   }};
@@ -48,40 +45,31 @@ function frame(chart, meaning) {
   chart.legend = make("ul.legend");
   chart.reader = make("input.reader", {
     type: "range", min: "0", max: "0", value: "0", "aria-label": `Step, of ${chart.name}`});
-  chart.grid = svg("g", {class: "grid"});
-  chart.bands = svg("g");
-  chart.curves = svg("g");
+  [chart.grid, chart.bands, chart.curves] = [svg("g", {class: "grid"}), svg("g"), svg("g")];
   chart.cursor = svg("path", {class: "cursor"});
   chart.plot = svg("svg", {class: "plot", role: "img", height: HEIGHT},
     chart.grid, chart.bands, chart.curves, chart.cursor);
   chart.area = make("div.plot-area", {}, chart.reader, chart.plot);
-  chart.table = make("details", {}, make("summary", {}, "As a table", make("span.hidden", {}, `: ${chart.name}`)));
-  chart.title = make("h3", {}, ...breakable(chart.name));
+  chart.table = fold("As a table");
+  chart.table.firstChild.append(make("span.hidden", {}, `: ${chart.name}`));
   return make("figure.chart", {"data-metric": chart.name},
-    make("div.chart-head", {}, chart.title, chart.when), meaning ? make("p.meaning", {}, meaning) : null,
-    chart.legend, chart.area, chart.table);
+    make("div.chart-head", {}, make("h3", {}, ...breakable(chart.name)), chart.when),
+    meaning ? make("p.meaning", {}, meaning) : null, chart.legend, chart.area, chart.table);
 }
 
 function listen(chart) {
-  const readAt = (event) => {
-    const box = chart.plot.getBoundingClientRect();
-    chart.read = chart.back ? Math.round(chart.back(event.clientX - box.left)) : null;
-    tellReading(chart);
+  const {plot, reader} = chart;
+  const read = (step) => {
+    chart.read = step;
+    showReading(chart);
   };
-  chart.plot.addEventListener("pointermove", readAt);
-  chart.plot.addEventListener("pointerdown", readAt);
-  chart.plot.addEventListener("pointerleave", () => {
-    chart.read = null;
-    tellReading(chart);
-  });
-  chart.reader.addEventListener("input", () => {
-    chart.read = chart.steps[Number(chart.reader.value)] ?? null;
-    tellReading(chart);
-  });
-  chart.reader.addEventListener("blur", () => {
-    chart.read = null;
-    tellReading(chart);
-  });
+  const readAt = ({clientX}) =>
+    read(chart.stepAt ? Math.round(chart.stepAt(clientX - plot.getBoundingClientRect().left)) : null);
+  plot.addEventListener("pointermove", readAt);
+  plot.addEventListener("pointerdown", readAt);
+  plot.addEventListener("pointerleave", () => read(null));
+  reader.addEventListener("input", () => read(chart.steps[Number(reader.value)] ?? null));
+  reader.addEventListener("blur", () => read(null));
   chart.table.addEventListener("toggle", () => {
     if (chart.table.open) fillTable(chart);
     else chart.table.querySelector(".scroller")?.remove();
@@ -93,8 +81,7 @@ const styleOf = (series) => `c${series.place % NUM_COLOURS}${series.isSparse ? "
 
 function makeLine() {
   const band = svg("path"), line = svg("path"), dots = svg("path");
-  const node = svg("g", {}, line, dots);
-  return {band, node, update(series) {
+  return {band, node: svg("g", {}, line, dots), update(series) {
     const style = styleOf(series);
     putAttribute(band, "class", `band ${style}`);
     putAttribute(line, "class", `curve ${style}`);
@@ -102,7 +89,7 @@ function makeLine() {
   }, draw(series, x, y) {
     putAttribute(band, "d", bandPath(series, x, y));
     putAttribute(line, "d", linePath(series, x, y));
-    putAttribute(dots, "d", series.isSparse && series.steps.length <= MANY_DOTS ? dotsPath(series, x, y) : "");
+    putAttribute(dots, "d", series.isSparse && series.steps.length <= MAX_DOTS ? dotsPath(series, x, y) : "");
   }};
 }
 
@@ -118,142 +105,241 @@ function makeKey() {
   const [main, heldOut] = [0, 1].map(() => ({value: make("span.value"), band: make("span.range")}));
   const round = svg("svg", {class: "swatch", width: 10, height: 10, "aria-hidden": "true"}, dot);
   const other = make("span.held-out", {}, round, make("span.quiet", {}, "held out"), heldOut.value, heldOut.band);
-  const node = make("li", {}, line, label, main.value, main.band, other);
-  return {node, update({all}) {
+  return {node: make("li", {}, line, label, main.value, main.band, other), update({all}) {
     const plain = all.find((series) => !series.isSparse), sparse = all.find((series) => series.isSparse);
     put(label, all[0].label);
     line.toggleAttribute("hidden", !all[0].label);
     putAttribute(line.firstChild, "class", `curve ${styleOf(plain ?? all[0])}`);
     other.hidden = !sparse;
     if (sparse) putAttribute(dot, "class", `dots ${styleOf(sparse)}`);
-  }, tell(texts) {
-    for (const [part, isSparse] of [[main, false], [heldOut, true]]) {
-      const {value, band} = texts.find((each) => each.isSparse === isSparse) ?? {value: "", band: ""};
-      put(part.value, value || "\u2013"); // it has none at this step
-      put(part.band, band);
+  }, show({all}, readings) {
+    for (const [texts, isSparse] of [[main, false], [heldOut, true]]) {
+      const reading = readings.get(all.find((series) => series.isSparse === isSparse));
+      put(texts.value, reading?.value || "\u2013"); // no value at this step
+      put(texts.band, reading?.band ?? "");
     }
   }};
 }
 
-// Series with those of one run together: [{run, all}].
+// The series of each run: [{run, all}].
 function byRun(all) {
   const runs = [...new Set(all.map((series) => series.run))];
   return runs.map((run) => ({run, all: all.filter((series) => series.run === run)}));
 }
 
 function draw(chart) {
-  const range = extent(chart.all);
-  chart.range = range;
-  const lines = chart.lines(chart.all, (series) => series.key), keys = chart.keys(byRun(chart.all), ({run}) => run);
+  chart.range = extent(chart.all);
+  chart.runs = byRun(chart.all);
+  const lines = chart.lines(chart.all, (series) => series.key);
+  chart.shownKeys = chart.keys(chart.runs, ({run}) => run);
   arrange(chart.bands, lines.map((line) => line.band));
   arrange(chart.curves, lines.map((line) => line.node));
-  arrange(chart.legend, keys.map((key) => key.node));
-  chart.shownKeys = keys;
-  chart.area.hidden = range === null;
+  arrange(chart.legend, chart.shownKeys.map((key) => key.node));
+  chart.area.hidden = chart.range === null;
   chart.reader.max = Math.max(chart.steps.length - 1, 0);
-  if (range !== null && chart.width) {
-    const {x, y} = axes(chart, range);
-    chart.all.forEach((series, i) => lines[i].draw(series, x, y));
+  if (chart.range !== null && chart.width) {
+    drawAxes(chart);
+    chart.all.forEach((series, i) => lines[i].draw(series, chart.x, chart.y));
   }
   putAttribute(chart.plot, "aria-label", summary(chart));
-  tellReading(chart);
+  showReading(chart);
 }
 
-// Ticks, lines across and their texts; they are made again only where one of them changes. Returns the two scales.
-function axes(chart, range) {
-  chart.unit = unitOf(chart.name, range.high);
-  const factor = chart.unit.factor, across = ticks(range.low / factor, range.high / factor, 5);
+// Set the scales chart.x, chart.y and back, chart.stepAt; ticks and their texts are made again only where one changes.
+function drawAxes(chart) {
+  const {range: {first, last, low, high}, width} = chart;
+  chart.unit = unitOf(chart.name, high);
+  const {factor} = chart.unit, across = ticks(low / factor, high / factor, 5);
   const texts = across.values.map((value) => tickText(value, across.step));
-  const left = 10 + 6.6 * Math.max(...texts.map((text) => text.length)), right = chart.width - RIGHT;
+  const left = 10 + 6.6 * Math.max(...texts.map((text) => text.length)), right = width - RIGHT;
   const bottom = HEIGHT - BOTTOM, lowest = across.values[0] * factor, highest = across.values.at(-1) * factor;
-  const span = range.last - range.first || 1;
-  const isOne = range.first === range.last;
-  const x = (step) => isOne ? (left + right) / 2 : left + (step - range.first) / span * (right - left);
-  const y = (value) => bottom - (value - lowest) / (highest - lowest) * (bottom - TOP);
-  chart.x = x;
-  chart.y = y;
-  chart.back = (place) => range.first + Math.min(1, Math.max(0, (place - left) / (right - left))) * span;
-  const below = [...stepTicks(range.first, range.last, Math.max(4, Math.floor(chart.width / 80)))
-    .filter((step) => x(range.last) - x(step) > 45), range.last];
-  const drawn = JSON.stringify([chart.width, left, texts, below, range.first, range.last]);
-  if (drawn === chart.drawn) return {x, y};
+  const span = last - first || 1, isOne = first === last;
+  const x = chart.x = (step) => isOne ? (left + right) / 2 : left + (step - first) / span * (right - left);
+  const y = chart.y = (value) => bottom - (value - lowest) / (highest - lowest) * (bottom - TOP);
+  chart.stepAt = (place) => first + Math.min(1, Math.max(0, (place - left) / (right - left))) * span;
+  const below = [...stepTicks(first, last, Math.max(4, Math.floor(width / 80)))
+    .filter((step) => x(last) - x(step) > 45), last];
+  const drawn = JSON.stringify([width, left, texts, below, first, last]);
+  if (drawn === chart.drawn) return;
   chart.drawn = drawn;
-  putAttribute(chart.plot, "viewBox", `0 0 ${chart.width} ${HEIGHT}`);
+  putAttribute(chart.plot, "viewBox", `0 0 ${width} ${HEIGHT}`);
   chart.grid.replaceChildren(
     ...across.values.flatMap((value, i) => [svg("path", {d: `M${left} ${y(value * factor).toFixed(1)}H${right}`}),
       svg("text", {x: left - 6, y: (y(value * factor) + 4).toFixed(1), class: "end"}, texts[i])]),
     ...below.map((step) => svg("text", {x: x(step).toFixed(1), y: HEIGHT - 6,
-      class: step === range.last && !isOne ? "end" : "middle"}, stepText(step))));
-  return {x, y};
+      class: step === last && !isOne ? "end" : "middle"}, stepText(step))));
 }
 
-// The values at the step that is read, or the newest; the cursor stands there while it is read.
-function tellReading(chart) {
-  if (!chart.steps.length) {
-    put(chart.when, chart.isFilled ? "no values yet" : "");
-    return;
-  }
-  const place = chart.read === null ? chart.steps.length - 1 : nearest(chart.steps, chart.read);
-  const step = chart.steps[place];
-  const read = chart.all.map((series) => {
-    const at = chart.read === null ? series.steps.length - 1 : placeAt(series, step);
-    return at < 0 ? null : {step: series.steps[at], mean: series.mean[at], low: series.low[at], high: series.high[at]};
-  });
+// Show the values at the step that is read, or the newest; the cursor stands at a step that is read.
+function showReading(chart) {
+  const {steps, read} = chart;
+  if (!steps.length) return put(chart.when, chart.isFilled ? "no values yet" : "");
+  const place = read === null ? steps.length - 1 : nearest(steps, read), step = steps[place];
+  const readings = new Map(chart.all.map((series) =>
+    [series, readingOf(chart, series, read === null ? series.steps.length - 1 : placeAt(series, step))]));
   put(chart.when, `step ${step.toLocaleString("en")}`);
-  const texts = read.map((found) => found === null ? "" : inUnit(chart, found.mean));
-  const bands = read.map((found) => !found || found.low === found.high ? ""
-    : `${inUnit(chart, found.low)} to ${inUnit(chart, found.high)}`);
-  byRun(chart.all).forEach(({all}, i) => chart.shownKeys[i].tell(all.map((series) => {
-    const place = chart.all.indexOf(series);
-    return {isSparse: series.isSparse, value: texts[place], band: bands[place]};
-  })));
-  if (document.activeElement !== chart.reader || chart.read === null) chart.reader.value = place;
-  else chart.reader.value = nearest(chart.steps, chart.read);
-  const said = chart.all.map((series, i) => `${nameOf(series)} ${texts[i]}${bands[i] && `, ${bands[i]}`}`.trim());
-  putAttribute(chart.reader, "aria-valuetext", `step ${step}: ${said.filter((_, i) => texts[i]).join("; ")}`);
-  putAttribute(chart.cursor, "d", chart.read === null || !chart.x ? "" : cursorPath(chart, step, read));
+  chart.runs.forEach((run, i) => chart.shownKeys[i].show(run, readings));
+  chart.reader.value = place;
+  const spoken = [...readings].filter(([, reading]) => reading).map(([series, {value, band}]) =>
+    `${nameOf(series)} ${value}${band && `, ${band}`}`.trim());
+  putAttribute(chart.reader, "aria-valuetext", `step ${step}: ${spoken.join("; ")}`);
+  putAttribute(chart.cursor, "d", read === null || !chart.x ? "" : cursorPath(chart, step, [...readings.values()]));
 }
 
-function cursorPath(chart, step, read) {
-  const circles = read.filter((found) => found && Number.isFinite(found.mean)).map(({step: at, mean}) =>
-    `M${(chart.x(at) - 3.5).toFixed(1)} ${chart.y(mean).toFixed(1)}a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0`);
-  return `M${chart.x(step).toFixed(1)} ${TOP}V${HEIGHT - BOTTOM}${circles.join("")}`;
+function cursorPath({x, y}, step, readings) {
+  const circles = readings.filter((reading) => Number.isFinite(reading?.mean)).map((reading) =>
+    `M${(x(reading.step) - 3.5).toFixed(1)} ${y(reading.mean).toFixed(1)}a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0`);
+  return `M${x(step).toFixed(1)} ${TOP}V${HEIGHT - BOTTOM}${circles.join("")}`;
 }
 
-const inUnit = (chart, value) => {
-  const text = number(Number.isFinite(value) ? value / chart.unit.factor : value);
-  return chart.unit.word && Number.isFinite(value) ? `${text} ${chart.unit.word}` : text;
-};
+// What a series has at one place, as texts too; null where that is nowhere.
+function readingOf(chart, {steps, mean, low, high}, i) {
+  if (i < 0) return null;
+  const band = low[i] === high[i] ? "" : `${inUnit(chart, low[i])} to ${inUnit(chart, high[i])}`;
+  return {step: steps[i], mean: mean[i], value: inUnit(chart, mean[i]), band};
+}
 
-// What the picture shows, in words.
+function inUnit({unit}, value) {
+  if (!Number.isFinite(value)) return number(value);
+  return unit.word ? `${number(value / unit.factor)} ${unit.word}` : number(value);
+}
+
+// The picture in words.
 function summary(chart) {
   if (!chart.range) return `${chart.name}: no values yet`;
-  const said = chart.all.map((series) => {
-    const own = extent([series]), finite = series.mean.filter(Number.isFinite);
-    if (!own || !finite.length) return `${nameOf(series)} not a number throughout`.trim();
+  const lines = chart.all.map((series) => {
+    const range = extent([series]), finite = series.mean.filter(Number.isFinite);
+    if (!range || !finite.length) return `${nameOf(series)} not a number throughout`.trim();
     const lost = series.mean.length - finite.length;
-    const [first, last, low, high] = [finite[0], finite.at(-1), own.low, own.high].map((value) => inUnit(chart, value));
+    const [first, last, low, high] =
+      [finite[0], finite.at(-1), range.low, range.high].map((value) => inUnit(chart, value));
     return `${nameOf(series)} from ${first} to ${last}, lowest ${low}, highest ${high}`.trimStart()
       + (lost ? `; ${lost} values are not a number` : "");
   });
-  return `${chart.name}, steps ${chart.range.first} to ${chart.range.last}: ${said.join("; ")}`;
+  return `${chart.name}, steps ${chart.range.first} to ${chart.range.last}: ${lines.join("; ")}`;
 }
 
 function fillTable(chart) {
   const hasBand = chart.all.some(({low, high}) => low.some((value, i) => value !== high[i]));
-  const parts = hasBand ? ["mean", "low", "high"] : ["mean"];
-  const titles = chart.all.flatMap((series) => parts.map((part) =>
-    hasBand ? `${nameOf(series)} ${part}`.trim() : nameOf(series) || "value"));
-  const places = chart.all.map((series) => new Map(series.steps.map((step, i) => [step, i])));
-  const head = make("tr", {}, ...["step", ...titles].map((title) => make("th.number", {scope: "col"}, title)));
-  const rows = chart.steps.map((step) => make("tr", {}, make("th.number", {scope: "row"}, String(step)),
-    ...chart.all.flatMap((series, i) => parts.map((part) => {
-      const at = places[i].get(step);
-      return make("td.number", {}, at === undefined ? "" : inUnit(chart, series[part][at]));
-    }))));
-  const title = `${chart.name} by step`, scroller = chart.table.querySelector(".scroller");
-  const filled = make("table", {}, make("caption.hidden", {}, title),
-    make("thead", {}, head), make("tbody", {}, ...rows));
-  if (scroller) scroller.replaceChildren(filled);
-  else chart.table.append(make("div.scroller", {tabindex: "0", role: "region", "aria-label": title}, filled));
+  const columns = chart.all.flatMap((series) => {
+    const places = new Map(series.steps.map((step, i) => [step, i]));
+    return (hasBand ? ["mean", "low", "high"] : ["mean"]).map((part) => ({
+      title: hasBand ? `${nameOf(series)} ${part}`.trim() : nameOf(series) || "value", isNumber: true,
+      cell: (step) => places.has(step) ? inUnit(chart, series[part][places.get(step)]) : ""}));
+  });
+  const steps = {title: "step", isNumber: true, isHead: true, cell: String};
+  const filled = table([steps, ...columns], chart.steps, `${chart.name} by step`);
+  const before = chart.table.querySelector(".scroller"); // stays, and where it is scrolled to
+  if (before) before.replaceChildren(...filled.childNodes);
+  else chart.table.append(filled);
+}
+
+// ---- arithmetic: ranges, ticks, and values as the text of SVG paths
+
+// Lowest and highest step and value of several series; null where there is not a single value.
+function extent(all) {
+  let first = Infinity, last = -Infinity, low = Infinity, high = -Infinity;
+  for (const series of all) {
+    for (let i = 0; i < series.steps.length; i++) {
+      first = Math.min(first, series.steps[i]);
+      last = Math.max(last, series.steps[i]);
+      for (const value of [series.low[i], series.high[i], series.mean[i]]) {
+        if (!Number.isFinite(value)) continue;
+        low = Math.min(low, value);
+        high = Math.max(high, value);
+      }
+    }
+  }
+  return low > high ? null : {first, last, low, high};
+}
+
+// Round values that cover low to high: at most about `most`, at distances of 1, 2 or 5 times a power of ten.
+function ticks(low, high, most) {
+  if (low === high) {
+    const room = Math.abs(low) * 0.1 || 1;
+    return ticks(low - room, high + room, most);
+  }
+  const rough = (high - low) / Math.max(most - 1, 1), power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((times) => power * times >= rough * 0.999999);
+  const begin = Math.floor(low / step + 1e-9), end = Math.ceil(high / step - 1e-9);
+  return {step, values: Array.from({length: end - begin + 1}, (_, i) => (begin + i) * step)};
+}
+
+// Round steps within first to last, whole numbers.
+function stepTicks(first, last, most) {
+  if (first === last) return [first];
+  const {step} = ticks(first, last, most), distance = Math.max(1, Math.round(step));
+  const begin = Math.ceil(first / distance);
+  return Array.from({length: Math.floor(last / distance) - begin + 1}, (_, i) => (begin + i) * distance);
+}
+
+// A tick's value with as many decimals as its distance to the next one needs.
+function tickText(value, step) {
+  const size = Math.max(Math.abs(value), step);
+  if (value === 0) return "0";
+  if (size >= 1e6 || step < 1e-4) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
+  return value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
+}
+
+const stepText = (step) => step >= 10000 && step % 100 === 0 ? `${step / 1000}k` : String(step);
+
+// The mean as a line; it breaks where there is no number, and a value between two breaks is a dot.
+function linePath({steps, mean}, x, y) {
+  let path = "", isOpen = false;
+  for (let i = 0; i < steps.length; i++) {
+    if (!Number.isFinite(mean[i])) {
+      isOpen = false;
+      continue;
+    }
+    const here = `${x(steps[i]).toFixed(1)} ${y(mean[i]).toFixed(1)}`;
+    path += isOpen ? `L${here}` : `M${here}h0`;
+    isOpen = true;
+  }
+  return path;
+}
+
+// A dot at every value.
+function dotsPath({steps, mean}, x, y) {
+  return steps.map((step, i) => Number.isFinite(mean[i]) ? `M${x(step).toFixed(1)} ${y(mean[i]).toFixed(1)}h0` : "").join("");
+}
+
+// The area from low to high; empty where the two are equal throughout.
+function bandPath({steps, low, high}, x, y) {
+  if (low.every((value, i) => value === high[i])) return "";
+  let path = "", begin = 0;
+  for (let i = 0; i <= steps.length; i++) {
+    if (i < steps.length && Number.isFinite(low[i]) && Number.isFinite(high[i])) continue;
+    if (i - begin > 1) path += areaPath(steps, low, high, begin, i, x, y);
+    begin = i + 1;
+  }
+  return path;
+}
+
+function areaPath(steps, low, high, begin, end, x, y) {
+  let there = "", back = "";
+  for (let i = begin; i < end; i++) {
+    const across = x(steps[i]).toFixed(1);
+    there += `${i === begin ? "M" : "L"}${across} ${y(high[i]).toFixed(1)}`;
+    back = `L${across} ${y(low[i]).toFixed(1)}${back}`;
+  }
+  return `${there}${back}Z`;
+}
+
+// The place of the step nearest to `step` in an ascending list; -1 in an empty one.
+function nearest(steps, step) {
+  let low = 0, high = steps.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] < step) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : steps.length ? low : -1;
+}
+
+// Where the series has a value for `step`: at most as far away as its own steps lie apart there; -1 for nowhere.
+function placeAt({steps}, step) {
+  const place = nearest(steps, step);
+  if (place < 0) return -1;
+  const here = steps[place], before = steps[place - 1] ?? here, after = steps[place + 1] ?? here;
+  return Math.abs(here - step) <= Math.max(1, here - before, after - here) ? place : -1;
 }

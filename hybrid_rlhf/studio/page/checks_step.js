@@ -1,34 +1,34 @@
-// What can be seen before anything is trained: the rows as the model reads them, the memory, and the signal.
+// Checks before a run is started: the rows as the model reads them, the memory that it needs, and the signal.
 
-import {make} from "./dom.js";
-import {button, goTo} from "./field_frame.js";
-import {planBars} from "./plan_bars.js";
-import {previewRows} from "./preview_rows.js";
-import {patient} from "./run_draft.js";
-import {same} from "./run_settings.js";
-import {post} from "./server.js";
-import {follow} from "./signal_check.js";
+import {all, button, fold, make, put, table} from "./dom.js";
+import {patient} from "./draft.js";
+import {goTo, inline} from "./fields.js";
+import {bytes, duration} from "./format.js";
+import {hasFailed, isOpen, jobText, makeJobOutput} from "./jobs.js";
+import {written} from "./options.js";
+import {get, on, post} from "./server.js";
+import {same} from "./settings.js";
 
 const REWARDS = ["reward_functions", "reward_model", "judge"];
 
 // refuse(): whether something stands in the way, which is shown then. leaving: functions to call when the page is left.
 export function checksStep(draft, refuse, leaving) {
-  const asked = (settings) => ({stage: draft.state.stage, card: draft.state.card, settings});
+  const body = (settings) => ({stage: draft.state.stage, card: draft.state.card, settings});
   const preview = check(draft, refuse, {
     name: "preview", title: "What will the model see?", press: "Show the rows",
     about: "Three rows as the model reads them, and how many rows are lost on the way.",
-    ask: (settings) => post("preview", asked(settings)), show: previewRows});
+    ask: (settings) => post("preview", body(settings)), show: previewNodes});
   const plan = check(draft, refuse, {
     name: "plan", title: "Will it fit, and how long does it take?", press: "Count the memory",
     about: "Counted from the model's shape, before any of it is loaded.",
-    ask: (settings) => post("plan", {...asked(settings), memory: memoryOf(draft)}),
-    show: (answer) => planBars(answer, (name, value) => apply(draft, name, value))});
+    ask: (settings) => post("plan", {...body(settings), memory: memoryOf(draft)}),
+    show: (answer) => planNodes(answer, (name, value) => apply(draft, name, value))});
   const hasSignal = draft.asks.some((each) => REWARDS.includes(each));
   return make("div.checks", {}, preview, plan, hasSignal ? signalPart(draft, refuse, leaving) : null);
 }
 
-// Bytes of a card that was chosen in place of the one that is here; null: what is free here, or, where there is none,
-// the card that the settings are for.
+// Bytes of a card that was chosen in place of this machine's; null: the memory that is free here, or, without a card,
+// that of the card that the settings are for.
 function memoryOf(draft) {
   const {card} = draft.state;
   return draft.goals.card === "cpu" || card === draft.goals.card || card === "cpu" ? null : parseInt(card) * 2 ** 30;
@@ -44,8 +44,7 @@ function apply(draft, name, value) {
 function check(draft, refuse, {name, title, about, press, ask, show}) {
   const result = make("div", {role: "status"});
   const old = make("p.notice", {hidden: true}, "The settings have changed since. Press the button again.");
-  let asked = null;
-  let isBusy = false;
+  let asked = null, isBusy = false;
   const go = async () => {
     if (isBusy) return;
     await draft.settled();
@@ -59,23 +58,98 @@ function check(draft, refuse, {name, title, about, press, ask, show}) {
       result.replaceChildren(...show(await patient(() => ask(asked))));
     } catch (fault) {
       asked = null;
-      tellFault(draft, fault, result);
+      showFault(draft, fault, result);
     }
     isBusy = false;
     node.removeAttribute("aria-disabled");
   };
   const node = button(press, go, {id: `ask-${name}`});
-  draft.onStage(["answer"], () => (old.hidden = asked === null || same(asked, draft.given())));
+  draft.follow("answer", () => (old.hidden = asked === null || same(asked, draft.given())));
   return part(title, about, node, old, result);
 }
 
 const part = (title, about, press, ...rest) => make("section.card", {}, make("h3", {}, title),
   make("p.help", {}, about), make("div.buttons", {}, press), ...rest);
 
-function tellFault(draft, fault, place) {
+function showFault(draft, fault, place) {
   place.replaceChildren(make("p.fault", {}, fault.message));
   if (fault.option) goTo(draft, fault.option, fault.message);
 }
+
+const listNotice = (title, lines, ...more) =>
+  make("div.notice", {}, make("p", {}, title), make("ul", {}, ...lines.map((line) => make("li", {}, ...line))), ...more);
+
+// ---- the rows; trained text stands in brackets, bold and underlined: not told by colour alone
+
+const integer = (value) => value.toLocaleString("en");
+const COUNTS = [{title: "Rows", cell: (row) => row.name},
+  {title: "Count", isNumber: true, cell: (row) => integer(row.rows)}];
+
+function previewNodes({counts, dropped, examples}) {
+  const lost = dropped.filter((row) => row.rows).map(({why, rows}) => [`${integer(rows)}: ${why}`]);
+  const isTrained = examples.some((each) => each.parts.some((text) => text.is_trained));
+  const legend = isTrained ? ["The model learns to write what stands in ", make("strong.trained", {}, "brackets"),
+    "; the rest it only reads."]
+    : ["These are prompts: the model only reads them, and learns from the answers that it writes itself."];
+  return [table(COUNTS, counts.filter((row, i) => row.rows || !i), "Counts of rows"),
+    lost.length ? listNotice("Rows that will be lost:", lost) : make("p.help", {}, "No row is lost."),
+    ...examples.length ? [make("p.help", {}, ...legend)] : [], ...examples.map(example)];
+}
+
+function example({title, parts}, i) {
+  const texts = parts.map(({text, is_trained: isTrained}) => make(isTrained ? "strong.trained" : "span", {}, text));
+  return make("figure.example", {}, make("figcaption", {}, title || `Example ${i + 1}`),
+    make("div.said", {}, ...texts));
+}
+
+// ---- the plan: memory by phase beside what there is, seconds of a step, the verdict and its advice
+
+const TIMES = [{title: "A step", cell: (row) => row.name},
+  {title: "Time", isNumber: true, cell: (row) => duration(row.seconds)}];
+const LINES = [{title: "What", cell: (line) => line.name},
+  {title: "Memory", isNumber: true, cell: (line) => bytes(line.bytes)}];
+
+// use(option, value): take a piece of advice.
+function planNodes(plan, use) {
+  const {fits, available, phases, lines, times, verdict, advice, changes = [], plan_notes: notes = []} = plan;
+  const inside = "What takes the memory", single = (texts) => texts.map((text) => [text]);
+  return [make(fits ? "p.verdict.good" : "p.verdict.fault", {}, fits ? "✓ " : "✗ ", verdict),
+    changes.length ? changeList(changes, use) : advice.length ? listNotice("What would help:", single(advice)) : null,
+    notes.length ? listNotice("To know:", single(notes)) : null,
+    bars(phases, available),
+    times.length ? table(TIMES, times, "Predicted time of a step") : null,
+    plan.time_note ? make("p.help", {}, `Time is ${plan.time_note.replace(/^time is /, "")}.`) : null,
+    lines.length ? fold(inside, table(LINES, lines, inside)) : null].filter(Boolean);
+}
+
+function bars(phases, available) {
+  const most = Math.max(available ?? 0, ...phases.map((phase) => phase.bytes), 1);
+  const about = available ? `The line marks what there is: ${bytes(available)}.` : "How much there is, is not known.";
+  return make("div", {}, make("div.plan-bars", {}, ...phases.map((phase) => bar(phase, most, available))),
+    make("p.help", {}, about));
+}
+
+function bar(phase, most, available) {
+  const isOver = available && phase.bytes > available;
+  const filled = make(isOver ? "div.plan-filled.over" : "div.plan-filled");
+  const limit = available ? make("div.plan-limit") : null;
+  filled.style.setProperty("--share", phase.bytes / most);
+  limit?.style.setProperty("--share", available / most);
+  return make("div.plan-row", {}, make("span.plan-name", {}, phase.name),
+    make("div.plan-bar", {"aria-hidden": "true"}, filled, limit),
+    make("span.plan-size", {}, `${bytes(phase.bytes)}${isOver ? " (too much)" : ""}`));
+}
+
+function changeList(changes, use) {
+  const isOne = changes.length === 1;
+  const lines = changes.map(({option, value, why}) => [make("code", {}, `${option} ${written(value)}`),
+    why ? `: ${why} ` : " ", inline("Use this", () => use(option, value))]);
+  const useAll = () => changes.forEach(({option, value}) => use(option, value));
+  return listNotice(isOne ? "With this it fits:" : "With all of these it fits:", lines,
+    isOne ? null : button("Use all of them", useAll));
+}
+
+// ---- the signal: whether there is anything to learn from, as a job whose verdict is followed here
 
 function signalPart(draft, refuse, leaving) {
   const place = make("div");
@@ -83,22 +157,42 @@ function signalPart(draft, refuse, leaving) {
   leaving.push(() => leave?.());
   const show = (id) => {
     leave?.();
-    leave = follow(id, place);
+    leave = followSignal(id, place);
   };
   const go = async () => {
     await draft.settled();
     if (refuse()) return;
     try {
-      const job = await post("jobs",
+      const {id} = await post("jobs",
         {kind: "signal", stage: draft.state.stage, settings: draft.given(), run: draft.runName()});
-      draft.update({signal: job.id});
-      show(job.id);
+      draft.update({signal: id});
+      show(id);
     } catch (fault) {
-      tellFault(draft, fault, place);
+      showFault(draft, fault, place);
     }
   };
   if (draft.state.signal) show(draft.state.signal);
   const about = "The model answers a few prompts several times. Where all answers to a prompt score alike, nothing can "
     + "be learnt from it. This loads the model and takes a minute or more.";
   return part("Is there anything to learn from?", about, button("Check the signal", go, {id: "ask-signal"}), place);
+}
+
+// Show the job `id` in `place` until the returned function is called.
+function followSignal(id, place) {
+  const state = make("p", {role: "status"}), verdicts = make("div", {role: "status"});
+  const output = makeJobOutput(id, "Output of the check", (text) => verdicts.replaceChildren(
+    ...[...text.matchAll(/^verdict: (.*)$/gm)].map(([, line]) => make("p.verdict", {}, line))));
+  const stop = button("Stop the check", () => post("job/stop", {id}).catch((fault) => put(state, fault.message)));
+  const look = async () => {
+    const job = (await get("jobs").catch(() => ({jobs: []}))).jobs.find((each) => each.id === id);
+    if (!job) return;
+    put(state, `The check: ${jobText(job)}${job.error ? `: ${job.error}` : "."}`);
+    state.className = hasFailed(job) ? "fault" : "";
+    stop.hidden = !isOpen(job);
+    if (!isOpen(job)) output.node.open = true; // its verdict is read from there
+  };
+  place.replaceChildren(state, verdicts, output.node, make("div.buttons", {}, stop));
+  output.node.open = true;
+  look();
+  return all(on("jobs open", look), output.end);
 }

@@ -1,17 +1,16 @@
-// A new run: from what it is to learn to its start, in the order in which one decides. Its settings grow beside that.
+// The page of a new run: steps from what the model is to learn to the start, and beside them the run that they make.
 
 import {checksStep} from "./checks_step.js";
-import {dataStep} from "./data_step.js";
-import {make, tell} from "./dom.js";
-import {button, inline} from "./field_frame.js";
-import {goalStep} from "./goal_step.js";
-import {modelStep} from "./model_step.js";
-import {optionsStep} from "./options_step.js";
+import {button, copyText, make, tell, tellFault, textBlock} from "./dom.js";
+import {Draft, nameFault, nextOf, suggestedName} from "./draft.js";
+import {fieldOf, goTo, inline, textField} from "./fields.js";
+import {address} from "./format.js";
+import {isOpen} from "./jobs.js";
+import {optionsStep} from "./options.js";
 import {rewardStep, rewardTitle} from "./reward_step.js";
-import {Draft} from "./run_draft.js";
-import {refuse, runPanel} from "./run_panel.js";
-import {fresh} from "./run_settings.js";
-import {get} from "./server.js";
+import {get, on, post} from "./server.js";
+import {fresh} from "./settings.js";
+import {dataStep, goalStep, modelStep} from "./start_steps.js";
 
 export async function show(root, _rest, query) {
   root.append(make("p.quiet", {}, "Loading …"));
@@ -31,7 +30,7 @@ export async function show(root, _rest, query) {
   return () => leaving.forEach((leave) => leave());
 }
 
-// The page works without what another part of the studio would add; that it is missing is said.
+// The page works without the lists of other parts of the studio, and tells that one is missing.
 async function orNone(answer, what) {
   try {
     return await answer;
@@ -48,7 +47,7 @@ function prefill(draft, query) {
   if (goal) draft.update({goal: goal.id, stage: [stage, wanted].find((name) => goal.stages.includes(name)) ?? goal.stages[0]});
   if (model) draft.update({model, isNew: false});
   if (path) draft.update({isSplit: false, data: {...draft.state.data, data: {...fresh().data.data, path}}});
-  if ([...query.keys()].length) history.replaceState(null, "", "#/new");
+  if (query.size) history.replaceState(null, "", "#/new");
 }
 
 // A file that is dropped beside its place does not replace the page.
@@ -84,13 +83,13 @@ function tryOut(draft) {
   dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
-// The steps that go by the goal, made again whenever it or its method changes.
+// The steps that depend on the goal, made again whenever it or its method changes.
 function laterSteps(draft, leaving) {
   const place = make("div");
-  const tellTrouble = () => make("p.fault", {role: "alert"}, `The options cannot be loaded: ${draft.trouble}. `,
+  const trouble = () => make("p.fault", {role: "alert"}, `The options cannot be loaded: ${draft.trouble}. `,
     button("Try again", () => draft.loadOptions()));
   draft.on("loading", () => place.replaceChildren(make("p.quiet", {}, "Loading the options …")));
-  draft.on("trouble", () => place.replaceChildren(tellTrouble()));
+  draft.on("trouble", () => place.replaceChildren(trouble()));
   draft.on("stage", () => place.replaceChildren(...steps(draft, leaving)));
   return place;
 }
@@ -110,4 +109,141 @@ function step(number, title, inside) {
   const id = `step-${number}`;
   const name = make("h2", {id}, make("span.step-number", {}, `${number}.`), ` ${title}`);
   return make("section.new-step", {"aria-labelledby": id}, name, inside);
+}
+
+// ---- the panel: what comes next, the name of the run, its start, and the same as YAML and as a command
+
+// leaving: functions to call when the page is left.
+function runPanel(draft, leaving) {
+  const start = button("Start training", () => begin(draft, start), {id: "start", class: "primary"});
+  const waits = make("p.help");
+  const fault = make("p.fault", {id: "settings-fault", tabindex: "-1", hidden: true});
+  draft.showFault = (text) => {
+    Object.assign(fault, {textContent: text, hidden: !text});
+    if (text) fault.focus();
+    return true;
+  };
+  const body = make("div", {hidden: true}, nameField(draft), fault, make("div.buttons", {}, start), waits,
+    texts(draft));
+  draft.on("answer", () => showRefusal(draft, fault));
+  followJobs(draft, start, waits, leaving);
+  return make("aside.run-panel", {"aria-label": "This run"}, make("h2", {}, "Your run"), nextLine(draft, body), body);
+}
+
+function nextLine(draft, body) {
+  const line = make("p.next-line", {role: "status"});
+  const show = () => {
+    const {text, go} = nextOf(draft);
+    body.hidden = !draft.options.length;
+    if (line.dataset.text === text) return; // screen readers read it when it changes
+    line.dataset.text = text;
+    line.replaceChildren(text, ...(go ? [" ", inline("Go there", () => nextOf(draft).go?.())] : []));
+  };
+  draft.on("state loading trouble stage answer look jobs", show);
+  show();
+  return line;
+}
+
+function nameField(draft) {
+  const take = (run) => {
+    draft.update({run, isNamed: Boolean(run.trim())});
+    field.say(run.trim() ? nameFault(draft) : null);
+  };
+  const field = textField(draft, "run", "Name of the run",
+    {value: draft.state.run, id: "run-name", set: take, help: "Its folder below the studio's outputs."});
+  draft.on("stage look state jobs", () => {
+    if (draft.state.isNamed || document.activeElement === field.control) return;
+    const run = suggestedName(draft);
+    if (run === draft.state.run) return;
+    field.control.value = run;
+    draft.update({run});
+  });
+  return field.node;
+}
+
+// Show why the studio refuses the settings, beside the option; not where the form is still being filled.
+function showRefusal(draft, general) {
+  draft.refused?.say(draft.unread.get(draft.refused.option) ?? null);
+  draft.refused = null;
+  general.hidden = true;
+  const {error} = draft.answer;
+  if (!error || (nextOf(draft).isMissing && !draft.isOwn(error.option))) return;
+  draft.refused = fieldOf(draft, error.option, error.text);
+  if (draft.refused) draft.refused.say(draft.unread.get(draft.refused.option) ?? error.text);
+  else Object.assign(general, {hidden: false, textContent: error.text});
+}
+
+// Whether something stands in the way of going on; if so it is shown, and the focus goes there.
+function refuse(draft, isStart) {
+  const next = nextOf(draft, isStart);
+  if (!next.go) return false;
+  tell(next.text, true);
+  next.go();
+  return true;
+}
+
+async function begin(draft, start) {
+  if (start.getAttribute("aria-disabled")) return;
+  start.setAttribute("aria-disabled", "true");
+  tell("Looking at the settings once more …");
+  try {
+    await draft.settled();
+    if (refuse(draft, true)) return;
+    const run = draft.state.run.trim();
+    await post("jobs", {kind: "train", stage: draft.state.stage, settings: draft.given(), run});
+    draft.update({run: "", isNamed: false, signal: null});
+    location.hash = `#/run/${address(run)}`;
+  } catch (fault) {
+    tellFault(fault);
+    const option = fault.option ?? (fault.status === 409 ? "run" : null);
+    if (!goTo(draft, option, fault.message)) draft.showFault(fault.message);
+  } finally {
+    start.removeAttribute("aria-disabled");
+  }
+}
+
+// Follow the jobs that are open, which make it a queue, and the runs whose names are taken.
+function followJobs(draft, start, waits, leaving) {
+  const look = async () => {
+    draft.jobs = (await get("jobs").catch(() => ({jobs: []}))).jobs;
+    const busy = draft.jobs.filter(isOpen);
+    start.textContent = busy.length ? "Add to the queue" : "Start training";
+    waits.textContent = busy.length ? waitText(busy) : "";
+    draft.emit("jobs");
+  };
+  const list = async () => {
+    const {folder, runs} = await get("runs").catch(() => ({folder: draft.runs.folder, runs: draft.runs.rows}));
+    draft.runs = {folder, rows: runs};
+  };
+  leaving.push(on("jobs open", look), on("runs", list));
+  look();
+}
+
+function waitText(busy) {
+  const running = busy.find((job) => job.state === "running");
+  const name = running?.kind === "train" ? running.run : running?.title;
+  const when = busy.length > 1 ? `after the ${busy.length} that are there` : "after it";
+  return `${running ? `${name} is running` : "Something waits already"}; this run starts ${when}.`;
+}
+
+function texts(draft) {
+  const yaml = textBlock("", "Settings as YAML", "pre.same-yaml");
+  const command = textBlock("", "The equal command", "pre.same-command");
+  draft.on("answer", () => {
+    yaml.textContent = draft.answer.yaml || `# ${draft.answer.error?.text ?? ""}`;
+    command.textContent = draft.answer.command ?? "";
+  });
+  const copy = (text, node) => button(text, async () => tell(await copyText(node)));
+  return make("div", {}, make("h3", {}, "The same as a file"),
+    make("p.help", {}, "These settings run without the studio too."), yaml,
+    make("div.buttons", {}, copy("Copy the YAML", yaml),
+      button("Download", () => download(draft.answer.file, yaml.textContent), {id: "download"})),
+    make("h3", {}, "The same as a command"), command, make("div.buttons", {}, copy("Copy the command", command)));
+}
+
+function download(name, text) {
+  const url = URL.createObjectURL(new Blob([text], {type: "application/yaml"}));
+  make("a", {href: url, download: name}).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
+  tell(`Saved as ${name}, where your browser keeps downloads.`);
 }

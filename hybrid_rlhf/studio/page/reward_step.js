@@ -1,26 +1,13 @@
-// Where the goal asks: what says how good an answer is. Functions, a reward model, a judge; or the teacher.
+// Where the goal asks: the source of the reward. Functions, a reward model, a judge; or the teacher.
 
-import {make} from "./dom.js";
-import {frame, radios, suggestions, textInput} from "./field_frame.js";
-import {judgePart} from "./judge_part.js";
-import {isPolicy, modelField} from "./model_step.js";
-import {settingsOf} from "./run_settings.js";
+import {button, make, select} from "./dom.js";
+import {radioPart, suggestions, textField, textInput} from "./fields.js";
+import {settingsOf, YES_NO} from "./settings.js";
+import {isPolicy, modelField} from "./start_steps.js";
 
 const TITLES = {reward_functions: "What is a good answer?", reward_model: "Which reward model?", judge: "Who judges?",
   teacher: "Who teaches?"};
 const PARTS = {reward_functions: functionPart, reward_model: modelPart, judge: judgePart, teacher: teacherPart};
-const EXAMPLES = {
-  format: '{"pattern": ".*####.*"}',
-  length_penalty: '{"max_tokens": 256, "buffer": 64}',
-  reasoning_gym: '{"task": "chain_sum"}',
-  repetition_penalty: '{"n": 3}',
-};
-const PREFILLED = ["length_penalty"]; // it does nothing without, and the example is a sensible start
-const BY_COLUMN = ["exact_match", "numeric_match"];
-const SOURCES = [
-  {value: "ours", title: "A run of stage reward",
-    help: "Trained by hybrid_rlhf from pairs of a better and a worse answer."},
-  {value: "other", title: "Somebody else's", help: "A classification model, such as one from the hub."}];
 
 // The heading of the step, or null where the goal asks nothing more.
 export function rewardTitle(draft) {
@@ -31,105 +18,186 @@ export function rewardStep(draft) {
   return make("div", {}, ...draft.asks.filter((each) => each in PARTS).map((each) => PARTS[each](draft)));
 }
 
+// ---- functions
+
+const EXAMPLES = {
+  format: '{"pattern": ".*####.*"}',
+  length_penalty: '{"max_tokens": 256, "buffer": 64}',
+  reasoning_gym: '{"task": "chain_sum"}',
+  repetition_penalty: '{"n": 3}',
+};
+const PREFILLED = ["length_penalty"]; // it does nothing without, and the example is a sensible start
+const BY_COLUMN = ["exact_match", "numeric_match"];
+
 function functionPart(draft) {
-  const own = textInput({value: draft.state.ownFunctions, placeholder: "rewards.py:my_reward",
-    set: (text) => draft.update({ownFunctions: text})});
   const help = "FILE.py:NAME, several separated by commas. It gets prompts, completions and the data's columns as "
     + "lists, and returns a number for each. It is run on this machine.";
+  const columns = suggestions("data-columns", []);
+  draft.follow("look", () => columns.replaceChildren(
+    ...(draft.looks.data?.columns ?? []).map((value) => make("option", {value}))));
   return make("div", {},
     make("p", {}, "A program reads each answer and gives it a number; the model learns to get more."),
     make("fieldset.radios.radio-rows", {}, make("legend.question", {}, "Ready-made functions"),
       ...draft.goals.builtin_rewards.map((row) => builtin(draft, row))),
-    frame(draft, "reward.functions", "Or a function of your own", own, {isWide: true, help}).node,
-    columnList(draft));
+    textField(draft, "reward.functions", "Or a function of your own",
+      {key: "ownFunctions", placeholder: "rewards.py:my_reward", isWide: true, help}).node,
+    columns);
 }
 
 function builtin(draft, {name, help}) {
-  const id = `reward-${name}`;
-  const box = make("input", {type: "checkbox", id, "aria-describedby": `${id}-about`});
-  const settings = settingsField(draft, name);
-  box.checked = draft.state.functions.includes(name);
+  const id = `reward-${name}`, settings = settingsField(draft, name);
+  const box = make("input", {type: "checkbox", id, "aria-describedby": `${id}-about`,
+    checked: draft.state.functions.includes(name), onchange: () => {
+      settings.hidden = !box.checked;
+      const others = draft.state.functions.filter((each) => each !== name);
+      if (box.checked && !draft.state.functionSettings[name] && PREFILLED.includes(name)) {
+        settings.querySelector("input").value = EXAMPLES[name];
+        keepSettings(draft, name, EXAMPLES[name]);
+      }
+      if (!box.checked) draft.unread.delete(`reward.options.${name}`);
+      draft.update({functions: box.checked ? [...others, name] : others});
+    }});
   settings.hidden = !box.checked;
-  box.addEventListener("change", () => {
-    settings.hidden = !box.checked;
-    const others = draft.state.functions.filter((each) => each !== name);
-    const isEmpty = !draft.state.functionSettings[name];
-    if (box.checked && isEmpty && PREFILLED.includes(name)) prefill(draft, name, settings);
-    if (!box.checked) draft.unread.delete(`reward.options.${name}`);
-    draft.update({functions: box.checked ? [...others, name] : others});
-  });
   return make("div.builtin", {}, make("div.check-line", {}, box, make("label", {for: id}, name.replaceAll("_", " "))),
     make("p.help", {id: `${id}-about`}, help), settings);
 }
 
-function prefill(draft, name, settings) {
-  settings.querySelector("input").value = EXAMPLES[name];
-  draft.update({functionSettings: {...draft.state.functionSettings, [name]: EXAMPLES[name]}});
-}
+const keepSettings = (draft, name, text) =>
+  draft.update({functionSettings: {...draft.state.functionSettings, [name]: text}});
 
 function settingsField(draft, name) {
-  const option = `reward.options.${name}`;
-  const value = draft.state.functionSettings[name] ?? "";
-  const write = (text) => draft.update({functionSettings: {...draft.state.functionSettings, [name]: text}});
-  if (BY_COLUMN.includes(name)) {
-    const input = textInput({value: settingsOf(value)?.column ?? "", list: "data-columns", placeholder: "answer",
-      set: (text) => write(text.trim() ? JSON.stringify({column: text.trim()}) : "")});
-    return frame(draft, option, "Column with the right answer", input, {after: [columnNote(draft, input)]}).node;
-  }
+  const option = `reward.options.${name}`, value = draft.state.functionSettings[name] ?? "";
+  if (BY_COLUMN.includes(name)) return columnField(draft, name, option, value);
   const set = (text) => {
     if (settingsOf(text)) draft.unread.delete(option);
     else draft.unread.set(option, 'Not complete JSON yet, such as {"name": 1}');
     field.say(draft.unread.get(option));
-    write(text);
+    keepSettings(draft, name, text);
   };
-  const field = frame(draft, option, "Its settings, as JSON",
-    textInput({value, set, placeholder: EXAMPLES[name] ?? "{}"}));
+  const field = textField(draft, option, "Its settings, as JSON", {value, set, placeholder: EXAMPLES[name] ?? "{}"});
   return field.node;
 }
 
-// Whether the data have the column; known before a run fails for it.
-function columnNote(draft, input) {
+// The column with the right answer, and whether the data have it: known before a run fails for it.
+function columnField(draft, name, option, value) {
   const note = make("p.notice", {hidden: true, role: "status"});
-  const show = () => {
-    const wanted = input.value.trim() || input.placeholder;
-    const there = draft.looks.data?.columns ?? [];
-    note.hidden = !there.length || there.includes(wanted);
-    note.textContent = `The data have no column ${wanted}; they have ${there.join(", ")}.`;
-  };
-  draft.onStage(["look", "state"], show);
-  show();
-  return note;
+  const {node, control} = textField(draft, option, "Column with the right answer", {
+    value: settingsOf(value)?.column ?? "", list: "data-columns", placeholder: "answer", after: [note],
+    set: (text) => keepSettings(draft, name, text.trim() ? JSON.stringify({column: text.trim()}) : "")});
+  draft.follow("look state", () => {
+    const wanted = control.value.trim() || control.placeholder;
+    const columns = draft.looks.data?.columns ?? [];
+    note.hidden = !columns.length || columns.includes(wanted);
+    note.textContent = `The data have no column ${wanted}; they have ${columns.join(", ")}.`;
+  });
+  return node;
 }
 
-function columnList(draft) {
-  const list = suggestions("data-columns", []);
-  const show = () => list.replaceChildren(...(draft.looks.data?.columns ?? []).map((value) => make("option", {value})));
-  draft.onStage(["look"], show);
-  show();
-  return list;
-}
+// ---- a reward model, a teacher
+
+const SOURCES = [
+  {value: "ours", title: "A run of stage reward",
+    help: "Trained by hybrid_rlhf from pairs of a better and a worse answer."},
+  {value: "other", title: "Somebody else's", help: "A classification model, such as one from the hub."}];
 
 function modelPart(draft) {
-  const place = make("div");
-  const show = () => {
+  const fill = () => {
     const isOurs = draft.state.rewardKind === "ours";
-    const option = isOurs ? "roles.reward.model_name_or_path" : "reward.models";
-    place.replaceChildren(modelField(draft, option, "The reward model", {value: draft.state.rewardModel,
-      set: (text) => draft.update({rewardModel: text}), fits: (row) => isOurs && row.stage === "reward"}));
+    return [modelField(draft, isOurs ? "roles.reward.model_name_or_path" : "reward.models", "The reward model",
+      {key: "rewardModel", fits: (row) => isOurs && row.stage === "reward"})];
   };
-  const kinds = radios("reward-kind", {text: "Where is it from?"}, SOURCES, draft.state.rewardKind, (kind) => {
-    draft.update({rewardKind: kind});
-    show();
-  });
-  show();
   return make("div", {}, make("p", {}, "A model that was trained on preferences gives each answer a number."),
-    kinds, place);
+    radioPart("reward-kind", "Where is it from?", SOURCES, draft.state.rewardKind,
+      (rewardKind) => draft.update({rewardKind}), fill));
 }
 
 function teacherPart(draft) {
   const about = "The model answers, and at every word moves towards what the teacher would have said. "
     + "Both need the same tokenizer: two sizes of one family, say.";
   return make("div", {}, make("p", {}, about),
-    modelField(draft, "roles.teacher.model_name_or_path", "The teacher", {value: draft.state.teacher,
-      set: (text) => draft.update({teacher: text}), fits: isPolicy}));
+    modelField(draft, "roles.teacher.model_name_or_path", "The teacher", {key: "teacher", fits: isPolicy}));
+}
+
+// ---- a judge: where it runs, and its rubric: the general one, a file, or questions that are written here
+
+const PLACES = [
+  {value: "model", title: "On this machine", help: "A chat model, loaded beside the one that learns."},
+  {value: "url", title: "Behind an address", help: "Any OpenAI-compatible server. It may cost money."}];
+const RUBRICS = [
+  {value: "general", title: "Whether the answer does what was asked, is correct and clear"},
+  {value: "own", title: "My own questions"},
+  {value: "file", title: "A rubric file (YAML)"}];
+const KINDS = [["0-10", "0 to 10"], [YES_NO, "yes or no"]];
+const EMPTY = {question: "", kind: "0-10", weight: 1};
+
+function judgePart(draft) {
+  const judge = () => draft.state.judge;
+  const set = (patch) => draft.update({judge: {...judge(), ...patch}});
+  // the field of an option of the judge's; name: in draft.state.judge
+  const field = (option, label, name, more) => textField(draft, `reward.judge.${option}`, label,
+    {value: judge()[name], set: (text) => set({[name]: text}), ...more});
+  const place = () => judge().where === "url" ? addressFields(field, set)
+    : [modelField(draft, "reward.judge.model", "The judge",
+      {value: judge().model, set: (model) => set({model}), fits: isPolicy})];
+  const rubric = () => rubricFields(field, judge, set);
+  return make("div", {}, make("p", {}, "A language model reads each answer and says how good it is. "
+    + "It should be better than the one that learns."),
+  radioPart("judge-where", "Where does it run?", PLACES, judge().where, (where) => set({where}), place,
+    make("div.fields")),
+  radioPart("rubric", "What does it look at?", RUBRICS, judge().rubric, (kind) => set({rubric: kind}), rubric,
+    make("div.fields")));
+}
+
+function addressFields(field, set) {
+  // A key that is pasted here by mistake is not kept anywhere.
+  const setKey = (text) => {
+    const isName = /^([A-Za-z_][A-Za-z0-9_]*)?$/.test(text.trim());
+    key.say(isName ? null : "This is the name of an environment variable, not the key.");
+    set({api_key_env: isName ? text : ""});
+  };
+  const key = field("api_key_env", "Variable that holds the key", "api_key_env", {placeholder: "OPENAI_API_KEY",
+    set: setKey, help: "The name of an environment variable that the studio was started with; never the key itself."});
+  return [
+    field("url", "Address", "url", {placeholder: "http://localhost:8000/v1", help: "Where it answers, up to /v1."}).node,
+    field("api_model", "Name of the model there", "api_model",
+      {placeholder: "default", help: "As the server calls it."}).node,
+    key.node];
+}
+
+function rubricFields(field, judge, set) {
+  if (judge().rubric === "general") return [];
+  if (judge().rubric === "file") return [field("rubric", "Rubric file", "file", {placeholder: "rubric.yaml"}).node];
+  return [field("rubric", "What the judge should know of the task", "instructions", {isWide: true,
+    placeholder: "The response explains something in two or three sentences."}).node, questions(judge, set)];
+}
+
+function questions(judge, set) {
+  const list = make("div");
+  const show = (focus = null) => {
+    list.replaceChildren(...judge().items.map((item, i) => itemRow(judge, set, show, item, i)));
+    const last = judge().items.length - 1;
+    if (focus !== null) list.children[Math.min(focus, last)]?.querySelector("input").focus();
+  };
+  const add = button("Add a question", () => {
+    set({items: [...judge().items, EMPTY]});
+    show(judge().items.length - 1);
+  });
+  show();
+  return make("div.wide", {}, make("p.help", {}, "Ask so that yes, or 10, is good."), list,
+    make("div.buttons", {}, add));
+}
+
+function itemRow(judge, set, show, item, i) {
+  const change = (patch) => set({items: judge().items.map((each, j) => (j === i ? {...each, ...patch} : each))});
+  const question = textInput({value: item.question, placeholder: "How correct is the explanation?",
+    "aria-label": `Question ${i + 1}`, set: (text) => change({question: text})});
+  const kind = select({"aria-label": `Kind of question ${i + 1}`, onchange: () => change({kind: kind.value})},
+    KINDS, item.kind);
+  const weight = make("input", {type: "number", min: "0", step: "any", value: item.weight,
+    "aria-label": `Weight of question ${i + 1}`, oninput: () => change({weight: Number(weight.value) || 0})});
+  const remove = button("Remove", () => {
+    set({items: judge().items.filter((_, j) => j !== i)});
+    show(i);
+  }, {"aria-label": `Remove question ${i + 1}`});
+  return make("div.rubric-item", {}, question, kind, make("label", {}, "weight ", weight), remove);
 }

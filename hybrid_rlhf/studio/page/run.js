@@ -1,17 +1,13 @@
-// The page of one run: how it stands, what can be done with it, its curves, what the model says, and how it was made.
+// The page of one run: its state, what can be done with it, its curves and samples, and how it was made.
 
 import {makeCurves} from "./curves.js";
-import {make} from "./dom.js";
-import {address, age, breakable, count, duration, moment} from "./format.js";
-import {put, putAttribute} from "./in_place.js";
-import {makeJobOutput} from "./job_output.js";
-import {paced} from "./paced.js";
-import {makeDetails} from "./run_details.js";
-import {jobWords} from "./queue.js";
+import {all, button, copyText, fold, make, onChange, put, putAttribute, table, textBlock} from "./dom.js";
+import {address, age, breakable, bytes, count, duration, moment} from "./format.js";
+import {hasFailed, isOpen, jobText, makeJobOutput} from "./jobs.js";
 import {makeSamples} from "./samples.js";
-import {get, on, post, postConfirmed} from "./server.js";
+import {get, on, paced, post, postConfirmed} from "./server.js";
 
-const SECONDS = "time/step"; // the metric by which the time left is reckoned
+const SECONDS = "time/step"; // the metric from which the time left is estimated
 const NO_CHAT = ["reward", "evaluate"];
 const CAN_RESUME = ["stopped", "failed", "lost"];
 
@@ -28,27 +24,7 @@ export async function show(root, id) {
   }
 }
 
-function showRun(root, id, found) {
-  const view = {id, found, hasAskedToStop: false, perStep: null, output: null};
-  view.curves = makeCurves([{id, label: "", place: 0}], view.found.row.stage);
-  view.samples = makeSamples(id);
-  view.details = makeDetails();
-  build(view, root);
-  update(view);
-  const isMine = (load) => (news) => news.id === id && load();
-  const load = paced(() => refresh(view), {fail: (fault) => put(view.fault, fault.message), wait: 1000});
-  const jobs = paced(() => findJob(view), {wait: 1000}); // the queue's own faults stand on the page of runs
-  const grown = isMine(() => [load, view.curves.ask, view.samples.ask].forEach((ask) => ask()));
-  const all = () => [load, view.curves.ask, view.samples.ask, jobs].forEach((ask) => ask());
-  const endings = [on("run", grown), on("runs", load), on("jobs", jobs), on("open", all), load.end, jobs.end,
-    view.curves.end, view.samples.end, () => view.output?.end()];
-  view.load = load;
-  load();
-  jobs();
-  return () => endings.forEach((end) => end());
-}
-
-// The newest job that makes this run, or goes on with it.
+// The newest job that makes this run, or resumes it.
 async function jobOf(id) {
   const {jobs} = await get("jobs");
   return jobs.find((job) => job.run === id && ["train", "evaluate"].includes(job.kind)) ?? null;
@@ -60,17 +36,16 @@ function showWaiting(root, id, first) {
   const output = makeJobOutput(first.id, "Output of its process");
   const ends = [];
   const leave = () => ends.splice(0).forEach((end) => end());
-  const stop = make("button", {type: "button", onclick: () =>
-    post("job/stop", {id: first.id}).catch((fault) => put(error, fault.message))});
+  const stop = button("", () => post("job/stop", {id: first.id}).catch((fault) => put(error, fault.message)));
   const again = make("a.button", {href: "#/new"}, "Change the settings");
-  const tell = (job) => {
-    stop.hidden = !["queued", "running"].includes(job.state);
+  const update = (job) => {
+    stop.hidden = !isOpen(job);
     put(stop, job.state === "queued" ? "Drop" : "Stop");
     again.hidden = !stop.hidden;
-    put(state, jobWords(job));
+    put(state, jobText(job));
     putAttribute(state, "class", `state ${job.state}`);
     put(error, job.error ?? "");
-    if (["failed", "lost"].includes(job.state)) output.node.open = true;
+    if (hasFailed(job)) output.node.open = true;
   };
   const look = paced(async () => {
     const found = await get("run", {id}).catch((fault) => {
@@ -78,20 +53,40 @@ function showWaiting(root, id, first) {
       return null;
     });
     const job = found ? null : await jobOf(id);
-    if (job) tell(job);
+    if (job) update(job);
     if (!found || !ends.length) return;
     leave();
     root.replaceChildren();
     ends.push(showRun(root, id, found));
   }, {wait: 1000, fail: (fault) => put(error, fault.message)});
-  ends.push(...["runs", "run", "jobs", "job", "open"].map((name) => on(name, look)), look.end, output.end);
+  ends.push(on("runs run jobs job open", look), look.end, output.end);
   root.append(make("h1.run-name", {}, ...breakable(id)), make("p.line", {}, state), error,
     make("p.quiet", {}, "This run has not written anything yet."), make("div.buttons", {}, stop, again), output.node);
-  tell(first);
+  update(first);
   return leave;
 }
 
+function showRun(root, id, found) {
+  const view = {id, found, hasAskedToStop: false, perStep: null, output: null};
+  view.curves = makeCurves([{id, label: "", place: 0}], found.row.stage);
+  view.samples = makeSamples(id);
+  view.details = makeDetails();
+  build(view, root);
+  update(view);
+  view.load = paced(() => refresh(view), {fail: (fault) => put(view.fault, fault.message), wait: 1000});
+  const jobs = paced(() => findJob(view), {wait: 1000}); // the page of runs shows faults of the queue
+  const grown = all(view.load, view.curves.ask, view.samples.ask);
+  view.load();
+  jobs();
+  return all(on("run", (news) => news.id === id && grown()), on("runs", view.load), on("jobs", jobs),
+    on("open", all(grown, jobs)), view.load.end, jobs.end, view.curves.end, view.samples.end,
+    () => view.output?.end());
+}
+
 function build(view, root) {
+  const {id} = view, query = new URLSearchParams({id});
+  const link = (text, href) => make("a.button", {href}, text);
+  const act = (path, message) => () => change(view, path, message);
   view.state = make("span.state");
   view.about = make("span.quiet");
   view.bar = make("progress", {"aria-label": "Steps", hidden: true});
@@ -101,45 +96,38 @@ function build(view, root) {
   view.family = make("p.family", {hidden: true});
   view.fault = make("p.fault", {role: "status"});
   view.notes = make("p.fault.said", {role: "status"});
-  view.told = make("p.quiet", {role: "status"});
+  view.message = make("p.quiet", {role: "status"});
   view.waiting = make("p.quiet", {role: "status"});
   view.outputPlace = make("div");
-  buildButtons(view);
-  root.append(make("h1.run-name", {}, ...breakable(view.id)), make("p.line", {}, view.state, view.about),
-    make("p.line", {}, view.bar, view.steps), view.error, view.alarms, view.family, view.buttons, view.told, view.fault,
-    view.notes, view.waiting, view.outputPlace,
+  view.stop = button("", act("run/stop", "It ends after this step, with a checkpoint to go on from."));
+  view.resume = button("Resume", act("run/resume",
+    "It goes on from its last checkpoint as soon as the queue is free."), {class: "primary"});
+  view.talk = link("Talk", `#/talk?model=${encodeURIComponent(id)}`);
+  view.export = link("Export", `#/export?run=${encodeURIComponent(id)}`);
+  view.fresh = link("New run from it", `#/new?model=${encodeURIComponent(id)}`);
+  view.report = make("a.button", {href: `api/report?${query}`, target: "_blank", rel: "noopener"}, "Report");
+  view.putAlarms = onChange((alarms) => putAlarms(view, alarms));
+  view.putFamily = onChange((family) => putFamily(view, family));
+  root.append(make("h1.run-name", {}, ...breakable(id)), make("p.line", {}, view.state, view.about),
+    make("p.line", {}, view.bar, view.steps), view.error, view.alarms, view.family,
+    make("div.buttons", {}, view.stop, view.resume, view.talk, link("Compare", `#/compare/${address(id)}`), view.fresh,
+      view.export, view.report),
+    view.message, view.fault, view.notes, view.waiting, view.outputPlace,
     make("section", {"aria-labelledby": "curves"}, make("h2", {id: "curves"}, "Curves"), view.curves.node),
     view.samples.node, view.details.node);
 }
 
-function buildButtons(view) {
-  const {id} = view;
-  const link = (text, href) => make("a.button", {href}, text);
-  view.stop = make("button", {type: "button", onclick: () =>
-    act(view, "run/stop", "It ends after this step, with a checkpoint to go on from.")});
-  view.resume = make("button.primary", {type: "button", onclick: () =>
-    act(view, "run/resume", "It goes on from its last checkpoint as soon as the queue is free.")}, "Resume");
-  view.talk = link("Talk", `#/talk?model=${encodeURIComponent(id)}`);
-  view.take = link("Take away", `#/take?run=${encodeURIComponent(id)}`);
-  view.compare = link("Compare", `#/compare/${address(id)}`);
-  view.fresh = link("New run from it", `#/new?model=${encodeURIComponent(id)}`);
-  view.report = make("a.button",
-    {href: `api/report?${new URLSearchParams({id})}`, target: "_blank", rel: "noopener"}, "Report");
-  view.buttons = make("div.buttons", {},
-    view.stop, view.resume, view.talk, view.compare, view.fresh, view.take, view.report);
-}
-
-async function act(view, path, done) {
+async function change(view, path, message) {
   try {
     await postConfirmed(path, {id: view.id});
     if (path === "run/stop") view.hasAskedToStop = true;
-    put(view.fault, "");
-    put(view.told, done);
     view.refusal = null;
+    put(view.fault, "");
+    put(view.message, message);
   } catch (fault) {
-    put(view.told, "");
-    put(view.fault, fault.message);
     view.refusal = {text: fault.message, status: view.found.row.status};
+    put(view.message, "");
+    put(view.fault, fault.message);
   }
   update(view);
   view.load();
@@ -148,97 +136,169 @@ async function act(view, path, done) {
 async function refresh(view) {
   view.found = await get("run", {id: view.id});
   if (view.found.row.status === "running") view.perStep = await secondsPerStep(view.id);
-  if (view.refusal?.status !== view.found.row.status) view.refusal = null; // what was refused stays until things change
+  if (view.refusal?.status !== view.found.row.status) view.refusal = null; // it stays until the state changes
   put(view.fault, view.refusal?.text ?? "");
   update(view);
 }
 
-// Seconds that a step takes lately, without the first ones, in which compilers and caches warm up; null where unknown.
+// Mean seconds of the newest steps, without the first ones, in which compilers and caches warm up; null where unknown.
 async function secondsPerStep(id) {
   const {series} = await get("history", {id, names: SECONDS, points: 40});
-  const lately = (series[SECONDS]?.mean ?? []).filter(Number.isFinite).slice(1).slice(-8);
-  return lately.length ? lately.reduce((sum, value) => sum + value, 0) / lately.length : null;
+  const newest = (series[SECONDS]?.mean ?? []).filter(Number.isFinite).slice(1).slice(-8);
+  return newest.length ? newest.reduce((sum, value) => sum + value, 0) / newest.length : null;
 }
 
 function update(view) {
-  const {row} = view.found, isRunning = row.status === "running";
-  if (!isRunning && view.hasAskedToStop) put(view.told, "");
+  const {found, found: {row}} = view, isRunning = row.status === "running";
+  if (!isRunning && view.hasAskedToStop) put(view.message, "");
   if (!isRunning) view.hasAskedToStop = false;
   putAttribute(view.state, "class", `state ${row.status}`);
   put(view.state, row.status);
-  put(view.about, aboutWords(row));
+  put(view.about, aboutText(row));
   putAttribute(view.about, "title", moment(row.started));
   putSteps(view, row);
-  put(view.notes, (view.found.notes ?? []).join("\n"));
+  put(view.notes, (found.notes ?? []).join("\n"));
   view.error.hidden = !row.error;
   put(view.error, row.error ?? "");
-  putAlarms(view);
-  putFamily(view);
+  view.putAlarms(found.alarms);
+  view.putFamily([row.parents ?? [], found.children, found.known ?? []]);
   view.stop.hidden = !isRunning;
   view.resume.hidden = !CAN_RESUME.includes(row.status);
-  view.talk.hidden = NO_CHAT.includes(row.stage) || !(row.has_model || view.found.checkpoints.length);
-  view.curves.node.parentNode.hidden = !view.found.metrics.length;
-  view.take.hidden = view.fresh.hidden = !row.has_model;
-  view.report.hidden = !view.found.has_report;
+  view.talk.hidden = NO_CHAT.includes(row.stage) || !(row.has_model || found.checkpoints.length);
+  view.curves.node.parentNode.hidden = !found.metrics.length;
+  view.export.hidden = view.fresh.hidden = !row.has_model;
+  view.report.hidden = !found.has_report;
   put(view.stop, view.hasAskedToStop ? "End at once" : "Stop with a checkpoint");
-  view.curves.update(view.found.metrics);
-  view.details.update(view.found);
+  view.curves.update(found.metrics);
+  view.details.update(found);
   view.curves.ask();
 }
 
-function aboutWords(row) {
+function aboutText(row) {
   const took = row.seconds ? `${row.status === "running" ? "for" : "took"} ${duration(row.seconds)}` : "";
   return [`stage ${row.stage}`, row.started ? `started ${age(row.started)}` : "", took].filter(Boolean).join(" · ");
 }
 
-// The time left is that of the steps, and at most what the run has been given.
-function secondsLeft({perStep}, {step, max_steps: most, max_seconds: given, seconds}) {
+// The time left for the steps, at most what is left of the run's time limit.
+function secondsLeft(perStep, {step, max_steps: most, max_seconds: limit, seconds}) {
   const bySteps = perStep && most > step ? perStep * (most - step) : Infinity;
-  return Math.min(bySteps, given ? Math.max(0, given - seconds) : Infinity);
+  return Math.min(bySteps, limit ? Math.max(0, limit - seconds) : Infinity);
 }
 
 function putSteps(view, row) {
-  const {step, max_steps: most, status} = row, rest = status === "running" ? secondsLeft(view, row) : Infinity;
+  const {step, max_steps: most, status} = row, isRunning = status === "running";
   view.bar.hidden = !(most && step !== null && status !== "finished");
-  if (!view.bar.hidden) {
-    view.bar.max = most;
-    view.bar.value = Math.min(step, most);
-  }
+  if (!view.bar.hidden) Object.assign(view.bar, {max: most, value: Math.min(step, most)});
+  const rest = isRunning ? secondsLeft(view.perStep, row) : Infinity;
   const left = Number.isFinite(rest) ? `, about ${duration(rest)} left` : "";
-  const isWithin = most && step !== most;
-  const none = status === "running" ? "no step yet" : "";
-  put(view.steps, step === null ? none : isWithin ? `step ${step} of ${most}${left}` : count(step, "step"));
+  const none = isRunning ? "no step yet" : "";
+  const done = most && step !== most ? `step ${step} of ${most}${left}` : count(step ?? 0, "step");
+  put(view.steps, step === null ? none : done);
 }
 
-function putAlarms(view) {
-  const {alarms} = view.found, text = JSON.stringify(alarms);
-  if (text === view.alarmText) return;
-  view.alarmText = text;
+function putAlarms(view, alarms) {
   view.alarms.hidden = !alarms.length;
-  view.alarms.replaceChildren(...alarms.map(({name, text: what}) =>
-    make("li", {}, make("strong", {}, name), `: ${what}`)));
+  view.alarms.replaceChildren(...alarms.map(({name, text}) => make("li", {}, make("strong", {}, name), `: ${text}`)));
 }
 
-// From whom it was made, and what was made from it.
-function putFamily(view) {
-  const {row: {parents = []}, children} = view.found;
-  const text = JSON.stringify([parents, children]);
-  if (text === view.familyText) return;
-  view.familyText = text;
-  const linked = (id) => (view.found.known ?? []).includes(id) ? make("a", {href: `#/run/${address(id)}`}, id) : id;
-  const listed = (ids) => ids.flatMap((id, i) => [i ? ", " : "", linked(id)]);
+// The runs that this one was made from, and those made from it.
+function putFamily(view, [parents, children, known]) {
+  const linked = (id) => known.includes(id) ? make("a", {href: `#/run/${address(id)}`}, id) : id;
+  const listed = (title, ids) => ids.flatMap((id, i) => [i ? ", " : title, linked(id)]);
   view.family.hidden = !(parents.length || children.length);
-  view.family.replaceChildren(...parents.length ? ["Made from ", ...listed(parents)] : [],
-    parents.length && children.length ? "; " : "", ...children.length ? ["used by ", ...listed(children)] : []);
+  view.family.replaceChildren(...listed("Parents: ", parents), parents.length && children.length ? "; " : "",
+    ...listed("used by ", children));
 }
 
-// The newest job of this run, and what it writes.
+// Show the newest job of this run, and its output.
 async function findJob(view) {
   const job = await jobOf(view.id);
-  put(view.waiting, job?.state === "queued" ? `In the queue: ${jobWords(job)}.` : "");
+  put(view.waiting, job?.state === "queued" ? `In the queue: ${jobText(job)}.` : "");
   if (!job || view.output?.id === job.id) return;
   view.output?.end();
-  const shown = makeJobOutput(job.id, "Output of its process");
-  view.output = {id: job.id, end: shown.end};
-  view.outputPlace.replaceChildren(shown.node);
+  view.output = {id: job.id, ...makeJobOutput(job.id, "Output of its process")};
+  view.outputPlace.replaceChildren(view.output.node);
 }
+
+// ---- details: evaluation, time and memory by phase, the command, checkpoints, settings, versions, the model's card
+
+// makeDetails() -> {node, update(found)}. A part is made again only where its content has changed, and stays open.
+function makeDetails() {
+  const folded = (name, title, fill) => part(({[name]: value}) => value,
+    (value) => value.length ? [fold(title, fill(value))] : []);
+  const parts = [
+    part(({evaluation}) => evaluation, (text) => text ? markdown(text, "Evaluation") : []),
+    part(({phases, memory}) => [phases, memory], ([phases, memory]) => [
+      ...bars("Where the time went", phases, "seconds", duration, "Seconds by phase"),
+      ...bars("Most memory, by part and phase", memory, "bytes", bytes, "Memory by part and phase")]),
+    part(({header}) => header, (header) => header.length ? [make("h2", {}, "What it began with"),
+      make("ul.plain", {}, ...header.map((line) => make("li", {}, line)))] : []),
+    part(({command}) => command, (command) => command ? commandNodes(command) : []),
+    folded("checkpoints", "Checkpoints", checkpointTable),
+    folded("settings", "Settings", (text) => textBlock(text, "Settings")),
+    part(({versions}) => Object.entries(versions).sort(),
+      (rows) => rows.length ? [fold("Versions", versionTable(rows))] : []),
+    folded("card", "Model card", (text) => textBlock(text, "Model card"))];
+  const node = make("div", {}, ...parts.map((each) => each.node));
+  return {node, update: (found) => parts.forEach((each) => each.update(found))};
+}
+
+function part(read, fill) {
+  const node = make("section");
+  const update = onChange((value) => {
+    const isOpen = node.querySelector("details")?.open;
+    node.replaceChildren(...fill(value ?? ""));
+    node.hidden = !node.children.length;
+    if (isOpen && !node.hidden) node.querySelector("details").open = true;
+  });
+  return {node, update: (found) => update(read(found))};
+}
+
+// Rows with a bar each; the number is beside it as text.
+function bars(title, phases, key, text, caption) {
+  const rows = phases.filter((row) => row[key] > 0).sort((a, b) => b[key] - a[key]);
+  if (!rows.length) return [];
+  return [make("h2", {}, title), make("table.bars", {}, make("caption.hidden", {}, caption),
+    make("tbody", {}, ...rows.map((row) => {
+      const bar = make("div.bar");
+      bar.style.setProperty("--share", row[key] / rows[0][key]);
+      return make("tr", {}, make("th", {scope: "row"}, row.name), make("td.number", {}, text(row[key])),
+        make("td.drawn", {}, bar));
+    })))];
+}
+
+function commandNodes(command) {
+  const message = make("span.quiet", {role: "status"}), text = textBlock(command, "Command", "pre.command");
+  const copy = button("Copy", async () => put(message, await copyText(text)));
+  return [make("h2", {}, "The command that does the same"), make("div", {}, text, make("div.line", {}, copy, message))];
+}
+
+const checkpointTable = (checkpoints) => table([
+  {title: "Name", cell: (row) => row.name}, {title: "Step", cell: (row) => String(row.step ?? ""), isNumber: true},
+  {title: "On disk", cell: (row) => bytes(row.bytes), isNumber: true},
+  {title: "Note", cell: (row) => row.is_best ? "best so far" : ""}], checkpoints, "Checkpoints");
+
+const versionTable = (versions) => table([{title: "Package", cell: ([name]) => name},
+  {title: "Version", cell: ([, text]) => String(text)}], versions, "Versions");
+
+// A report that the library writes as Markdown, as nodes: headings, tables, lists, paragraphs.
+function markdown(text, caption) {
+  return text.trim().split(/\n\s*\n/).map((block) => {
+    const lines = block.split("\n"), heading = /^(#+) (.*)/.exec(lines[0]);
+    if (heading) return make(heading[1].length > 1 ? "h3" : "h2", {}, plain(heading[2]));
+    if (lines.length > 1 && lines.every((line) => line.startsWith("|"))) return markdownTable(lines, caption);
+    if (!lines.every((line) => line.startsWith("- "))) return make("p.said", {}, plain(block));
+    return make("ul", {}, ...lines.map((line) => make("li", {}, plain(line.slice(2)))));
+  });
+}
+
+// Cells are parted by | without a backslash before it.
+function markdownTable([head, , ...rows], caption) {
+  const cells = (line) => line.split(/(?<!\\)\|/).slice(1, -1).map((cell) => plain(cell.trim()));
+  const columns = cells(head).map((title, i) => ({title, cell: (row) => row[i] ?? ""}));
+  return table(columns, rows.map(cells), caption);
+}
+
+const plain = (text) => text.replace(/<br>/g, "\n").replace(/\\([\\`*_{}[\]()#+.!|<>~-])/g, "$1")
+  .replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&")
+  .replace(/\*\*([^*]+)\*\*/g, "$1").replace(/`([^`]+)`/g, "$1");

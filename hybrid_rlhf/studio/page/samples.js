@@ -1,100 +1,84 @@
-// What a model said: the newest samples of a run with each part of their reward, and its answers to the fixed prompts.
+// Samples: the newest ones of a run with each part of their reward, and its answers to the fixed prompts.
 
-import {make} from "./dom.js";
+import {make, onChange, put} from "./dom.js";
 import {number} from "./format.js";
-import {put} from "./in_place.js";
-import {paced} from "./paced.js";
-import {get} from "./server.js";
+import {get, paced} from "./server.js";
 
 const SHOWN = 8; // samples of a step
 
 // makeSamples(id) -> {node, ask(), end()}; the node stays hidden while there are none.
 export function makeSamples(id) {
-  const view = {id, last: "", steps: []};
-  view.step = make("select", {id: "sample-step", onchange: () => view.load()});
-  view.list = make("div.samples");
-  view.answers = make("div");
-  view.fault = make("p.fault", {role: "status"});
-  view.newest = make("div", {}, make("div.line", {}, make("h2", {}, "What it says"),
-    make("label", {for: "sample-step"}, "Step ", view.step)), view.list);
-  view.node = make("section", {}, view.newest, view.fault, view.answers);
-  view.newest.hidden = true;
-  view.load = paced(() => load(view), {wait: 1000, node: view.node, fail: (fault) => put(view.fault, fault.message)});
-  load(view).catch((fault) => put(view.fault, fault.message)); // whether it is seen or not: what is below would jump
-  return {node: view.node, ask: view.load, end: view.load.end};
+  const step = make("select", {id: "sample-step", onchange: () => ask()});
+  const list = make("div.samples"), answers = make("div"), fault = make("p.fault", {role: "status"});
+  const newest = make("div", {hidden: true}, make("div.line", {}, make("h2", {}, "What it says"),
+    make("label", {for: "sample-step"}, "Step ", step)), list);
+  const node = make("section", {}, newest, fault, answers);
+  const fail = (error) => put(fault, error.message);
+  const fillSteps = onChange((steps) => {
+    const before = step.value, older = steps.slice(0, -1);
+    const first = new Option(steps.length ? `newest (${steps.at(-1)})` : "newest", "");
+    step.replaceChildren(first, ...older.toReversed().map((each) => new Option(each, each)));
+    step.value = older.map(String).includes(before) ? before : "";
+  });
+  const update = onChange((found) => {
+    put(fault, (found.notes ?? []).join("\n"));
+    fillSteps(found.steps);
+    newest.hidden = !found.samples.length;
+    list.replaceChildren(...found.samples.map((sample) => sampleNode(sample)));
+    answers.replaceChildren(...answersNodes(found.answers ?? []));
+  });
+  const load = async () => {
+    const chosen = step.value;
+    const found = await get("samples", {id, limit: SHOWN, ...(chosen && {step: chosen})});
+    if (chosen === step.value) update(found);
+  };
+  const ask = paced(load, {wait: 1000, node, fail});
+  load().catch(fail); // on the screen or not: later it would move what is below
+  return {node, ask, end: ask.end};
 }
 
-async function load(view) {
-  const step = view.step.value;
-  const found = await get("samples", {id: view.id, limit: SHOWN, ...(step && {step})});
-  const text = JSON.stringify(found);
-  if (text === view.last || step !== view.step.value) return;
-  view.last = text;
-  put(view.fault, (found.notes ?? []).join("\n"));
-  fillSteps(view, found.steps);
-  view.newest.hidden = !found.samples.length;
-  view.list.replaceChildren(...found.samples.map((sample) => sampleNode(sample)));
-  view.answers.replaceChildren(...answersNodes(found.answers ?? []));
-}
-
-function fillSteps(view, steps) {
-  if (JSON.stringify(steps) === JSON.stringify(view.steps)) return;
-  const before = view.step.value;
-  view.steps = steps;
-  const newest = new Option(steps.length ? `newest (${steps.at(-1)})` : "newest", "");
-  view.step.replaceChildren(newest, ...steps.slice(0, -1).reverse().map((step) => new Option(step, step)));
-  view.step.value = steps.slice(0, -1).map(String).includes(before) ? before : "";
-}
-
-// One sample: the prompt, what was said, and what there is to say of it.
-export function sampleNode(sample, hasPrompt = true) {
+// One sample: the prompt, the response, and its notes.
+function sampleNode(sample, hasPrompt = true) {
   return make("article.card.sample", {},
     hasPrompt && sample.prompt ? make("p.prompt.said", {}, asText(sample.prompt)) : null,
-    ...saidNodes(sample), notesNode(sample),
+    ...responseNodes(sample), notesNode(sample),
     sample.judge ? make("p.verdict.said", {}, `judge: ${asText(sample.judge)}`) : null);
 }
 
-// Text as it is; what another program wrote there instead as JSON.
+// Text as it is; other values, which another program wrote, as JSON.
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? "")).trim();
 
-// The answer as it was; of an episode a paragraph for each turn, with who spoke.
-function saidNodes({completion, turns}) {
-  if (Array.isArray(turns)) return turns.map(turnNode);
+// The response; of an episode a paragraph for each turn, with its speaker.
+function responseNodes({completion, turns}) {
+  if (Array.isArray(turns)) {
+    return turns.map(({who, text}) =>
+      make("p.said", {}, who ? make("span.speaker", {}, `${who} `) : null, asText(text)));
+  }
   const text = asText(completion);
   return [text ? make("p.said", {}, text) : make("p.quiet", {}, "(empty)")];
 }
 
-function turnNode(turn) {
-  return make("p.said", {}, turn.who ? make("span.speaker", {}, `${turn.who} `) : null, asText(turn.text));
-}
-
-// The score, its parts by source, and whether the answer came to an end.
-function notesNode(sample) {
-  const found = [];
-  if (typeof sample.score === "number") found.push(["score", number(sample.score)]);
-  else if (sample.score === null) found.push(["score", "none"]);
-  for (const [name, value] of Object.entries(sample.scores ?? {})) found.push([name, number(value)]);
-  const words = [sample.side, sample.ended === false ? "did not end" : null,
-    sample.ended_by && sample.ended_by !== "done" ? `ended by ${String(sample.ended_by).replaceAll("_", " ")}` : null];
-  if (!found.length && !words.some(Boolean)) return null;
-  return make("ul.notes", {}, ...found.map(([name, value], i) =>
-    make(i === 0 && name === "score" ? "li.first" : "li", {}, `${name} `, make("strong", {}, value))),
-  ...words.filter(Boolean).map((word) => make("li", {}, word)));
+// The score, its parts by source, and whether the response came to an end.
+function notesNode({score, scores, side, ended, ended_by: reason}) {
+  const parts = Object.entries(scores ?? {}).map(([name, value]) => [name, number(value)]);
+  if (score === null || typeof score === "number") parts.unshift(["score", score === null ? "none" : number(score)]);
+  const words = [side, ended === false ? "did not end" : null,
+    reason && reason !== "done" ? `ended by ${String(reason).replaceAll("_", " ")}` : null].filter(Boolean);
+  if (!parts.length && !words.length) return null;
+  const items = parts.map(([name, value], i) =>
+    make(i === 0 && name === "score" ? "li.first" : "li", {}, `${name} `, make("strong", {}, value)));
+  return make("ul.notes", {}, ...items, ...words.map((word) => make("li", {}, word)));
 }
 
 // For each prompt its first and its last answer side by side; nothing where there are none.
 function answersNodes(rows) {
-  const prompts = new Map();
-  for (const row of rows) {
-    const key = JSON.stringify([row.prompt, row.side]);
-    prompts.set(key, [...prompts.get(key) ?? [], row]);
-  }
-  const all = [...prompts.values()], isTwo = all.some((each) => each.length > 1);
-  if (!all.length) return [];
-  const ends = (each) => each.length > 1 ? [each[0], each.at(-1)] : each;
+  if (!rows.length) return [];
+  const prompts = [...Map.groupBy(rows, ({prompt, side}) => JSON.stringify([prompt, side])).values()];
+  const isTwo = prompts.some((answers) => answers.length > 1);
   const titled = (row) => ({title: isTwo ? `step ${row.step}` : "", sample: row});
+  const ends = (answers) => (answers.length > 1 ? [answers[0], answers.at(-1)] : answers).map(titled);
   return [make("h2", {}, isTwo ? "The same prompts, before and after" : `Before: its answers at step ${rows[0].step}`),
-    make(isTwo ? "div" : "div.samples", {}, ...all.map((each) => sideBySide(each[0].prompt, ends(each).map(titled))))];
+    make(isTwo ? "div" : "div.samples", {}, ...prompts.map((answers) => sideBySide(answers[0].prompt, ends(answers))))];
 }
 
 // One prompt, and under it answers beside each other: [{title, sample or null}].

@@ -1,4 +1,4 @@
-// The server that the page came from, and nothing else: requests, uploads, news.
+// The server that the page came from: requests, uploads, news, and reloads at a bearable pace.
 
 export async function get(path, query = {}) {
   const search = new URLSearchParams(query).toString();
@@ -10,7 +10,7 @@ export async function post(path, body = {}) {
     method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body)}));
 }
 
-// A request that is refused until a person has confirmed it, with the reason as the question.
+// Post; where the server refuses until a person confirms, ask with its reason and post again.
 export async function postConfirmed(path, body) {
   try {
     return await post(path, body);
@@ -25,44 +25,48 @@ export async function upload(file) {
     method: "POST", headers: {"Content-Type": "application/octet-stream"}, body: file}));
 }
 
-// The JSON of an answer; an Error with the server's own line where it refused (and .option, the setting it is about).
-async function answered(asked) {
-  const reply = await asked.catch(() => {
+// The JSON of an answer; an Error with the server's message where it refuses (and .option, the setting it is about).
+async function answered(request) {
+  const reply = await request.catch(() => {
     throw new Error("the studio does not answer; has it been ended?");
   });
   const body = await reply.json().catch(() => ({}));
   if (reply.ok) return body;
-  const refused = new Error(body.error ?? `the studio answered ${reply.status}`);
-  throw Object.assign(refused, {option: body.option, status: reply.status});
+  const refusal = new Error(body.error ?? `the studio answered ${reply.status}`);
+  throw Object.assign(refusal, {option: body.option, status: reply.status});
 }
+
+// ---- news
 
 const listeners = new Map(); // name -> functions
 let news = null;
 
-// Call handle(data) at each event `name`; returns what ends it. Names: runs, run, jobs, job, talk, and open: from now
-// on news are heard (again), and what was told before may have been missed.
-export function on(name, handle) {
-  if (!listeners.has(name)) {
-    listeners.set(name, new Set());
-    if (news) hear(name);
+// Call handle(data) at each event of these names; returns what ends it. Names: runs, run, jobs, job, talk, and open: the
+// connection is there (again), and events before it may have been missed.
+export function on(names, handle) {
+  const each = names.split(" ");
+  for (const name of each) {
+    if (!listeners.has(name)) {
+      listeners.set(name, new Set());
+      if (news) hear(name);
+    }
+    listeners.get(name).add(handle);
   }
-  listeners.get(name).add(handle);
   listen();
-  return () => listeners.get(name).delete(handle);
+  return () => each.forEach((name) => listeners.get(name).delete(handle));
 }
 
-// A hidden tab hears nothing: a browser has six connections to one server, for all tabs together, and with the seventh
-// tab nothing would load any more. Shown again, it is told "open", upon which pages load what they show.
+// A hidden tab closes its connection: a browser has six connections to one server, for all tabs together, and a seventh
+// tab would not load. Shown again, it gets "open", upon which pages load what they show.
 function listen() {
   if (news || document.hidden || !listeners.size) return;
   news = new EventSource("api/events");
   for (const name of listeners.keys()) hear(name);
-  news.addEventListener("open", () => tellAll("open", {}));
-  news.addEventListener("reload", () => tellAll("open", {}));
+  for (const name of ["open", "reload"]) news.addEventListener(name, () => publish("open", {}));
 }
 
 function hear(name) {
-  if (name !== "open") news.addEventListener(name, (event) => tellAll(name, JSON.parse(event.data)));
+  if (name !== "open") news.addEventListener(name, (event) => publish(name, JSON.parse(event.data)));
 }
 
 function hush() {
@@ -70,10 +74,71 @@ function hush() {
   news = null;
 }
 
+function publish(name, data) {
+  for (const handle of listeners.get(name) ?? []) handle(data);
+}
+
 document.addEventListener("visibilitychange", () => document.hidden ? hush() : listen());
-addEventListener("pagehide", hush); // a page that the browser keeps for its back button
+addEventListener("pagehide", hush); // the browser may keep the page for its back button
 addEventListener("pageshow", listen);
 
-function tellAll(name, data) {
-  for (const handle of listeners.get(name) ?? []) handle(data);
+// ---- pace
+
+// Returns ask(): calls work(), at most once in `wait` ms and never twice at once. While the tab is hidden, or `node` is
+// off the screen, it waits; several asks meanwhile are one call then. ask.end() ends it. A fault goes to `fail`.
+export function paced(work, {wait = 500, node = null, fail = () => {}} = {}) {
+  let isAsked = false, isBusy = false, isSeen = node === null, hasEnded = false;
+  let last = -Infinity, timer = 0;
+
+  async function go() {
+    clearTimeout(timer);
+    if (!isAsked || isBusy || !isSeen || document.hidden || hasEnded) return;
+    const left = last + wait - performance.now();
+    if (left > 0) {
+      timer = setTimeout(go, left);
+      return;
+    }
+    isAsked = false;
+    isBusy = true;
+    try {
+      await work();
+    } catch (fault) {
+      if (!hasEnded) fail(fault);
+    }
+    isBusy = false;
+    last = performance.now();
+    go();
+  }
+
+  const endSeeing = node && watchSeen(node, (isNow) => {
+    isSeen = isNow;
+    go();
+  });
+  document.addEventListener("visibilitychange", go);
+  const ask = () => {
+    isAsked = true;
+    go();
+  };
+  ask.end = () => {
+    hasEnded = true;
+    clearTimeout(timer);
+    endSeeing?.();
+    document.removeEventListener("visibilitychange", go);
+  };
+  return ask;
+}
+
+const watchers = new Map(); // node -> function of whether it is on the screen, or nearly
+const observer = new IntersectionObserver((entries) => {
+  for (const entry of entries) watchers.get(entry.target)?.(entry.isIntersecting);
+}, {rootMargin: "120px"});
+
+// Call handle(isSeen) now and whenever `node` enters or leaves the screen; returns what ends it.
+export function watchSeen(node, handle) {
+  watchers.set(node, handle);
+  observer.observe(node);
+  return () => {
+    observer.unobserve(node);
+    watchers.delete(node);
+  };
 }

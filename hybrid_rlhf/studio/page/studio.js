@@ -1,6 +1,6 @@
-// The frame: which page the address names. A page is show(root, rest, query) -> leave(), or nothing.
+// The frame: shows the page that the address names. A page is show(root, rest, query) -> leave(), or nothing.
 
-import {at, make, tell} from "./dom.js";
+import {at, make, tell, tellFault} from "./dom.js";
 
 const PAGES = {
   runs: ["Runs", () => import("./runs.js")],
@@ -8,14 +8,14 @@ const PAGES = {
   compare: ["Compare", () => import("./compare.js")],
   new: ["New run", () => import("./new_run.js")],
   talk: ["Talk", () => import("./talk.js")],
-  take: ["Take away", () => import("./take_away.js")],
+  export: ["Export", () => import("./export.js")],
 };
 let leave = null;
 let turn = 0;
 
 // #/run/demo/ppo?step=3 -> page run, rest "demo/ppo", query step.
 async function open() {
-  const mine = ++turn;
+  const opened = ++turn;
   const [path, search = ""] = (location.hash.slice(2) || "runs").split("?");
   const [name, ...rest] = path.split("/");
   const [title, load] = PAGES[name] ?? PAGES.runs;
@@ -35,10 +35,10 @@ async function open() {
   try {
     const page = await load();
     const ends = await page.show(root, decodeURIComponent(rest.join("/")), new URLSearchParams(search));
-    if (mine === turn) leave = ends ?? null;
+    if (opened === turn) leave = ends ?? null;
     else ends?.();
   } catch (fault) {
-    if (mine === turn) tell(fault.message, true);
+    if (opened === turn) tellFault(fault);
   }
 }
 

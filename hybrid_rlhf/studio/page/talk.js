@@ -1,11 +1,10 @@
-// Talk to the models of runs, up to three side by side; judge what they say, which makes data to train on.
+// Talk to the models of runs, up to three side by side, and judge their answers, which makes data to train on.
 // The conversation stays while the studio's page is open, whatever other page is looked at between.
 
 import {fill, follow, layOut, messagesFor} from "./chat_stream.js";
-import {make} from "./dom.js";
-import {on} from "./server.js";
-import {judge, tally} from "./talk_marks.js";
-import {chooser} from "./talk_models.js";
+import {all, make} from "./dom.js";
+import {judge, tally} from "./marks.js";
+import {get, on, post} from "./server.js";
 
 const FIELDS = [ // id, label, value, properties
   ["temperature", "Temperature", "0.7", {min: "0", max: "5", step: "0.1"}],
@@ -23,13 +22,13 @@ export async function show(root, rest, query) {
   let state = {state: "closed", models: [], reward: false};
   const view = build();
   const models = chooser(take, rest ? [rest] : query.getAll("model"));
-  const marks = tally(() => state.models[0]?.id ?? null, tell);
+  const marks = tally(() => state.models[0]?.id ?? null, message);
   root.append(make("h1", {}, "Talk"), models.node, view.chat);
   view.chat.append(marks.node);
   take(state);
   for (const turn of turns) place(turn);
 
-  function tell(text, isFault = false) {
+  function message(text, isFault = false) {
     view.told.textContent = text;
     view.told.classList.toggle("fault", isFault);
   }
@@ -48,7 +47,7 @@ export async function show(root, rest, query) {
     view.stop.disabled = asking === null;
     view.log.setAttribute("aria-busy", String(asking !== null));
     view.empty.hidden = turns.length > 0;
-    if (text !== null) tell(text);
+    if (text !== null) message(text);
   }
 
   function place(turn) {
@@ -97,10 +96,9 @@ export async function show(root, rest, query) {
     answerLast();
   });
   view.message.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      view.form.requestSubmit();
-    }
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    view.form.requestSubmit();
   });
   const escape = (event) => event.key === "Escape" && asking?.abort();
   document.addEventListener("keydown", escape);
@@ -116,32 +114,23 @@ export async function show(root, rest, query) {
     view.message.focus();
   });
 
-  const ends = [on("talk", () => models.update()), on("open", () => models.load())];
-  const leave = () => {
-    ends.forEach((end) => end());
-    models.leave();
+  const leave = all(on("talk", models.update), on("open", models.load), models.leave, () => {
     document.removeEventListener("keydown", escape);
     isHere = false;
     asking?.abort();
     asking = null;
-  };
-  try {
-    await Promise.all([models.load(), marks.load()]);
-  } catch (fault) {
-    tell(fault.message, true);
-  }
+  });
+  await Promise.all([models.load(), marks.load()]).catch((fault) => message(fault.message, true));
   return leave;
 }
 
 function build() {
   const fields = FIELDS.map(([id, text, , more]) => {
-    const input = make("input", {id, type: "number", value: settings[id], ...more});
-    input.addEventListener("change", () => (settings[id] = input.value));
+    const input = make("input", {id, type: "number", value: settings[id], ...more,
+      onchange: () => (settings[id] = input.value)});
     return make("label", {}, `${text} `, input);
   });
-  const said = make("textarea", {id: "system", rows: "2"});
-  said.value = system;
-  said.addEventListener("change", () => (system = said.value));
+  const instructions = make("textarea", {id: "system", rows: "2", onchange: () => (system = instructions.value)}, system);
   const scores = make("input", {id: "score", type: "checkbox", checked: true});
   const empty = make("p.quiet", {}, "Say something below. All of it stays on this machine.");
   const log = make("div.log", {tabindex: "0", role: "region", "aria-label": "Conversation"}, empty);
@@ -154,7 +143,133 @@ function build() {
   const form = make("form.composer", {}, told, make("label", {for: "message"}, "Message"), message,
     make("div.buttons", {}, send, stop, again, fresh));
   const chat = make("div.chat", {hidden: true}, make("details", {id: "settings"}, make("summary", {}, "Settings"),
-    make("div.fields", {}, ...fields, make("label.wide", {}, "System message ", said),
+    make("div.fields", {}, ...fields, make("label.wide", {}, "System message ", instructions),
       make("label.check.wide", {hidden: true}, scores, " Show the reward model's score of each answer"))), log, form);
   return {chat, told, scores, empty, log, form, message, send, stop, again, fresh};
+}
+
+// ---- which models are talked to: choose and open them, and the state of that
+
+const MODELS = ["Model", "Compare with", "And with"];
+
+// take(state): called with each new state of the server's; wanted: ids to choose at first.
+// -> {node, load, update, leave}.
+function chooser(take, wanted) {
+  const view = buildChooser();
+  let state = null, turn = 0;
+  let since = 0; // when the present opening began, as this page saw it
+
+  async function load() {
+    const [{models}, found] = await Promise.all([get("talk/models"), get("talk")]);
+    const policies = models.filter((each) => each.kind === "policy");
+    const chosen = wanted.length ? wanted : found.models.map((each) => each.id);
+    view.selects.forEach((select, i) => fillSelect(select, i ? "nothing" : null, policies, chosen[i]));
+    fillSelect(view.reward, "no scores", models.filter((each) => each.kind !== "policy"));
+    view.empty.hidden = policies.length > 0;
+    view.onCpu.checked = found.models.length ? found.is_on_cpu : models.some((each) => each.status === "running");
+    showThird(view);
+    showState(found);
+    const isThere = found.state !== "closed" && wanted.every((id) => found.models.some((each) => each.id === id));
+    if (wanted.length && !isThere) await open(); // a link from a run's page opens that run
+  }
+
+  // The answer to the newest request counts: an older one may come later, with a state that has passed.
+  async function update() {
+    const asked = ++turn, found = await get("talk");
+    if (asked === turn) showState(found);
+  }
+
+  function showState(found) {
+    const before = state?.state;
+    if (found.state === "starting" && before !== "starting") since = Date.now();
+    state = found;
+    if (found.state !== before && found.state !== "starting") foldAway(found.state === "ready");
+    view.onCpu.parentNode.hidden = !found.has_card;
+    view.close.disabled = !["starting", "ready"].includes(found.state);
+    view.state.textContent = stateText(found);
+    view.state.classList.toggle("fault", found.state === "failed");
+    view.notes.replaceChildren(...found.notes.map((line) => make("li", {}, line)));
+    count();
+    take(found);
+  }
+
+  // The choice makes room for the conversation; the focus stays at it.
+  function foldAway(isReady) {
+    const hadFocus = view.details.contains(document.activeElement);
+    view.details.open = !isReady;
+    if (isReady && hadFocus) view.details.querySelector("summary").focus();
+  }
+
+  function count() {
+    const seconds = Math.round((Date.now() - since) / 1000);
+    view.seconds.textContent = state?.state === "starting" && seconds > 0 ? `${seconds} s` : "";
+  }
+
+  async function open() {
+    const models = [...new Set(view.selects.map((select) => select.value).filter(Boolean))];
+    await act("talk/open", {models, reward: view.reward.value || null,
+      is_on_cpu: view.onCpu.checked && !view.onCpu.parentNode.hidden});
+  }
+
+  async function act(path, body) {
+    try {
+      await post(path, body);
+      await update();
+    } catch (fault) {
+      view.state.textContent = fault.message;
+      view.state.classList.add("fault");
+    }
+  }
+
+  view.form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    open();
+  });
+  view.close.addEventListener("click", () => act("talk/close"));
+  for (const select of view.selects) select.addEventListener("change", () => showThird(view));
+  const clock = setInterval(count, 1000);
+  return {node: view.node, load, update, leave: () => clearInterval(clock)};
+}
+
+function stateText({state, models, doing, error}) {
+  const names = models.map(({id, step}) => (step === null ? id : `${id} at step ${step}`)).join(", ");
+  const texts = {ready: `Open: ${names}.`, starting: `Opening: ${doing} ...`, failed: `It cannot be opened: ${error}`};
+  return texts[state] ?? "No model is open.";
+}
+
+function buildChooser() {
+  const selects = MODELS.map((_, i) => make("select", {id: `talk-model-${i + 1}`, required: i === 0}));
+  const labels = selects.map((select, i) => make("label", {hidden: i > 1}, `${MODELS[i]} `, select));
+  const reward = make("select", {id: "talk-reward"});
+  const onCpu = make("input", {id: "talk-cpu", type: "checkbox"});
+  const close = make("button", {type: "button", id: "talk-close", disabled: true}, "Close");
+  const state = make("p", {id: "talk-state", role: "status"});
+  const seconds = make("span.quiet", {"aria-hidden": "true"});
+  const notes = make("ul.quiet", {id: "talk-notes"});
+  const empty = make("p", {id: "talk-empty", hidden: true}, "There is no run with a model yet: ",
+    make("a", {href: "#/new"}, "begin one"), ".");
+  const form = make("form", {"aria-label": "Models"}, empty,
+    make("div.fields", {}, ...labels, make("label", {}, "Reward model ", reward)),
+    make("label.check", {hidden: true}, onCpu, " Answer on the processor: slower, and it leaves the card to the training"),
+    make("div.buttons", {}, make("button", {type: "submit", id: "talk-open"}, "Open"), close));
+  const details = make("details", {id: "talk-choice", open: true}, make("summary", {}, "Models"), form);
+  const node = make("section.card.chooser", {"aria-label": "Models"}, details, make("div.opening", {}, state, seconds), notes);
+  return {node, details, form, selects, reward, onCpu, close, state, seconds, notes, empty};
+}
+
+function fillSelect(select, none, models, chosen = select.value) {
+  const options = models.map(({id, status, step, why}) => {
+    const about = why !== null ? ` (${status}: ${why})` : step === null ? "" : ` (${status}, step ${step})`;
+    return make("option", {value: id, disabled: why !== null}, id + about);
+  });
+  select.replaceChildren(...(none === null ? [] : [new Option(none, "")]), ...options);
+  const usable = options.filter((option) => !option.disabled).map((option) => option.value);
+  if (usable.includes(chosen)) select.value = chosen;
+  else select.value = none === null ? usable[0] ?? "" : "";
+}
+
+// The third model is offered when there is a second.
+function showThird({selects: [, second, third]}) {
+  third.parentNode.hidden = !second.value;
+  if (third.parentNode.hidden) third.value = "";
 }

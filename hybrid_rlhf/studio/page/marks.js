@@ -1,15 +1,19 @@
-// What a person thinks of answers, kept as data: thumbs, better words, and which of several is better.
+// Marks of answers, kept as data to train on: thumbs, a better answer, and which of several is better.
 
 import {note} from "./chat_stream.js";
-import {make} from "./dom.js";
+import {button, make} from "./dom.js";
 import {get, post} from "./server.js";
 
 let name = "marks"; // of the files; stays while the studio's page is open
 
-// The line that says what has been marked, and leads to a training on it: {node, load, marked, tell}. model(): the run
-// that is talked to; tell(text, isFault): shows what became of a mark.
+// The line that counts the marks, and links to a training on them: {node, load, marked, tell}. model(): the run that is
+// talked to; tell(text, isFault): shows whether a mark was kept.
 export function tally(model, tell) {
-  const input = make("input", {id: "marks-name", value: name, maxlength: "80"});
+  const input = make("input", {id: "marks-name", value: name, maxlength: "80", onchange: () => {
+    name = input.value.trim() || "marks";
+    input.value = name;
+    load().catch((fault) => tell(fault.message, true));
+  }});
   const counts = make("p", {id: "marks-counts", role: "status"});
   const node = make("section.marks", {"aria-label": "Marks"}, make("label", {}, "Marks go to ", input), counts);
 
@@ -27,15 +31,10 @@ export function tally(model, tell) {
     marked(files.find((each) => each.name === name) ?? {pairs: 0, thumbs: 0});
   }
 
-  input.addEventListener("change", () => {
-    name = input.value.trim() || "marks";
-    input.value = name;
-    load().catch((fault) => tell(fault.message, true));
-  });
   return {node, load, marked, tell};
 }
 
-// Send one mark; whether it was kept. What the server refuses is told.
+// Send one mark; returns whether it was kept, and shows why where the server refuses it.
 async function keep(mark, marks) {
   try {
     marks.marked(await post("marks", {name, ...mark}));
@@ -54,7 +53,7 @@ export function judge(turn, marks) {
     const row = make("div.buttons.judge");
     answer.node.append(row);
     answer.buttons = row;
-    const isOwn = answer.original === undefined; // the model's words, not a person's
+    const isOwn = answer.original === undefined; // the model's text, not a person's
     if (answer.isWhole && isOwn) row.append(...thumbs(answer, marks));
     row.append(better(answer, turn, marks));
     if (written.length > 1 && isOneQuestion && isOwn && written.every((each) => each.isWhole)) {
@@ -69,64 +68,59 @@ export function judge(turn, marks) {
 
 function thumbs(answer, marks) {
   const buttons = [[true, "Good"], [false, "Bad"]].map(([isGood, text]) => {
-    const button = make("button", {type: "button", "aria-pressed": String(answer.thumb === isGood)}, text);
-    button.addEventListener("click", async () => {
-      const label = button.getAttribute("aria-pressed") === "true" ? null : isGood;
-      const file = typeof answer.thumb === "boolean" ? answer.thumbFile : name; // where it stands, whatever is named since
+    const thumb = button(text, async () => {
+      const label = thumb.getAttribute("aria-pressed") === "true" ? null : isGood;
+      const file = typeof answer.thumb === "boolean" ? answer.thumbFile : name; // the file it is in, whatever is named since
       const mark = {name: file, kind: "thumb", prompt: answer.asked, completion: answer.text, is_good: label};
       if (!await keep(mark, marks)) return;
       Object.assign(answer, {thumb: label, thumbFile: file});
       for (const [i, each] of buttons.entries()) each.setAttribute("aria-pressed", String(label === (i === 0)));
       marks.tell(label === null ? "Taken back." : `Marked ${isGood ? "good" : "bad"}.`);
-    });
-    return button;
+    }, {"aria-pressed": String(answer.thumb === isGood)});
+    return thumb;
   });
   return buttons;
 }
 
 // "This one is better": a pair with each of the others, and all models go on from it.
 function preferred(answer, turn, written, marks) {
-  const button = make("button.preferred", {type: "button", "aria-pressed": String(turn.better === answer)}, "This one is better");
-  button.addEventListener("click", async () => {
+  const choose = button("This one is better", async () => {
     for (const other of written.filter((each) => each !== answer && each.text !== answer.text)) {
       const mark = {kind: "pair", how: "compared", prompt: answer.asked, chosen: answer.text, rejected: other.text};
       if (!await keep(mark, marks)) return;
     }
     turn.kept = turn.better = answer;
-    for (const each of turn.node.querySelectorAll(".preferred")) each.setAttribute("aria-pressed", String(each === button));
+    for (const each of turn.node.querySelectorAll(".preferred")) each.setAttribute("aria-pressed", String(each === choose));
     marks.tell(`Kept: ${answer.model} was better. The conversation goes on from its answer.`);
-  });
-  return button;
+  }, {class: "preferred", "aria-pressed": String(turn.better === answer)});
+  return choose;
 }
 
-// "Say it better": the answer in a text box; what is saved is preferred to what the model said.
+// "Say it better": the answer in a text box; what is saved is preferred to the model's answer.
 function better(answer, turn, marks) {
-  const button = make("button", {type: "button"}, "Say it better");
-  button.addEventListener("click", () => {
+  const edit = button("Say it better", () => {
     const box = make("textarea", {rows: "4", "aria-label": `A better answer than ${answer.model}'s`});
-    box.value = answer.text;
-    const cancel = make("button", {type: "button"}, "Cancel");
-    const form = make("form.edit", {}, box, make("div.buttons", {}, make("button", {type: "submit"}, "Save"), cancel));
     const close = () => {
       form.remove();
       answer.said.hidden = answer.buttons.hidden = false;
-      button.focus();
+      edit.focus();
     };
+    const form = make("form.edit", {
+      onkeydown: (event) => {
+        if (event.key !== "Escape") return;
+        event.stopPropagation();
+        close();
+      },
+      onsubmit: async (event) => {
+        event.preventDefault();
+        if (await rewrite(answer, turn, box.value, marks)) close();
+      }}, box, make("div.buttons", {}, make("button", {type: "submit"}, "Save"), button("Cancel", close)));
+    box.value = answer.text;
     answer.said.hidden = answer.buttons.hidden = true;
     answer.said.after(form);
     box.focus();
-    cancel.addEventListener("click", close);
-    form.addEventListener("keydown", (event) => {
-      if (event.key !== "Escape") return;
-      event.stopPropagation();
-      close();
-    });
-    form.addEventListener("submit", async (event) => {
-      event.preventDefault();
-      if (await rewrite(answer, turn, box.value, marks)) close();
-    });
   });
-  return button;
+  return edit;
 }
 
 async function rewrite(answer, turn, text, marks) {
@@ -137,7 +131,7 @@ async function rewrite(answer, turn, text, marks) {
   Object.assign(answer, {original, text});
   answer.said.textContent = text;
   turn.kept = answer;
-  for (const each of answer.buttons.querySelectorAll("[aria-pressed]")) each.remove(); // they were about other words
+  for (const each of answer.buttons.querySelectorAll("[aria-pressed]")) each.remove(); // they were about another text
   marks.tell("Kept: your words are preferred to the model's, and the conversation goes on from them.");
   return true;
 }

@@ -1,4 +1,4 @@
-"""The page to take a model away, in a browser: by keyboard, in light and dark, on a narrow screen."""
+"""The page of exports, in a browser: by keyboard, in light and dark, on a narrow screen."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def studio(tmp_path, monkeypatch):
 
 def open_page(browser, studio, rest: str = "") -> None:
     browser.get(studio.url)
-    browser.get(f"{studio.base}/#/take{rest}")
-    until(browser, lambda: find(browser, "#take-name").get_attribute("value"))
+    browser.get(f"{studio.base}/#/export{rest}")
+    until(browser, lambda: find(browser, "#export-name").get_attribute("value"))
 
 
 def press(browser, *keys: str) -> None:
@@ -69,18 +69,18 @@ def test_an_export_by_keyboard_alone(browser, studio):
     from selenium.webdriver.common.keys import Keys
 
     open_page(browser, studio, "?run=demo%2Fsft")
-    assert texts(browser, "#take-run option") == ["demo/ppo (ppo)", "demo/sft (sft)"]  # finished ones
-    assert find(browser, "#take-run").get_attribute("value") == "demo/sft"
-    assert find(browser, "#take-name").get_attribute("value") == "demo-sft"
-    assert texts(browser, ".take-card pre") == ["# demo/sft <b>is a card</b>"]  # as text
+    assert texts(browser, "#export-run option") == ["demo/ppo (ppo)", "demo/sft (sft)"]  # finished ones
+    assert find(browser, "#export-run").get_attribute("value") == "demo/sft"
+    assert find(browser, "#export-name").get_attribute("value") == "demo-sft"
+    assert texts(browser, ".export-card pre") == ["# demo/sft <b>is a card</b>"]  # as text
     find(browser, "#page").click()
-    browser.execute_script("document.getElementById('take-run').focus()")
+    browser.execute_script("document.getElementById('export-run').focus()")
     press(browser, "demo/p", Keys.TAB)
-    until(browser, lambda: find(browser, "#take-name").get_attribute("value") == "demo-ppo")
+    until(browser, lambda: find(browser, "#export-name").get_attribute("value") == "demo-ppo")
     overwrite(browser, "../mine")
     press(browser, Keys.ENTER)
     until(browser, lambda: "begins with a letter" in find(browser, "form [role=alert]").text)
-    assert focused(browser) == "take-name" and find(browser, "#take-name").get_attribute("aria-invalid") == "true"
+    assert focused(browser) == "export-name" and find(browser, "#export-name").get_attribute("aria-invalid") == "true"
     overwrite(browser, "mine")
     press(browser, Keys.TAB, "q8", Keys.TAB, Keys.SPACE, Keys.TAB)
     assert focused(browser) == "Export"
@@ -89,18 +89,18 @@ def test_an_export_by_keyboard_alone(browser, studio):
     until(browser, lambda: find(browser, "section p").text == "export of demo/ppo: done")
     assert focused(browser) == "Export"
     assert "tokens equal" in find(browser, "section pre").text
-    assert texts(browser, ".take-check") == [
+    assert texts(browser, ".export-check") == [
         "reloaded in a fresh process: tokens equal, logits within 3e-07 (relative)"]
-    assert texts(browser, ".take-command h4") == [
+    assert texts(browser, ".export-command h4") == [
         "transformers", "chat in a terminal", "serve (OpenAI's API)", "Ollama", "llama.cpp"]
-    until(browser, lambda: find(browser, "#take-name").get_attribute("value") == "demo-ppo")
+    until(browser, lambda: find(browser, "#export-name").get_attribute("value") == "demo-ppo")
 
 
 def test_a_name_that_is_taken_is_said_beside_it_and_another_is_proposed(browser, studio):
     (studio.studio.outputs / "exports/demo-ppo").mkdir(parents=True)
     open_page(browser, studio)
-    assert find(browser, "#take-name").get_attribute("value") == "demo-ppo-2"
-    name = find(browser, "#take-name")
+    assert find(browser, "#export-name").get_attribute("value") == "demo-ppo-2"
+    name = find(browser, "#export-name")
     name.clear()
     name.send_keys("demo-ppo")
     find(browser, "form button").click()
@@ -125,7 +125,7 @@ def test_a_failed_export_says_why_and_one_that_runs_is_found_again(browser, stud
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_has_no_findings_and_no_word_is_cut_off(browser, studio, scheme):
     open_page(browser, studio)
-    find(browser, "#take-ollama").click()
+    find(browser, "#export-ollama").click()
     find(browser, "form button").click()
     until(browser, lambda: texts(browser, "article h3"))
     for details in browser.find_elements("css selector", "details"):

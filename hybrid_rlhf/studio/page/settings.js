@@ -1,4 +1,4 @@
-// What was entered as settings: dotted option -> value, as the launcher's --config has them. Pure functions, no page.
+// The settings of what was entered: dotted option -> value, as the launcher's --config has them. Pure functions.
 
 export const YES_NO = "yes_no";
 const SOURCES = ["data", "sft", "reward", "ppo"]; // keys of state.data: one for all, or one for each of three stages
@@ -9,7 +9,7 @@ const FOR_NEW = {
   "stages.reward.learning_rate": 2e-3, "stages.sft.learning_rate": 4e-3, "train.learning_rate": 4e-3,
 };
 
-// All that a visitor may enter; kept for the tab, so that a reload or another page loses nothing.
+// All that can be entered; kept for the tab, so that a reload or another page loses nothing.
 export const fresh = () => ({
   goal: "", stage: "", isNew: false, preset: "demo", model: "", isSplit: false,
   data: Object.fromEntries(SOURCES.map((key) => [key, {path: "", name: "", split: "", columns: ""}])),
@@ -25,7 +25,7 @@ export const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 // "a, b" -> ["a", "b"]
 export const listOf = (text) => text.split(",").map((each) => each.trim()).filter(Boolean);
 
-// The keys of state.data that a goal asks for, each with the stage that reads it.
+// The keys of state.data that are in use, each with the stage that reads it.
 export function dataKeys(state) {
   if (state.stage !== "all") return [["data", state.stage]];
   return state.isSplit ? [["sft", "sft"], ["reward", "reward"], ["ppo", "ppo"]] : [["data", "all"]];
@@ -33,27 +33,27 @@ export function dataKeys(state) {
 
 // The folder of a run that is named by its id; any other text is a path or a hub id as it is.
 export function pathOf(text, runs) {
-  const named = text.trim();
-  return runs.rows.some((row) => row.id === named) ? `${runs.folder}/${named}` : named;
+  const name = text.trim();
+  return runs.rows.some((row) => row.id === name) ? `${runs.folder}/${name}` : name;
 }
 
-// What the steps say, without the options that were set by hand.
+// The settings of the steps, without the options that were set by hand.
 export function guided(state, asks, runs) {
-  const found = {...modelSettings(state, runs), ...dataSettings(state)};
-  if (asks.includes("tools") && state.hasTools) Object.assign(found, toolSettings(state));
-  if (asks.includes("reward_functions")) Object.assign(found, functionSettings(state));
-  if (asks.includes("reward_model")) Object.assign(found, rewardModelSettings(state, runs));
-  if (asks.includes("judge")) Object.assign(found, judgeSettings(state, runs));
+  const settings = {...modelSettings(state, runs), ...dataSettings(state)};
+  if (asks.includes("tools") && state.hasTools) Object.assign(settings, toolSettings(state));
+  if (asks.includes("reward_functions")) Object.assign(settings, functionSettings(state));
+  if (asks.includes("reward_model")) Object.assign(settings, rewardModelSettings(state, runs));
+  if (asks.includes("judge")) Object.assign(settings, judgeSettings(state, runs));
   if (asks.includes("teacher") && state.teacher.trim()) {
-    found["roles.teacher.model_name_or_path"] = pathOf(state.teacher, runs);
+    settings["roles.teacher.model_name_or_path"] = pathOf(state.teacher, runs);
   }
-  return found;
+  return settings;
 }
 
-// What the goal chooses and an option set by hand replaces: three files are three stages' own rows, none is dealt out.
+// Settings of the goal, which an option set by hand replaces: the rows of three files need no split.
 export function proposed(state) {
-  const found = state.stage === "all" ? {"data.split": state.isSplit ? null : [2, 4, 4]} : {};
-  return state.isNew ? {...found, ...FOR_NEW} : found;
+  const split = state.stage === "all" ? {"data.split": state.isSplit ? null : [2, 4, 4]} : {};
+  return state.isNew ? {...split, ...FOR_NEW} : split;
 }
 
 function modelSettings(state, runs) {
@@ -73,15 +73,12 @@ function dataSettings(state) {
   return sources.length ? {"data.sources": sources} : {};
 }
 
-// {path, name, split, columns} of what was entered, without what is empty; null without a path.
+// {path, name, split, columns} as entered, without what is empty; null without a path.
 export function sourceOf({path, name, split, columns}) {
   if (!path.trim()) return null;
-  const source = {path: path.trim()};
-  if (name.trim()) source.name = name.trim();
-  if (split.trim()) source.split = split.trim();
   const pairs = columnsOf(columns);
-  if (Object.keys(pairs).length) source.columns = pairs;
-  return source;
+  return {path: path.trim(), ...(name.trim() && {name: name.trim()}), ...(split.trim() && {split: split.trim()}),
+    ...(Object.keys(pairs).length && {columns: pairs})};
 }
 
 // "prompt: question, completion: answer" -> {prompt: "question", completion: "answer"}
@@ -91,23 +88,19 @@ export function columnsOf(text) {
 }
 
 function toolSettings(state) {
-  const found = {};
-  if (listOf(state.tools).length) found["environment.tools"] = listOf(state.tools);
-  if (state.environment.trim()) found["environment.factory"] = state.environment.trim();
-  return found;
+  const tools = listOf(state.tools), factory = state.environment.trim();
+  return {...(tools.length && {"environment.tools": tools}), ...(factory && {"environment.factory": factory})};
 }
 
 function functionSettings(state) {
-  const found = {};
-  const named = [...state.functions.map((name) => `builtin:${name}`), ...listOf(state.ownFunctions)];
-  if (named.length) found["reward.functions"] = named;
-  const given = state.functions.map((name) => [name, settingsOf(state.functionSettings[name])]);
-  const filled = given.filter(([, value]) => value && Object.keys(value).length);
-  if (filled.length) found["reward.options"] = Object.fromEntries(filled);
-  return found;
+  const functions = [...state.functions.map((name) => `builtin:${name}`), ...listOf(state.ownFunctions)];
+  const options = state.functions.map((name) => [name, settingsOf(state.functionSettings[name])])
+    .filter(([, value]) => value && Object.keys(value).length);
+  return {...(functions.length && {"reward.functions": functions}),
+    ...(options.length && {"reward.options": Object.fromEntries(options)})};
 }
 
-// A function's own settings as an object; null where the text is none.
+// A function's own settings as an object; null where the text is not JSON of an object.
 export function settingsOf(text) {
   if (!text?.trim()) return {};
   try {
@@ -125,17 +118,17 @@ function rewardModelSettings(state, runs) {
 }
 
 function judgeSettings({judge}, runs) {
-  const found = {};
-  const put = (name, value) => value.trim() && (found[`reward.judge.${name}`] = value.trim());
+  const settings = {};
+  const put = (name, value) => value.trim() && (settings[`reward.judge.${name}`] = value.trim());
   if (judge.where === "model") put("model", pathOf(judge.model, runs));
   else for (const name of ["url", "api_model", "api_key_env"]) put(name, judge[name]);
   if (judge.rubric === "file") put("rubric", judge.file);
-  else if (judge.rubric === "own" && rubricOf(judge)) found["reward.judge.rubric"] = rubricOf(judge);
-  return found;
+  else if (judge.rubric === "own" && rubricOf(judge)) settings["reward.judge.rubric"] = rubricOf(judge);
+  return settings;
 }
 
 // The rubric as the judge's settings have it; each item has a name of its own, made from its question.
-export function rubricOf(judge) {
+function rubricOf(judge) {
   const items = [];
   for (const {question, kind, weight} of judge.items.filter((each) => each.question.trim())) {
     const words = question.toLowerCase().replace(/[^a-z0-9 ]/g, "").trim().split(/ +/).slice(0, 4).join("_");

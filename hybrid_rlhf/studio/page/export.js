@@ -1,0 +1,180 @@
+// The page of exports: choose a finished run and formats, follow the export, and see the result with the commands to
+// use it.
+
+import {all, button, copyText, fold, make, onChange, select, tell, tellFault, textBlock} from "./dom.js";
+import {bytes} from "./format.js";
+import {hasFailed, isOpen} from "./jobs.js";
+import {get, on, post} from "./server.js";
+
+const STATES = {queued: "waits", running: "runs", done: "done", failed: "failed", stopped: "stopped", lost: "lost"};
+const GGUF = [["", "no"], ["f16", "f16: as exact as the model"], ["q8_0", "q8_0: half the size"]];
+
+// #/export?run=demo/ppo chooses that run.
+export async function show(root, _rest, query) {
+  const page = {wanted: query.get("run"), exports: [], job: null, next: 0, hasName: false};
+  page.form = makeForm(page);
+  page.progress = make("section", {"aria-label": "The export that runs", hidden: true});
+  page.list = make("section", {"aria-label": "Exports"});
+  page.showRuns = onChange((runs) => showRuns(page, runs));
+  page.showExports = onChange((exports) => showExports(page, exports)); // open cards and the focus stay
+  root.append(make("h1", {}, "Export"),
+    make("p.quiet", {}, "A trained model as files for other programs, compared with the model in memory before it is kept."),
+    page.form, page.progress, make("h2", {}, "What is there"), page.list);
+  const loading = (...loads) => () => Promise.all(loads.map((load) => load(page))).catch(tellFault);
+  const loadAll = loading(loadRuns, loadJobs, loadExports);
+  const ends = all(on("runs", loading(loadRuns)), on("open", loadAll), on("jobs", loading(loadJobs, loadExports)),
+    on("job", ({id}) => id === page.job && follow(page).catch(tellFault)));
+  await loadAll();
+  return ends;
+}
+
+function makeForm(page) {
+  page.run = make("select", {id: "export-run", required: true, onchange: () => choose(page)});
+  page.name = make("input", {id: "export-name", required: true, maxlength: "100", autocomplete: "off",
+    spellcheck: "false", oninput: () => (page.hasName = page.name.value !== "")});
+  page.gguf = select({id: "export-gguf", "aria-describedby": "export-ollama-help"}, GGUF);
+  page.ollama = make("input", {id: "export-ollama", type: "checkbox", "aria-describedby": "export-ollama-help"});
+  page.start = make("button", {type: "submit"}, "Export");
+  page.fault = make("p.fault", {role: "alert"});
+  page.card = make("details.export-card", {hidden: true}, make("summary", {}, "Model card of this run"), make("pre.said"));
+  page.none = make("p", {hidden: true}, "No run has a finished model yet. ", make("a", {href: "#/new"}, "Start one"), ".");
+  const field = (label, input) => make("div", {}, make("label", {for: input.id}, label), make("br"), input);
+  return make("form.card.export", {onsubmit: (event) => submit(page, event)}, page.none,
+    make("div.fields", {}, field("Finished run", page.run), field("Name of the export", page.name),
+      field("GGUF file for llama.cpp", page.gguf),
+      make("div.export-tick", {}, page.ollama, make("label", {for: "export-ollama"}, "Modelfile for Ollama"))),
+    make("p.quiet", {id: "export-ollama-help"}, "Always: a folder for transformers (safetensors, tokenizer, model card). "
+      + "Ollama reads a GGUF file; without one chosen, f16 is written too."),
+    page.fault, make("div.buttons", {}, page.start), page.card);
+}
+
+async function loadRuns(page) {
+  const runs = (await get("runs")).runs.filter((run) => run.has_model && run.status === "finished");
+  await page.showRuns(runs.map(({id, stage}) => [id, `${id} (${stage})`]));
+}
+
+function showRuns(page, runs) {
+  const before = page.wanted ?? page.run.value;
+  page.none.hidden = runs.length > 0;
+  page.start.disabled = !runs.length;
+  page.run.replaceChildren(...runs.map(([id, text]) => make("option", {value: id}, text)));
+  if (runs.some(([id]) => id === before)) page.run.value = before;
+  else if (page.wanted) tell(`${page.wanted} has no finished model`, true);
+  page.wanted = null;
+  return choose(page);
+}
+
+// Propose a name for the export of the chosen run, and show the run's card.
+async function choose(page) {
+  const id = page.run.value;
+  if (!id) return;
+  if (!page.hasName) page.name.value = freeName(page, id.replaceAll("/", "-").replace(/[^A-Za-z0-9._-]/g, "_"));
+  const {card} = await get("run", {id}).catch(() => ({card: null}));
+  if (id !== page.run.value) return;
+  page.card.hidden = !card;
+  page.card.lastChild.textContent = card ?? "";
+}
+
+function freeName(page, stem) {
+  const taken = page.exports.map((each) => each.name);
+  let name = stem;
+  for (let n = 2; taken.includes(name); n++) name = `${stem}-${n}`;
+  return name;
+}
+
+async function submit(page, event) {
+  event.preventDefault();
+  if (page.isSending) return; // not disabled: the button would lose the focus
+  page.fault.textContent = "";
+  page.name.removeAttribute("aria-invalid");
+  page.isSending = true;
+  try {
+    const job = await post("jobs", {kind: "export", run: page.run.value, name: page.name.value.trim(),
+      gguf: page.gguf.value || null, ollama: page.ollama.checked});
+    tell(`${job.title} was started`);
+    page.hasName = false;
+    await watch(page, job);
+  } catch (fault) {
+    page.fault.textContent = fault.message;
+    if (fault.option === "name") {
+      page.name.setAttribute("aria-invalid", "true");
+      page.name.focus();
+    }
+  } finally {
+    page.isSending = false;
+  }
+}
+
+// Show the export that waits or runs, after a reload too; it stays when it has ended.
+async function loadJobs(page) {
+  const {jobs} = await get("jobs");
+  const open = jobs.filter((job) => job.kind === "export" && isOpen(job));
+  if (open.length && !open.some((job) => job.id === page.job)) await watch(page, open.at(-1));
+  else if (page.job) await follow(page);
+}
+
+async function watch(page, job) {
+  if (page.job === job.id) return;
+  Object.assign(page, {job: job.id, next: 0, shown: ""});
+  page.state = make("p");
+  page.output = textBlock("", "Its output", "pre.said");
+  page.stop = button("Stop", () => post("job/stop", {id: job.id}).catch(tellFault));
+  page.progress.replaceChildren(make("h2", {}, `Export ${job.name}`), page.state, page.output,
+    make("div.buttons", {}, page.stop));
+  page.progress.hidden = false;
+  await follow(page);
+}
+
+// Append what the process has written since. One request at a time: two would both append the same.
+async function follow(page) {
+  if (page.isReading) return void (page.isAgain = true);
+  page.isReading = true;
+  try {
+    do {
+      page.isAgain = false;
+      const id = page.job, {job, output, next} = await get("job", {id, after: page.next});
+      if (id !== page.job) continue;
+      page.isAgain ||= next > page.next; // more than one answer holds
+      page.next = next;
+      page.output.append(output);
+      page.output.hidden = !page.output.textContent;
+      page.output.scrollTop = page.output.scrollHeight;
+      describe(page, job);
+    } while (page.isAgain);
+  } finally {
+    page.isReading = false;
+  }
+}
+
+function describe(page, job) {
+  const place = job.place ? `, place ${job.place} in the queue` : "";
+  page.state.textContent = `${job.title}: ${STATES[job.state]}${place}${job.error ? `. ${job.error}` : ""}`;
+  page.state.classList.toggle("fault", hasFailed(job));
+  page.stop.hidden = !isOpen(job);
+  if (page.shown && page.shown !== job.state) tell(page.state.textContent, job.state === "failed");
+  page.shown = job.state;
+}
+
+const loadExports = async (page) => page.showExports((await get("exports")).exports);
+
+function showExports(page, exports) {
+  page.exports = exports;
+  page.list.replaceChildren(...(exports.length ? exports.map(article) : [make("p.quiet", {}, "Nothing yet.")]));
+  return page.hasName ? null : choose(page);
+}
+
+function article({name, run, folder, files, checks, card, commands}) {
+  const size = files.reduce((sum, file) => sum + file.bytes, 0);
+  const items = files.map((file) => make("li", {}, `${file.name} `, make("span.quiet", {}, bytes(file.bytes))));
+  return make("article.card.export", {}, make("h3", {}, name),
+    make("p.quiet", {}, `${run ? `from ${run}, ` : ""}${bytes(size)} in ${folder}`),
+    ...checks.map((line) => make("p.export-check", {}, line)), fold(`${files.length} files`, make("ul", {}, ...items)),
+    card ? fold("Model card", make("pre.said", {}, card)) : null,
+    ...commands.map(({title, text}) => commandNode(title, text, `${name} with ${title}`)));
+}
+
+function commandNode(title, command, label) {
+  const text = textBlock(command, label);
+  const copy = button("Copy", async () => tell(await copyText(text)), {"aria-label": `Copy: ${label}`});
+  return make("div.export-command", {}, make("h4", {}, title), copy, text);
+}

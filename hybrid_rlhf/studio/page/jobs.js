@@ -1,0 +1,108 @@
+// Jobs: the queue of those that run and wait, those that have ended, and what a job writes.
+
+import {all, arrange, fold, keyed, make, put, putAttribute, textBlock} from "./dom.js";
+import {address, age, duration} from "./format.js";
+import {get, on, paced, post} from "./server.js";
+
+const MAX_OUTPUT = 200000; // characters that stay on the page
+
+export const isOpen = (job) => ["running", "queued"].includes(job.state);
+export const hasFailed = (job) => ["failed", "lost"].includes(job.state);
+
+// A job's state in words.
+export function jobText(job) {
+  if (job.state === "queued") return job.place ? `waiting, number ${job.place}` : "waiting";
+  if (job.state === "running") return `running, started ${age(job.started) || "just now"}`;
+  const took = Date.parse(job.finished) - Date.parse(job.started);
+  const when = `${job.state} ${age(job.finished ?? job.created)}`;
+  return Number.isFinite(took) ? `${when}, took ${duration(took / 1000)}` : when;
+}
+
+// makeQueue() -> {node, end()}; hidden where there has never been a job.
+export function makeQueue() {
+  const view = {open: make("ul.jobs"), ended: make("ul.jobs"), fault: make("p.fault", {role: "status"})};
+  view.endedPart = fold("", view.ended);
+  view.node = make("section", {"aria-labelledby": "queue-title", hidden: true},
+    make("h2", {id: "queue-title"}, "Queue"), view.open, view.fault, view.endedPart);
+  view.items = keyed((job) => makeItem(job, view));
+  const load = paced(() => fill(view), {fail: (fault) => {
+    view.node.hidden = false;
+    put(view.fault, fault.message);
+  }});
+  load();
+  return {node: view.node, end: all(on("jobs open", load), load.end, () => view.items([], (job) => job.id))};
+}
+
+async function fill(view) {
+  const {jobs} = await get("jobs");
+  put(view.fault, "");
+  view.node.hidden = !jobs.length;
+  const items = view.items(jobs, (job) => job.id);
+  const nodes = (test) => items.filter((_, i) => test(jobs[i])).map((item) => item.node);
+  const ended = nodes((job) => !isOpen(job));
+  arrange(view.open, [...nodes((job) => job.state === "running"), ...nodes((job) => job.state === "queued")]);
+  arrange(view.ended, ended);
+  view.endedPart.hidden = !ended.length;
+  put(view.endedPart.firstChild, `Ended: ${ended.length}`);
+}
+
+function makeItem({id}, view) {
+  const name = make("span.job-title"), state = make("span.state"), error = make("p.fault");
+  const stop = make("button", {type: "button"}), link = make("a", {}, "its run"), output = makeJobOutput(id);
+  let hasAsked = false;
+  stop.addEventListener("click", async () => {
+    try {
+      await post("job/stop", {id});
+      hasAsked = true;
+      put(stop, "End at once");
+      put(view.fault, "");
+    } catch (fault) {
+      put(view.fault, fault.message);
+    }
+  });
+  const node = make("li.card.job", {}, make("div.line", {}, name, state, link, stop), error, output.node);
+  return {node, end: output.end, update(job) {
+    put(name, job.title || id);
+    put(state, jobText(job));
+    putAttribute(state, "class", `state ${job.state}`);
+    link.hidden = !job.run;
+    if (job.run) link.href = `#/run/${address(job.run)}`;
+    stop.hidden = !isOpen(job);
+    if (!hasAsked) put(stop, job.state === "queued" ? "Drop" : "Stop");
+    putAttribute(stop, "aria-label", `${stop.textContent}: ${job.title || id}`);
+    put(error, job.error && job.state !== "done" ? job.error : "");
+    error.hidden = !error.textContent;
+  }};
+}
+
+// makeJobOutput(job id) -> {node, end()}: the end of what a job writes, and what comes while it is looked at.
+// Closed at first, and nothing is read before it is opened. hear(text): called with all the text whenever it grows.
+export function makeJobOutput(id, title = "Output", hear = () => {}) {
+  const pre = textBlock("", title), fault = make("p.fault", {role: "status"});
+  const cut = make("p.quiet", {hidden: true}, "Only the end is shown here; the job's folder has all of it.");
+  const node = fold(title, cut, pre, fault);
+  let next = null, text = "";
+
+  const load = paced(async () => {
+    const isAtEnd = pre.scrollTop + pre.clientHeight >= pre.scrollHeight - 8;
+    const found = await get("job", {id, ...(next !== null && {after: next})});
+    put(fault, "");
+    const hasMore = found.next !== next && found.output !== "";
+    next = found.next;
+    if (!hasMore) {
+      if (!text) put(pre, "Nothing yet.");
+      return;
+    }
+    text += found.output;
+    if (text.length > MAX_OUTPUT) cut.hidden = false;
+    text = text.slice(-MAX_OUTPUT);
+    put(pre, text);
+    hear(text);
+    if (isAtEnd) pre.scrollTop = pre.scrollHeight;
+    load(); // one answer holds 64 KiB at most
+  }, {node: pre, fail: (found) => put(fault, found.message)});
+
+  const look = () => node.open && load();
+  node.addEventListener("toggle", look);
+  return {node, end: all(on("job", (job) => job.id === id && look()), on("open", look), load.end)};
+}
