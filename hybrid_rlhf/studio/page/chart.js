@@ -1,7 +1,7 @@
 // One chart: mean lines with a light band from low to high, several over each other. Read by pointer, by arrow keys,
 // and as a table. It grows in place: nodes stay, and only paths and texts that have changed are set.
-// A series is {key, run, label, place, isSparse, steps, low, high, mean}: run, whose it is; place, its colour and dashes;
-// isSparse, held out, with a dot at each value; then lists of one length, with null for what is not a number.
+// A series is {key, run, label, place, isSparse, steps, low, high, mean}: run, the run's id; place, its colour and
+// dashes; isSparse, held out, with a dot at each value; then lists of one length, with null for what is not a number.
 
 import {arrange, fold, keyed, make, put, putAttribute, table} from "./dom.js";
 import {breakable, number, unitOf} from "./format.js";
@@ -300,7 +300,8 @@ function linePath({steps, mean}, x, y) {
 
 // A dot at every value.
 function dotsPath({steps, mean}, x, y) {
-  return steps.map((step, i) => Number.isFinite(mean[i]) ? `M${x(step).toFixed(1)} ${y(mean[i]).toFixed(1)}h0` : "").join("");
+  const dot = (step, i) => Number.isFinite(mean[i]) ? `M${x(step).toFixed(1)} ${y(mean[i]).toFixed(1)}h0` : "";
+  return steps.map(dot).join("");
 }
 
 // The area from low to high; empty where the two are equal throughout.

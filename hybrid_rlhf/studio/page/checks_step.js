@@ -1,6 +1,6 @@
 // Checks before a run is started: the rows as the model reads them, the memory that it needs, and the signal.
 
-import {all, button, fold, make, put, table} from "./dom.js";
+import {all, button, fold, list, make, put, table} from "./dom.js";
 import {patient} from "./draft.js";
 import {goTo, inline} from "./fields.js";
 import {bytes, duration} from "./format.js";
@@ -23,7 +23,7 @@ export function checksStep(draft, refuse, leaving) {
     about: "Counted from the model's shape, before any of it is loaded.",
     ask: (settings) => post("plan", {...body(settings), memory: memoryOf(draft)}),
     show: (answer) => planNodes(answer, (name, value) => apply(draft, name, value))});
-  const hasSignal = draft.asks.some((each) => REWARDS.includes(each));
+  const hasSignal = draft.asks.some((asked) => REWARDS.includes(asked));
   return make("div.checks", {}, preview, plan, hasSignal ? signalPart(draft, refuse, leaving) : null);
 }
 
@@ -35,7 +35,7 @@ function memoryOf(draft) {
 }
 
 function apply(draft, name, value) {
-  const option = draft.options.find((each) => each.name === name);
+  const option = draft.options.find((known) => known.name === name);
   if (!option) return;
   draft.setOption(option, value);
   goTo(draft, name);
@@ -76,8 +76,7 @@ function showFault(draft, fault, place) {
   if (fault.option) goTo(draft, fault.option, fault.message);
 }
 
-const listNotice = (title, lines, ...more) =>
-  make("div.notice", {}, make("p", {}, title), make("ul", {}, ...lines.map((line) => make("li", {}, ...line))), ...more);
+const listNotice = (title, lines, ...more) => make("div.notice", {}, make("p", {}, title), list(lines), ...more);
 
 // ---- the rows; trained text stands in brackets, bold and underlined: not told by colour alone
 
@@ -86,8 +85,8 @@ const COUNTS = [{title: "Rows", cell: (row) => row.name},
   {title: "Count", isNumber: true, cell: (row) => integer(row.rows)}];
 
 function previewNodes({counts, dropped, examples}) {
-  const lost = dropped.filter((row) => row.rows).map(({why, rows}) => [`${integer(rows)}: ${why}`]);
-  const isTrained = examples.some((each) => each.parts.some((text) => text.is_trained));
+  const lost = dropped.filter((row) => row.rows).map(({why, rows}) => `${integer(rows)}: ${why}`);
+  const isTrained = examples.some((row) => row.parts.some((text) => text.is_trained));
   const legend = isTrained ? ["The model learns to write what stands in ", make("strong.trained", {}, "brackets"),
     "; the rest it only reads."]
     : ["These are prompts: the model only reads them, and learns from the answers that it writes itself."];
@@ -112,10 +111,10 @@ const LINES = [{title: "What", cell: (line) => line.name},
 // use(option, value): take a piece of advice.
 function planNodes(plan, use) {
   const {fits, available, phases, lines, times, verdict, advice, changes = [], plan_notes: notes = []} = plan;
-  const inside = "What takes the memory", single = (texts) => texts.map((text) => [text]);
+  const inside = "What takes the memory";
   return [make(fits ? "p.verdict.good" : "p.verdict.fault", {}, fits ? "✓ " : "✗ ", verdict),
-    changes.length ? changeList(changes, use) : advice.length ? listNotice("What would help:", single(advice)) : null,
-    notes.length ? listNotice("To know:", single(notes)) : null,
+    changes.length ? changeList(changes, use) : advice.length ? listNotice("What would help:", advice) : null,
+    notes.length ? listNotice("To know:", notes) : null,
     bars(phases, available),
     times.length ? table(TIMES, times, "Predicted time of a step") : null,
     plan.time_note ? make("p.help", {}, `Time is ${plan.time_note.replace(/^time is /, "")}.`) : null,
@@ -184,7 +183,7 @@ function followSignal(id, place) {
     ...[...text.matchAll(/^verdict: (.*)$/gm)].map(([, line]) => make("p.verdict", {}, line))));
   const stop = button("Stop the check", () => post("job/stop", {id}).catch((fault) => put(state, fault.message)));
   const look = async () => {
-    const job = (await get("jobs").catch(() => ({jobs: []}))).jobs.find((each) => each.id === id);
+    const job = (await get("jobs").catch(() => ({jobs: []}))).jobs.find((other) => other.id === id);
     if (!job) return;
     put(state, `The check: ${jobText(job)}${job.error ? `: ${job.error}` : "."}`);
     state.className = hasFailed(job) ? "fault" : "";

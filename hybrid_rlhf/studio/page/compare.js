@@ -20,10 +20,10 @@ export async function show(root, rest) {
   const filling = (place, nodes) => onChange((value) => place.replaceChildren(...nodes(view, value)));
   const parts = {runs: filling(rows, runNodes), differ: filling(settings, settingsNodes),
     prompts: filling(prompts, promptNodes)};
-  const fill = (found) => {
-    curves.update(found.metrics);
-    put(view.fault, (found.notes ?? []).join("\n"));
-    for (const [name, update] of Object.entries(parts)) update(found[name]); // what is read or chosen stays
+  const fill = (comparison) => {
+    curves.update(comparison.metrics);
+    put(view.fault, (comparison.notes ?? []).join("\n"));
+    for (const [name, update] of Object.entries(parts)) update(comparison[name]); // what is read or chosen stays
   };
   root.className = "runs-part";
   root.append(make("h1", {}, "Compare"), rows, chooser(view, runs), view.message, view.fault,
@@ -34,7 +34,8 @@ export async function show(root, rest) {
     put(view.message, `${MAX_RUNS} runs at most are compared; these are the first of ${named.length}`);
   }
   curves.ask();
-  const load = paced(async () => fill(await fetched(ids)), {wait: 2000, fail: (fault) => put(view.fault, fault.message)});
+  const fail = (error) => put(view.fault, error.message);
+  const load = paced(async () => fill(await fetched(ids)), {wait: 2000, fail});
   const grown = all(curves.ask, load);
   return all(on("run", (news) => ids.includes(news.id) && grown()), on("runs", load), on("open", grown), load.end,
     curves.end);
@@ -95,8 +96,8 @@ function settingsNodes({ids, labels}, differ) {
   if (!differ.length) return [make("h2", {}, title), make("p.quiet", {}, "None: the runs have the same settings.")];
   const text = (value) => value === null ? "not set" : typeof value === "string" ? value : JSON.stringify(value);
   const columns = labels.map((label, i) => ({title: label, kind: ".said", cell: ({values}) => text(values[i])}));
-  return [make("h2", {}, title), table([{title: "Setting", isHead: true, cell: ({option}) => option}, ...columns], differ,
-    title, "table.differ")];
+  const head = {title: "Setting", isHead: true, cell: ({option}) => option};
+  return [make("h2", {}, title), table([head, ...columns], differ, title, "table.differ")];
 }
 
 function promptNodes({labels}, prompts) {

@@ -27,6 +27,9 @@ export function select(properties, choices, value) {
   return node;
 }
 
+// A list of these, each a text or a list of texts and nodes.
+export const list = (items, what = "ul") => make(what, {}, ...items.map((item) => make("li", {}, ...[item].flat())));
+
 export const fold = (title, ...inside) => make("details", {}, make("summary", {}, title), ...inside);
 
 // Preformatted text that scrolls, reached by keyboard; name: for screen readers.
@@ -34,10 +37,11 @@ export function textBlock(text, name, what = "pre") {
   return make(what, {tabindex: "0", role: "region", "aria-label": name}, text);
 }
 
-// A table: columns [{title, cell(row) -> text or node, isNumber, isHead}], rows; its own scroller where it is wide.
+// A table: columns [{title, cell(row) -> text or node, isNumber, isHead, kind: classes of its cells}], rows; its own
+// scroller where it is wide.
 export function table(columns, rows, caption, what = "table") {
-  const cellOf = (column, row) => make((column.isHead ? "th" : "td") + (column.isNumber ? ".number" : column.kind ?? ""),
-    {scope: column.isHead && "row"}, column.cell(row));
+  const cellOf = ({isHead, isNumber, kind = "", cell}, row) =>
+    make((isHead ? "th" : "td") + (isNumber ? ".number" : kind), {scope: isHead && "row"}, cell(row));
   const head = columns.map((column) => make(column.isNumber ? "th.number" : "th", {scope: "col"}, column.title));
   const body = rows.map((row) => make("tr", {}, ...columns.map((column) => cellOf(column, row))));
   return make("div.scroller", {tabindex: "0", role: "region", "aria-label": caption}, make(what, {},
@@ -72,6 +76,12 @@ export function put(node, text) {
 export function putAttribute(node, name, value) {
   if (value === null || value === undefined || value === false) node.removeAttribute(name);
   else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
+}
+
+// Show a state: its name as a class, which gives it a colour.
+export function putState(node, name, text = name) {
+  put(node, text);
+  putAttribute(node, "class", `state ${name}`);
 }
 
 // Make `nodes` the children of `parent`, in this order; a node in its right place is not touched.

@@ -1,4 +1,5 @@
-// The run that is being put together: what was entered (kept for the tab), the studio's answers to it, and what comes next.
+// The run that is being put together: what was entered (kept for the tab), the studio's answers to it, and what comes
+// next.
 
 import {goTo} from "./fields.js";
 import {isOpen} from "./jobs.js";
@@ -51,7 +52,8 @@ export class Draft {
 
   update(patch) {
     // the card, and whether model and data are new or split, change other options' values: these are asked for anew
-    if (["card", "isNew", "isSplit"].some((name) => name in patch && patch[name] !== this.state[name])) this.bases.clear();
+    const isOther = (name) => name in patch && patch[name] !== this.state[name];
+    if (["card", "isNew", "isSplit"].some(isOther)) this.bases.clear();
     Object.assign(this.state, patch);
     if (!this.isClosed) sessionStorage.setItem(KEY, JSON.stringify(this.state));
     this.emit("state");
@@ -75,9 +77,9 @@ export class Draft {
     if (!stage) return;
     Object.assign(this, {options: [], trouble: ""});
     this.emit("loading");
-    let found;
+    let loaded;
     try {
-      found = await patient(() => get("options", {stage}), () => stage === this.state.stage);
+      loaded = await patient(() => get("options", {stage}), () => stage === this.state.stage);
     } catch (fault) {
       if (stage !== this.state.stage) return;
       this.trouble = fault.message;
@@ -89,7 +91,7 @@ export class Draft {
     this.life = new AbortController();
     this.bases.clear();
     this.unread.clear();
-    Object.assign(this, {options: found.options, stageHelp: found.help, answer: null});
+    Object.assign(this, {options: loaded.options, stageHelp: loaded.help, answer: null});
     this.emit("stage");
     for (const [name, fields] of this.fields) this.fields.set(name, fields.filter((field) => field.node.isConnected));
     this.ask();
@@ -238,7 +240,7 @@ export const sourceOption = (key) => (key === "data" ? "data.sources" : `data.so
 const keysOf = (draft) => (draft.isOwn("data.sources") ? [] : dataKeys(draft.state).map(([key]) => key));
 
 function wrongData(draft) {
-  const key = keysOf(draft).find((each) => draft.looks[each] && !draft.looks[each].fits);
+  const key = keysOf(draft).find((name) => draft.looks[name] && !draft.looks[name].fits);
   if (!key) return null;
   const text = draft.looks[key].isRead ? "The data do not fit the goal." : "The data cannot be read.";
   return {text, go: () => goTo(draft, sourceOption(key))};
@@ -261,7 +263,7 @@ function missingStep(draft) {
   }
   const empty = keysOf(draft).find((key) => !state.data[key].path.trim());
   if (empty) return [sourceOption(empty), "Next: give the data."];
-  return draft.asks.map((each) => MISSING[each]?.(state)).find(Boolean) ?? null;
+  return draft.asks.map((asked) => MISSING[asked]?.(state)).find(Boolean) ?? null;
 }
 
 // What a goal asks for beside model and data -> what is missing there.

@@ -1,7 +1,7 @@
 // The page of exports: choose a finished run and formats, follow the export, and see the result with the commands to
 // use it.
 
-import {all, button, copyText, fold, make, onChange, select, tell, tellFault, textBlock} from "./dom.js";
+import {all, button, copyText, fold, list, make, onChange, select, tell, tellFault, textBlock} from "./dom.js";
 import {bytes} from "./format.js";
 import {hasFailed, isOpen} from "./jobs.js";
 import {get, on, post} from "./server.js";
@@ -18,7 +18,8 @@ export async function show(root, _rest, query) {
   page.showRuns = onChange((runs) => showRuns(page, runs));
   page.showExports = onChange((exports) => showExports(page, exports)); // open cards and the focus stay
   root.append(make("h1", {}, "Export"),
-    make("p.quiet", {}, "A trained model as files for other programs, compared with the model in memory before it is kept."),
+    make("p.quiet", {},
+      "A trained model as files for other programs, compared with the model in memory before it is kept."),
     page.form, page.progress, make("h2", {}, "What is there"), page.list);
   const loading = (...loads) => () => Promise.all(loads.map((load) => load(page))).catch(tellFault);
   const loadAll = loading(loadRuns, loadJobs, loadExports);
@@ -36,15 +37,17 @@ function makeForm(page) {
   page.ollama = make("input", {id: "export-ollama", type: "checkbox", "aria-describedby": "export-ollama-help"});
   page.start = make("button", {type: "submit"}, "Export");
   page.fault = make("p.fault", {role: "alert"});
-  page.card = make("details.export-card", {hidden: true}, make("summary", {}, "Model card of this run"), make("pre.said"));
-  page.none = make("p", {hidden: true}, "No run has a finished model yet. ", make("a", {href: "#/new"}, "Start one"), ".");
+  page.card = make("details.export-card", {hidden: true}, make("summary", {}, "Model card of this run"),
+    make("pre.said"));
+  page.none = make("p", {hidden: true}, "No run has a finished model yet. ",
+    make("a", {href: "#/new"}, "Start one"), ".");
   const field = (label, input) => make("div", {}, make("label", {for: input.id}, label), make("br"), input);
   return make("form.card.export", {onsubmit: (event) => submit(page, event)}, page.none,
     make("div.fields", {}, field("Finished run", page.run), field("Name of the export", page.name),
       field("GGUF file for llama.cpp", page.gguf),
       make("div.export-tick", {}, page.ollama, make("label", {for: "export-ollama"}, "Modelfile for Ollama"))),
-    make("p.quiet", {id: "export-ollama-help"}, "Always: a folder for transformers (safetensors, tokenizer, model card). "
-      + "Ollama reads a GGUF file; without one chosen, f16 is written too."),
+    make("p.quiet", {id: "export-ollama-help"}, "Always: a folder for transformers (safetensors, tokenizer, model "
+      + "card). Ollama reads a GGUF file; without one chosen, f16 is written too."),
     page.fault, make("div.buttons", {}, page.start), page.card);
 }
 
@@ -76,7 +79,7 @@ async function choose(page) {
 }
 
 function freeName(page, stem) {
-  const taken = page.exports.map((each) => each.name);
+  const taken = page.exports.map((other) => other.name);
   let name = stem;
   for (let n = 2; taken.includes(name); n++) name = `${stem}-${n}`;
   return name;
@@ -165,10 +168,10 @@ function showExports(page, exports) {
 
 function article({name, run, folder, files, checks, card, commands}) {
   const size = files.reduce((sum, file) => sum + file.bytes, 0);
-  const items = files.map((file) => make("li", {}, `${file.name} `, make("span.quiet", {}, bytes(file.bytes))));
+  const items = files.map((file) => [`${file.name} `, make("span.quiet", {}, bytes(file.bytes))]);
   return make("article.card.export", {}, make("h3", {}, name),
     make("p.quiet", {}, `${run ? `from ${run}, ` : ""}${bytes(size)} in ${folder}`),
-    ...checks.map((line) => make("p.export-check", {}, line)), fold(`${files.length} files`, make("ul", {}, ...items)),
+    ...checks.map((line) => make("p.export-check", {}, line)), fold(`${files.length} files`, list(items)),
     card ? fold("Model card", make("pre.said", {}, card)) : null,
     ...commands.map(({title, text}) => commandNode(title, text, `${name} with ${title}`)));
 }

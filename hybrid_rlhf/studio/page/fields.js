@@ -91,8 +91,8 @@ export function fieldOf(draft, option, text = "") {
   const isPart = ({name}) => name.startsWith(`${wanted}.`);
   const isWhole = ({name}) => wanted.startsWith(`${name}.`);
   const steps = open.filter(({field}) => !field.isListed);
-  const found = steps.find(isIt) ?? steps.find(isPart) ?? open.find(isIt) ?? open.find(isPart) ?? open.find(isWhole);
-  return found?.field ?? null;
+  const best = steps.find(isIt) ?? steps.find(isPart) ?? open.find(isIt) ?? open.find(isPart) ?? open.find(isWhole);
+  return best?.field ?? null;
 }
 
 const isOpen = ({node, control}) => node.isConnected && !control.disabled && !node.closest("[hidden]");

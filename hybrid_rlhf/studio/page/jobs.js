@@ -1,6 +1,6 @@
 // Jobs: the queue of those that run and wait, those that have ended, and what a job writes.
 
-import {all, arrange, fold, keyed, make, put, putAttribute, textBlock} from "./dom.js";
+import {all, arrange, fold, keyed, make, put, putAttribute, putState, textBlock} from "./dom.js";
 import {address, age, duration} from "./format.js";
 import {get, on, paced, post} from "./server.js";
 
@@ -63,8 +63,7 @@ function makeItem({id}, view) {
   const node = make("li.card.job", {}, make("div.line", {}, name, state, link, stop), error, output.node);
   return {node, end: output.end, update(job) {
     put(name, job.title || id);
-    put(state, jobText(job));
-    putAttribute(state, "class", `state ${job.state}`);
+    putState(state, job.state, jobText(job));
     link.hidden = !job.run;
     if (job.run) link.href = `#/run/${address(job.run)}`;
     stop.hidden = !isOpen(job);
@@ -85,22 +84,22 @@ export function makeJobOutput(id, title = "Output", hear = () => {}) {
 
   const load = paced(async () => {
     const isAtEnd = pre.scrollTop + pre.clientHeight >= pre.scrollHeight - 8;
-    const found = await get("job", {id, ...(next !== null && {after: next})});
+    const answer = await get("job", {id, ...(next !== null && {after: next})});
     put(fault, "");
-    const hasMore = found.next !== next && found.output !== "";
-    next = found.next;
+    const hasMore = answer.next !== next && answer.output !== "";
+    next = answer.next;
     if (!hasMore) {
       if (!text) put(pre, "Nothing yet.");
       return;
     }
-    text += found.output;
+    text += answer.output;
     if (text.length > MAX_OUTPUT) cut.hidden = false;
     text = text.slice(-MAX_OUTPUT);
     put(pre, text);
     hear(text);
     if (isAtEnd) pre.scrollTop = pre.scrollHeight;
     load(); // one answer holds 64 KiB at most
-  }, {node: pre, fail: (found) => put(fault, found.message)});
+  }, {node: pre, fail: (error) => put(fault, error.message)});
 
   const look = () => node.open && load();
   node.addEventListener("toggle", look);

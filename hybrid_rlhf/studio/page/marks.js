@@ -17,18 +17,19 @@ export function tally(model, tell) {
   const counts = make("p", {id: "marks-counts", role: "status"});
   const node = make("section.marks", {"aria-label": "Marks"}, make("label", {}, "Marks go to ", input), counts);
 
-  function marked(found) {
-    const kinds = [["pairs", "pair", "dpo"], ["thumbs", "thumb", "kto"]].filter(([kind]) => found[kind]);
+  function marked(totals) {
+    const kinds = [["pairs", "pair", "dpo"], ["thumbs", "thumb", "kto"]].filter(([kind]) => totals[kind]);
     const links = kinds.map(([kind, one, stage]) => {
-      const query = new URLSearchParams({goal: "prefer", stage, data: found[`${kind}_path`], ...(model() && {model: model()})});
-      return make("a", {href: `#/new?${query}`}, `Train on ${found[kind]} ${found[kind] === 1 ? one : kind}`);
+      const data = totals[`${kind}_path`];
+      const query = new URLSearchParams({goal: "prefer", stage, data, ...(model() && {model: model()})});
+      return make("a", {href: `#/new?${query}`}, `Train on ${totals[kind]} ${totals[kind] === 1 ? one : kind}`);
     });
     counts.replaceChildren(...(links.length ? links : ["Nothing is marked yet: judge an answer, or say it better."]));
   }
 
   async function load() {
     const {files} = await get("marks");
-    marked(files.find((each) => each.name === name) ?? {pairs: 0, thumbs: 0});
+    marked(files.find((file) => file.name === name) ?? {pairs: 0, thumbs: 0});
   }
 
   return {node, load, marked, tell};
@@ -56,7 +57,7 @@ export function judge(turn, marks) {
     const isOwn = answer.original === undefined; // the model's text, not a person's
     if (answer.isWhole && isOwn) row.append(...thumbs(answer, marks));
     row.append(better(answer, turn, marks));
-    if (written.length > 1 && isOneQuestion && isOwn && written.every((each) => each.isWhole)) {
+    if (written.length > 1 && isOneQuestion && isOwn && written.every((one) => one.isWhole)) {
       row.append(preferred(answer, turn, written, marks));
     }
     if (!answer.isWhole) row.append(make("span.quiet", {}, "cut off, so it cannot be judged"));
@@ -70,11 +71,11 @@ function thumbs(answer, marks) {
   const buttons = [[true, "Good"], [false, "Bad"]].map(([isGood, text]) => {
     const thumb = button(text, async () => {
       const label = thumb.getAttribute("aria-pressed") === "true" ? null : isGood;
-      const file = typeof answer.thumb === "boolean" ? answer.thumbFile : name; // the file it is in, whatever is named since
+      const file = typeof answer.thumb === "boolean" ? answer.thumbFile : name; // where the mark is, if there is one
       const mark = {name: file, kind: "thumb", prompt: answer.asked, completion: answer.text, is_good: label};
       if (!await keep(mark, marks)) return;
       Object.assign(answer, {thumb: label, thumbFile: file});
-      for (const [i, each] of buttons.entries()) each.setAttribute("aria-pressed", String(label === (i === 0)));
+      for (const [i, thumb] of buttons.entries()) thumb.setAttribute("aria-pressed", String(label === (i === 0)));
       marks.tell(label === null ? "Taken back." : `Marked ${isGood ? "good" : "bad"}.`);
     }, {"aria-pressed": String(answer.thumb === isGood)});
     return thumb;
@@ -85,12 +86,14 @@ function thumbs(answer, marks) {
 // "This one is better": a pair with each of the others, and all models go on from it.
 function preferred(answer, turn, written, marks) {
   const choose = button("This one is better", async () => {
-    for (const other of written.filter((each) => each !== answer && each.text !== answer.text)) {
+    for (const other of written.filter((one) => one !== answer && one.text !== answer.text)) {
       const mark = {kind: "pair", how: "compared", prompt: answer.asked, chosen: answer.text, rejected: other.text};
       if (!await keep(mark, marks)) return;
     }
     turn.kept = turn.better = answer;
-    for (const each of turn.node.querySelectorAll(".preferred")) each.setAttribute("aria-pressed", String(each === choose));
+    for (const node of turn.node.querySelectorAll(".preferred")) {
+      node.setAttribute("aria-pressed", String(node === choose));
+    }
     marks.tell(`Kept: ${answer.model} was better. The conversation goes on from its answer.`);
   }, {class: "preferred", "aria-pressed": String(turn.better === answer)});
   return choose;
@@ -131,7 +134,7 @@ async function rewrite(answer, turn, text, marks) {
   Object.assign(answer, {original, text});
   answer.said.textContent = text;
   turn.kept = answer;
-  for (const each of answer.buttons.querySelectorAll("[aria-pressed]")) each.remove(); // they were about another text
+  for (const node of answer.buttons.querySelectorAll("[aria-pressed]")) node.remove(); // they were about another text
   marks.tell("Kept: your words are preferred to the model's, and the conversation goes on from them.");
   return true;
 }

@@ -43,8 +43,9 @@ async function orNone(answer, what) {
 // ?goal=&stage=&model=&data=; then the address is a plain one, so that a reload keeps what was changed since.
 function prefill(draft, query) {
   const [wanted, stage, model, path] = ["goal", "stage", "model", "data"].map((name) => query.get(name));
-  const goal = draft.goals.goals.find((each) => each.id === wanted || each.stages.includes(wanted));
-  if (goal) draft.update({goal: goal.id, stage: [stage, wanted].find((name) => goal.stages.includes(name)) ?? goal.stages[0]});
+  const goal = draft.goals.goals.find(({id, stages}) => id === wanted || stages.includes(wanted));
+  const chosen = [stage, wanted].find((name) => goal?.stages.includes(name));
+  if (goal) draft.update({goal: goal.id, stage: chosen ?? goal.stages[0]});
   if (model) draft.update({model, isNew: false});
   if (path) draft.update({isSplit: false, data: {...draft.state.data, data: {...fresh().data.data, path}}});
   if (query.size) history.replaceState(null, "", "#/new");

@@ -21,9 +21,9 @@ export function optionsStep(draft) {
 
 function cardField(draft) {
   const {cards, card: here} = draft.goals, {card} = draft.state;
-  const nameOf = (each) => (each === "cpu" ? "none, the processor alone" : `${parseInt(each)} GB`);
+  const nameOf = (name) => (name === "cpu" ? "none, the processor alone" : `${parseInt(name)} GB`);
   return selectField(draft, "card", "Your graphics card", {id: "card", isWide: true,
-    choices: cards.map((each) => [each, nameOf(each) + (each === here ? " (found here)" : "")]),
+    choices: cards.map((name) => [name, nameOf(name) + (name === here ? " (found here)" : "")]),
     value: cards.includes(card) ? card : here, set: (value) => draft.update({card: value}),
     help: "Chooses settings that fit its memory. What you set yourself goes first."}).node;
 }
@@ -43,10 +43,11 @@ function allOthers(draft, options) {
   const count = make("p.help", {role: "status"});
   const search = make("input", {type: "search", id: "option-search", autocomplete: "off", spellcheck: "false",
     placeholder: "such as learning rate", oninput: () => show()});
-  const sections = [...Map.groupBy(options, (option) => option.section)].map(([name, own]) => section(draft, name, own));
+  const bySection = Map.groupBy(options, (option) => option.section);
+  const sections = [...bySection].map(([name, members]) => section(draft, name, members));
   const show = () => {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const shown = sections.map((each) => each.show(words)).reduce((a, b) => a + b, 0);
+    const shown = sections.map((part) => part.show(words)).reduce((a, b) => a + b, 0);
     count.textContent = words.length ? `${shown} of ${options.length} options` : `${options.length} options`;
   };
   draft.follow("reveal", () => {
@@ -58,7 +59,7 @@ function allOthers(draft, options) {
   return make("details.all", {},
     make("summary", {}, `All other options of ${draft.state.stage} `, changedCount(draft, options)),
     make("div.entry", {}, make("label", {for: "option-search"}, "Search in names and help"), search),
-    count, ...sections.map((each) => each.node));
+    count, ...sections.map((part) => part.node));
 }
 
 // "(2 changed)" of these options.
@@ -74,15 +75,16 @@ function changedCount(draft, options) {
 // {node, show(words) -> how many of its options have them all}
 function section(draft, name, options) {
   const fields = new Map(options.map((option) => [option, optionField(draft, option)]));
-  const node = fold(`${SECTIONS[name] ?? name} `, make("div.fields", {}, ...fields.values()));
+  const title = SECTIONS[name] ?? SECTIONS[name.split(".").at(-1)] ?? name;
+  const node = fold(`${title} `, make("div.fields", {}, ...fields.values()));
   node.firstChild.append(changedCount(draft, options));
   const show = (words) => {
-    const found = options.filter((option) => words.every((word) => textOf(option).includes(word)));
-    for (const [option, field] of fields) field.hidden = !found.includes(option);
-    node.hidden = !found.length;
-    if (words.length) node.open = found.length > 0;
+    const matches = options.filter((option) => words.every((word) => textOf(option).includes(word)));
+    for (const [option, field] of fields) field.hidden = !matches.includes(option);
+    node.hidden = !matches.length;
+    if (words.length) node.open = matches.length > 0;
     else if (!node.contains(document.activeElement)) node.open = false;
-    return found.length;
+    return matches.length;
   };
   return {node, show};
 }
@@ -97,7 +99,8 @@ function optionField(draft, option) {
   const {name} = option, input = inputOf(option);
   const mark = make("p.mark", {hidden: true}), elsewhere = make("p.mark", {hidden: true});
   const label = make("span", {}, titleOf(option), " ", make("code", {}, name));
-  const help = option.by_table && option.default === null ? `${option.help} Left empty: ${option.by_table}.` : option.help;
+  const isByTable = option.by_table && option.default === null;
+  const help = isByTable ? `${option.help} Left empty: ${option.by_table}.` : option.help;
   const field = frame(draft, name, label, input.node,
     {help, after: [mark, elsewhere], isWide: option.kind === "json", isListed: true});
   const isTyped = input.node.localName !== "select" && input.node.type !== "checkbox";
@@ -159,7 +162,7 @@ export function written(value) {
 function asText(value) {
   if (typeof value === "number" && value !== 0 && Math.abs(value) < 1e-3) return value.toExponential();
   if (!Array.isArray(value)) return String(value);
-  const isPlain = (each) => typeof each !== "object" && each !== "" && !/[,[\]{}]|^\s|\s$/.test(String(each));
+  const isPlain = (item) => typeof item !== "object" && item !== "" && !/[,[\]{}]|^\s|\s$/.test(String(item));
   return value.every(isPlain) ? value.join(", ") : JSON.stringify(value);
 }
 
@@ -174,12 +177,12 @@ function inputOf(option) {
 }
 
 function choiceOf(choices, option) {
-  const node = make("select", {}, ...choices.map((each) => make("option", {value: String(each)}, String(each))));
+  const node = make("select", {}, ...choices.map((value) => make("option", {value: String(value)}, String(value))));
   if (option.null) node.prepend(make("option", {value: ""}, "null (goes by the rest)"));
-  const read = () => choices.find((each) => String(each) === node.value) ?? (node.value === "" ? null : node.value);
+  const read = () => choices.find((value) => String(value) === node.value) ?? (node.value === "" ? null : node.value);
   const write = (value) => {
     const text = String(value ?? "");
-    if (![...node.options].some((each) => each.value === text)) node.append(make("option", {value: text}, text));
+    if (![...node.options].some((known) => known.value === text)) node.append(make("option", {value: text}, text));
     node.value = text;
   };
   return {node, read, write};
@@ -211,7 +214,7 @@ const asNumber = (text) => (text !== "" && Number.isFinite(Number(text)) ? Numbe
 
 function asList(text) {
   const items = listOf(text).map(asNumber);
-  return items.every((each) => typeof each === "number") ? items : listOf(text);
+  return items.every((item) => typeof item === "number") ? items : listOf(text);
 }
 
 function json(text) {
@@ -244,33 +247,29 @@ const TITLES = {
   "train.num_train_epochs": "Passes over the data",
   "train.per_device_train_batch_size": "Rows of a step",
 };
-const SECTIONS = {
+const SECTIONS = { // by the whole name, or its last part
   "": "The run itself",
   compare: "The table at the end",
   data: "The data",
   distill: "Learning from a teacher",
-  "distill.sampling": "How answers are drawn",
   dpo: "DPO",
   engine: "How training is laid out",
   environment: "Tools and environments",
+  judge: "The judge",
   model: "The model",
   "model.lora": "Adapters (LoRA)",
   online: "Online DPO",
-  "online.sampling": "How answers are drawn",
   ppo: "PPO",
-  "ppo.sampling": "How answers are drawn",
   rejection: "Rejection sampling",
-  "rejection.sampling": "How answers are drawn",
   reward: "Rewards",
-  "reward.judge": "The judge",
   reward_sources: "Rewards beside the reward model",
-  "reward_sources.judge": "The judge",
   roles: "Who shares weights",
   "roles.actor": "The model that is trained",
   "roles.critic": "The critic",
   "roles.ref": "The reference",
   "roles.reward": "The reward model",
   "roles.teacher": "The teacher",
+  sampling: "How answers are drawn",
   "stages.ppo": "Schedule of stage 3, PPO",
   "stages.reward": "Schedule of stage 2, the reward model",
   "stages.sft": "Schedule of stage 1, imitating",

@@ -11,11 +11,11 @@ const PARTS = {reward_functions: functionPart, reward_model: modelPart, judge: j
 
 // The heading of the step, or null where the goal asks nothing more.
 export function rewardTitle(draft) {
-  return TITLES[draft.asks.find((each) => each in TITLES)] ?? null;
+  return TITLES[draft.asks.find((name) => name in TITLES)] ?? null;
 }
 
 export function rewardStep(draft) {
-  return make("div", {}, ...draft.asks.filter((each) => each in PARTS).map((each) => PARTS[each](draft)));
+  return make("div", {}, ...draft.asks.filter((name) => name in PARTS).map((name) => PARTS[name](draft)));
 }
 
 // ---- functions
@@ -49,7 +49,7 @@ function builtin(draft, {name, help}) {
   const box = make("input", {type: "checkbox", id, "aria-describedby": `${id}-about`,
     checked: draft.state.functions.includes(name), onchange: () => {
       settings.hidden = !box.checked;
-      const others = draft.state.functions.filter((each) => each !== name);
+      const others = draft.state.functions.filter((other) => other !== name);
       if (box.checked && !draft.state.functionSettings[name] && PREFILLED.includes(name)) {
         settings.querySelector("input").value = EXAMPLES[name];
         keepSettings(draft, name, EXAMPLES[name]);
@@ -158,7 +158,8 @@ function addressFields(field, set) {
   const key = field("api_key_env", "Variable that holds the key", "api_key_env", {placeholder: "OPENAI_API_KEY",
     set: setKey, help: "The name of an environment variable that the studio was started with; never the key itself."});
   return [
-    field("url", "Address", "url", {placeholder: "http://localhost:8000/v1", help: "Where it answers, up to /v1."}).node,
+    field("url", "Address", "url",
+      {placeholder: "http://localhost:8000/v1", help: "Where it answers, up to /v1."}).node,
     field("api_model", "Name of the model there", "api_model",
       {placeholder: "default", help: "As the server calls it."}).node,
     key.node];
@@ -188,7 +189,7 @@ function questions(judge, set) {
 }
 
 function itemRow(judge, set, show, item, i) {
-  const change = (patch) => set({items: judge().items.map((each, j) => (j === i ? {...each, ...patch} : each))});
+  const change = (patch) => set({items: judge().items.map((other, j) => (j === i ? {...other, ...patch} : other))});
   const question = textInput({value: item.question, placeholder: "How correct is the explanation?",
     "aria-label": `Question ${i + 1}`, set: (text) => change({question: text})});
   const kind = select({"aria-label": `Kind of question ${i + 1}`, onchange: () => change({kind: kind.value})},

@@ -1,7 +1,9 @@
 // The page of one run: its state, what can be done with it, its curves and samples, and how it was made.
 
 import {makeCurves} from "./curves.js";
-import {all, button, copyText, fold, make, onChange, put, putAttribute, table, textBlock} from "./dom.js";
+import {
+  all, button, copyText, fold, list, make, onChange, put, putAttribute, putState, table, textBlock
+} from "./dom.js";
 import {address, age, breakable, bytes, count, duration, moment} from "./format.js";
 import {hasFailed, isOpen, jobText, makeJobOutput} from "./jobs.js";
 import {makeSamples} from "./samples.js";
@@ -42,22 +44,21 @@ function showWaiting(root, id, first) {
     stop.hidden = !isOpen(job);
     put(stop, job.state === "queued" ? "Drop" : "Stop");
     again.hidden = !stop.hidden;
-    put(state, jobText(job));
-    putAttribute(state, "class", `state ${job.state}`);
+    putState(state, job.state, jobText(job));
     put(error, job.error ?? "");
     if (hasFailed(job)) output.node.open = true;
   };
   const look = paced(async () => {
-    const found = await get("run", {id}).catch((fault) => {
+    const record = await get("run", {id}).catch((fault) => {
       if (fault.status !== 404) throw fault;
       return null;
     });
-    const job = found ? null : await jobOf(id);
+    const job = record ? null : await jobOf(id);
     if (job) update(job);
-    if (!found || !ends.length) return;
+    if (!record || !ends.length) return;
     leave();
     root.replaceChildren();
-    ends.push(showRun(root, id, found));
+    ends.push(showRun(root, id, record));
   }, {wait: 1000, fail: (fault) => put(error, fault.message)});
   ends.push(on("runs run jobs job open", look), look.end, output.end);
   root.append(make("h1.run-name", {}, ...breakable(id)), make("p.line", {}, state), error,
@@ -66,9 +67,9 @@ function showWaiting(root, id, first) {
   return leave;
 }
 
-function showRun(root, id, found) {
-  const view = {id, found, hasAskedToStop: false, perStep: null, output: null};
-  view.curves = makeCurves([{id, label: "", place: 0}], found.row.stage);
+function showRun(root, id, record) {
+  const view = {id, record, hasAskedToStop: false, perStep: null, output: null};
+  view.curves = makeCurves([{id, label: "", place: 0}], record.row.stage);
   view.samples = makeSamples(id);
   view.details = makeDetails();
   build(view, root);
@@ -125,7 +126,7 @@ async function change(view, path, message) {
     put(view.fault, "");
     put(view.message, message);
   } catch (fault) {
-    view.refusal = {text: fault.message, status: view.found.row.status};
+    view.refusal = {text: fault.message, status: view.record.row.status};
     put(view.message, "");
     put(view.fault, fault.message);
   }
@@ -134,9 +135,9 @@ async function change(view, path, message) {
 }
 
 async function refresh(view) {
-  view.found = await get("run", {id: view.id});
-  if (view.found.row.status === "running") view.perStep = await secondsPerStep(view.id);
-  if (view.refusal?.status !== view.found.row.status) view.refusal = null; // it stays until the state changes
+  view.record = await get("run", {id: view.id});
+  if (view.record.row.status === "running") view.perStep = await secondsPerStep(view.id);
+  if (view.refusal?.status !== view.record.row.status) view.refusal = null; // it stays until the state changes
   put(view.fault, view.refusal?.text ?? "");
   update(view);
 }
@@ -149,28 +150,27 @@ async function secondsPerStep(id) {
 }
 
 function update(view) {
-  const {found, found: {row}} = view, isRunning = row.status === "running";
+  const {record, record: {row}} = view, isRunning = row.status === "running";
   if (!isRunning && view.hasAskedToStop) put(view.message, "");
   if (!isRunning) view.hasAskedToStop = false;
-  putAttribute(view.state, "class", `state ${row.status}`);
-  put(view.state, row.status);
+  putState(view.state, row.status);
   put(view.about, aboutText(row));
   putAttribute(view.about, "title", moment(row.started));
   putSteps(view, row);
-  put(view.notes, (found.notes ?? []).join("\n"));
+  put(view.notes, (record.notes ?? []).join("\n"));
   view.error.hidden = !row.error;
   put(view.error, row.error ?? "");
-  view.putAlarms(found.alarms);
-  view.putFamily([row.parents ?? [], found.children, found.known ?? []]);
+  view.putAlarms(record.alarms);
+  view.putFamily([row.parents ?? [], record.children, record.known ?? []]);
   view.stop.hidden = !isRunning;
   view.resume.hidden = !CAN_RESUME.includes(row.status);
-  view.talk.hidden = NO_CHAT.includes(row.stage) || !(row.has_model || found.checkpoints.length);
-  view.curves.node.parentNode.hidden = !found.metrics.length;
+  view.talk.hidden = NO_CHAT.includes(row.stage) || !(row.has_model || record.checkpoints.length);
+  view.curves.node.parentNode.hidden = !record.metrics.length;
   view.export.hidden = view.fresh.hidden = !row.has_model;
-  view.report.hidden = !found.has_report;
+  view.report.hidden = !record.has_report;
   put(view.stop, view.hasAskedToStop ? "End at once" : "Stop with a checkpoint");
-  view.curves.update(found.metrics);
-  view.details.update(found);
+  view.curves.update(record.metrics);
+  view.details.update(record);
   view.curves.ask();
 }
 
@@ -222,7 +222,7 @@ async function findJob(view) {
 
 // ---- details: evaluation, time and memory by phase, the command, checkpoints, settings, versions, the model's card
 
-// makeDetails() -> {node, update(found)}. A part is made again only where its content has changed, and stays open.
+// makeDetails() -> {node, update(record)}. A part is made again only where its content has changed, and stays open.
 function makeDetails() {
   const folded = (name, title, fill) => part(({[name]: value}) => value,
     (value) => value.length ? [fold(title, fill(value))] : []);
@@ -232,15 +232,15 @@ function makeDetails() {
       ...bars("Where the time went", phases, "seconds", duration, "Seconds by phase"),
       ...bars("Most memory, by part and phase", memory, "bytes", bytes, "Memory by part and phase")]),
     part(({header}) => header, (header) => header.length ? [make("h2", {}, "What it began with"),
-      make("ul.plain", {}, ...header.map((line) => make("li", {}, line)))] : []),
+      list(header, "ul.plain")] : []),
     part(({command}) => command, (command) => command ? commandNodes(command) : []),
     folded("checkpoints", "Checkpoints", checkpointTable),
     folded("settings", "Settings", (text) => textBlock(text, "Settings")),
     part(({versions}) => Object.entries(versions).sort(),
       (rows) => rows.length ? [fold("Versions", versionTable(rows))] : []),
     folded("card", "Model card", (text) => textBlock(text, "Model card"))];
-  const node = make("div", {}, ...parts.map((each) => each.node));
-  return {node, update: (found) => parts.forEach((each) => each.update(found))};
+  const node = make("div", {}, ...parts.map((section) => section.node));
+  return {node, update: (record) => parts.forEach((section) => section.update(record))};
 }
 
 function part(read, fill) {
@@ -251,7 +251,7 @@ function part(read, fill) {
     node.hidden = !node.children.length;
     if (isOpen && !node.hidden) node.querySelector("details").open = true;
   });
-  return {node, update: (found) => update(read(found))};
+  return {node, update: (record) => update(read(record))};
 }
 
 // Rows with a bar each; the number is beside it as text.
@@ -288,7 +288,7 @@ function markdown(text, caption) {
     if (heading) return make(heading[1].length > 1 ? "h3" : "h2", {}, plain(heading[2]));
     if (lines.length > 1 && lines.every((line) => line.startsWith("|"))) return markdownTable(lines, caption);
     if (!lines.every((line) => line.startsWith("- "))) return make("p.said", {}, plain(block));
-    return make("ul", {}, ...lines.map((line) => make("li", {}, plain(line.slice(2)))));
+    return list(lines.map((line) => plain(line.slice(2))));
   });
 }
 

@@ -1,7 +1,7 @@
 // The page of all runs: the queue, and the runs as trees. A row is made once and then changed in place, so that focus,
 // choice and scroll stay when news arrive.
 
-import {all, arrange, button, keyed, make, put, putAttribute} from "./dom.js";
+import {all, arrange, button, keyed, make, put, putAttribute, putState} from "./dom.js";
 import {address, age, breakable, bytes, count, duration, headline, moment} from "./format.js";
 import {makeQueue} from "./jobs.js";
 import {get, on, paced} from "./server.js";
@@ -54,7 +54,8 @@ async function fill(view) {
   const {runs, notes = [], folder, ...sizes} = await get("runs"), groups = folders(runs);
   view.rows = runs;
   put(view.fault, notes.join("\n"));
-  put(view.where, `${count(runs.length, "run")} in ${folder}, ${bytes(sizes.bytes)}; ${bytes(sizes.free)} free on the disk`);
+  const size = `${bytes(sizes.bytes)}; ${bytes(sizes.free)} free on the disk`;
+  put(view.where, `${count(runs.length, "run")} in ${folder}, ${size}`);
   view.empty.hidden = runs.length > 0;
   view.table.hidden = !runs.length;
   view.finder.hidden = runs.length < 10 && !view.find.value;
@@ -112,8 +113,7 @@ function updateLine(view, line, {row, depth, trail, others, folder}) {
   putAttribute(line.link, "href", `#/run/${address(row.id)}`);
   putAttribute(line.link, "aria-label", row.id);
   put(line.others, others.length ? `from ${others.map(within).join(", ")}` : "");
-  putAttribute(line.state, "class", `state ${row.status}`);
-  put(line.state, row.status);
+  putState(line.state, row.status);
   put(line.alarms, row.alarms ? count(row.alarms, "alarm") : "");
   put(line.error, row.error ?? "");
   putAttribute(line.error, "title", row.error || null);

@@ -17,20 +17,20 @@ export function makeSamples(id) {
   const fillSteps = onChange((steps) => {
     const before = step.value, older = steps.slice(0, -1);
     const first = new Option(steps.length ? `newest (${steps.at(-1)})` : "newest", "");
-    step.replaceChildren(first, ...older.toReversed().map((each) => new Option(each, each)));
+    step.replaceChildren(first, ...older.toReversed().map((value) => new Option(value, value)));
     step.value = older.map(String).includes(before) ? before : "";
   });
-  const update = onChange((found) => {
-    put(fault, (found.notes ?? []).join("\n"));
-    fillSteps(found.steps);
-    newest.hidden = !found.samples.length;
-    list.replaceChildren(...found.samples.map((sample) => sampleNode(sample)));
-    answers.replaceChildren(...answersNodes(found.answers ?? []));
+  const update = onChange((reply) => {
+    put(fault, (reply.notes ?? []).join("\n"));
+    fillSteps(reply.steps);
+    newest.hidden = !reply.samples.length;
+    list.replaceChildren(...reply.samples.map((sample) => sampleNode(sample)));
+    answers.replaceChildren(...answersNodes(reply.answers ?? []));
   });
   const load = async () => {
     const chosen = step.value;
-    const found = await get("samples", {id, limit: SHOWN, ...(chosen && {step: chosen})});
-    if (chosen === step.value) update(found);
+    const reply = await get("samples", {id, limit: SHOWN, ...(chosen && {step: chosen})});
+    if (chosen === step.value) update(reply);
   };
   const ask = paced(load, {wait: 1000, node, fail});
   load().catch(fail); // on the screen or not: later it would move what is below
@@ -84,6 +84,7 @@ function answersNodes(rows) {
 // One prompt, and under it answers beside each other: [{title, sample or null}].
 export function sideBySide(prompt, answers) {
   return make("div.asked", {}, make("p.prompt.said", {}, asText(prompt)),
-    make("div.beside", {}, ...answers.map(({title, sample}) => make("div", {}, title ? make("p.speaker", {}, title) : null,
+    make("div.beside", {}, ...answers.map(({title, sample}) => make("div", {},
+      title ? make("p.speaker", {}, title) : null,
       sample ? sampleNode(sample, false) : make("p.quiet", {}, "not asked")))));
 }

@@ -41,11 +41,11 @@ async function answered(request) {
 const listeners = new Map(); // name -> functions
 let news = null;
 
-// Call handle(data) at each event of these names; returns what ends it. Names: runs, run, jobs, job, talk, and open: the
-// connection is there (again), and events before it may have been missed.
+// Call handle(data) at each event of these names; returns what ends it. Names: runs, run, jobs, job, talk, and open:
+// the connection is there (again), and events before it may have been missed.
 export function on(names, handle) {
-  const each = names.split(" ");
-  for (const name of each) {
+  const all = names.split(" ");
+  for (const name of all) {
     if (!listeners.has(name)) {
       listeners.set(name, new Set());
       if (news) hear(name);
@@ -53,7 +53,7 @@ export function on(names, handle) {
     listeners.get(name).add(handle);
   }
   listen();
-  return () => each.forEach((name) => listeners.get(name).delete(handle));
+  return () => all.forEach((name) => listeners.get(name).delete(handle));
 }
 
 // A hidden tab closes its connection: a browser has six connections to one server, for all tabs together, and a seventh

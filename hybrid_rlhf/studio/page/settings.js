@@ -23,7 +23,7 @@ export const fresh = () => ({
 export const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 
 // "a, b" -> ["a", "b"]
-export const listOf = (text) => text.split(",").map((each) => each.trim()).filter(Boolean);
+export const listOf = (text) => text.split(",").map((part) => part.trim()).filter(Boolean);
 
 // The keys of state.data that are in use, each with the stage that reads it.
 export function dataKeys(state) {
@@ -68,7 +68,7 @@ function dataSettings(state) {
     if (!source) continue;
     if (state.stage !== "all") sources.push(same(Object.keys(source), ["path"]) ? source.path : source);
     else if (state.isSplit) sources.push({...source, stages: [stage]});
-    else sources.push(...["sft", "reward", "ppo"].map((each) => ({...source, stages: [each]})));
+    else sources.push(...["sft", "reward", "ppo"].map((name) => ({...source, stages: [name]})));
   }
   return sources.length ? {"data.sources": sources} : {};
 }
@@ -83,7 +83,7 @@ export function sourceOf({path, name, split, columns}) {
 
 // "prompt: question, completion: answer" -> {prompt: "question", completion: "answer"}
 export function columnsOf(text) {
-  const pairs = listOf(text).map((each) => each.split(/[:=]/).map((part) => part.trim()));
+  const pairs = listOf(text).map((pair) => pair.split(/[:=]/).map((part) => part.trim()));
   return Object.fromEntries(pairs.filter(([ours, theirs]) => ours && theirs));
 }
 
@@ -130,11 +130,11 @@ function judgeSettings({judge}, runs) {
 // The rubric as the judge's settings have it; each item has a name of its own, made from its question.
 function rubricOf(judge) {
   const items = [];
-  for (const {question, kind, weight} of judge.items.filter((each) => each.question.trim())) {
+  for (const {question, kind, weight} of judge.items.filter((item) => item.question.trim())) {
     const words = question.toLowerCase().replace(/[^a-z0-9 ]/g, "").trim().split(/ +/).slice(0, 4).join("_");
     const stem = `${/^[a-z]/.test(words) ? words : `item_${words}`}`.slice(0, 36).replace(/_+$/, "");
     let name = ["reason", "better"].includes(stem) ? `is_${stem}` : stem;
-    for (let n = 2; items.some((each) => each.name === name); n++) name = `${stem}_${n}`;
+    for (let n = 2; items.some((item) => item.name === name); n++) name = `${stem}_${n}`;
     items.push({name, kind, weight: Number(weight), question: question.trim()});
   }
   if (!items.length) return null;

@@ -24,7 +24,7 @@ export function goalStep(draft) {
 
 // Arrow keys pass over other goals: the options are loaded when the choice has come to rest.
 function choose(draft, id) {
-  const goal = draft.goals.goals.find((each) => each.id === id);
+  const goal = draft.goals.goals.find((known) => known.id === id);
   draft.options = [];
   draft.update({goal: id, stage: goal.stages[0], signal: null});
   clearTimeout(draft.choosing);
@@ -100,8 +100,8 @@ function presetField(draft) {
 // Whether a run gives a model that answers, and not one that scores.
 export const isPolicy = (row) => row.stage !== "reward";
 
-// A text field for a model, here and in other steps. key, or value and set(text): see `textField`. fits(row): which runs
-// are suggested; proposes: [[hub id, why]].
+// A text field for a model, here and in other steps. key, or value and set(text): see `textField`. fits(row): which
+// runs are suggested; proposes: [[hub id, why]].
 export function modelField(draft, option, label, {key, value = draft.state[key],
   set = (text) => draft.update({[key]: text}), fits, proposes = []}) {
   const rows = draft.runs.rows.filter((row) => row.has_model && fits(row));
@@ -127,7 +127,7 @@ export function modelField(draft, option, label, {key, value = draft.state[key],
 
 function whatItIs(draft, name) {
   if (!name) return "";
-  const row = draft.runs.rows.find((each) => each.id === name);
+  const row = draft.runs.rows.find((run) => run.id === name);
   if (row) {
     return `A run of this studio: ${row.stage}, ${row.status}.${row.has_model ? "" : " It has left no model yet."}`;
   }
@@ -152,9 +152,11 @@ const WAIT = 500; // milliseconds after the last key
 export function dataStep(draft) {
   const fields = () => dataKeys(draft.state).map(([key, stage]) => dataField(draft, key, stage));
   const choose = (kind) => draft.update({isSplit: kind === "three"});
+  const chosen = draft.state.isSplit ? "three" : "one";
   const place = draft.state.stage !== "all" ? make("div", {}, ...fields())
-    : radioPart("data-kind", "How are the rows kept?", DATA_KINDS, draft.state.isSplit ? "three" : "one", choose, fields);
-  return make("div", {}, make("p", {}, `Needed: ${draft.goal.rows}`), place, suggestions("data-known", known(draft)));
+    : radioPart("data-kind", "How are the rows kept?", DATA_KINDS, chosen, choose, fields);
+  return make("div", {}, make("p", {}, `Needed: ${draft.goal.rows}`), place,
+    suggestions("data-known", known(draft)));
 }
 
 function known(draft) {
@@ -165,12 +167,12 @@ function known(draft) {
 
 function dataField(draft, key, stage) {
   const source = () => draft.state.data[key];
-  const found = make("div.data-found", {role: "status"});
+  const result = make("div.data-found", {role: "status"});
   const looking = {timer: null, turn: 0};
   const look = (wait) => {
     clearTimeout(looking.timer);
     delete draft.looks[key];
-    looking.timer = setTimeout(() => lookAt(draft, key, stage, found, looking), wait);
+    looking.timer = setTimeout(() => lookAt(draft, key, stage, result, looking), wait);
   };
   const set = (patch) => {
     draft.update({data: {...draft.state.data, [key]: {...source(), ...patch}}});
@@ -184,7 +186,7 @@ function dataField(draft, key, stage) {
   };
   const demo = inline("Take the built-in demo data", () => takeDemo(draft, key, take, input));
   const after = [dropArea(draft, key, take), make("p.offers", {}, "Nothing at hand? ", demo, "."),
-    moreFields(draft, key, source, set), found];
+    moreFields(draft, key, source, set), result];
   const field = frame(draft, sourceOption(key), LABELS[key], input, {isWide: true, after});
   if (source().path) look(0);
   return field.node;
@@ -245,21 +247,21 @@ async function send(draft, file, message, take) {
   }
 }
 
-async function lookAt(draft, key, stage, found, looking) {
+async function lookAt(draft, key, stage, result, looking) {
   const source = sourceOf(draft.state.data[key]);
   const turn = ++looking.turn;
   if (!source) {
-    found.replaceChildren();
+    result.replaceChildren();
     draft.emit("look");
     return;
   }
-  found.style.setProperty("min-height", `${found.offsetHeight}px`); // what is below stays where it is meanwhile
-  found.replaceChildren(make("p.help", {}, "Looking at the rows …"));
+  result.style.setProperty("min-height", `${result.offsetHeight}px`); // what is below stays where it is meanwhile
+  result.replaceChildren(make("p.help", {}, "Looking at the rows …"));
   const answer = await draft.lookAt({...source, stage}).catch((fault) => ({fits: false, why: fault.message}));
   if (turn !== looking.turn || draft.isClosed) return;
   draft.looks[key] = {...answer, isRead: answer.fits || Boolean(answer.columns?.length)};
-  found.style.removeProperty("min-height");
-  found.replaceChildren(...lookNodes(draft.looks[key], draft.state.data[key]));
+  result.style.removeProperty("min-height");
+  result.replaceChildren(...lookNodes(draft.looks[key], draft.state.data[key]));
   draft.emit("look");
 }
 

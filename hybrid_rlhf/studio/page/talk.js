@@ -1,7 +1,7 @@
 // Talk to the models of runs, up to three side by side, and judge their answers, which makes data to train on.
 // The conversation stays while the studio's page is open, whatever other page is looked at between.
 
-import {fill, follow, layOut, messagesFor} from "./chat_stream.js";
+import {converse} from "./chat_stream.js";
 import {all, make} from "./dom.js";
 import {judge, tally} from "./marks.js";
 import {get, on, post} from "./server.js";
@@ -15,111 +15,42 @@ const FIELDS = [ // id, label, value, properties
 const turns = [];
 const settings = Object.fromEntries(FIELDS.map(([id, , value]) => [id, value]));
 let system = "";
-let asking = null; // the AbortController of the answers being written
 
 export async function show(root, rest, query) {
-  let isHere = true;
   let state = {state: "closed", models: [], reward: false};
   const view = build();
   const models = chooser(take, rest ? [rest] : query.getAll("model"));
   const marks = tally(() => state.models[0]?.id ?? null, message);
+  const talk = converse(view, {
+    turns, tell: message, chat: "api/talk/v1/chat/completions",
+    isOpen: () => state.state === "ready",
+    models: () => state.models.map((model) => model.name),
+    settings: () => ({...Object.fromEntries(FIELDS.map(([id]) => [id, Number(settings[id])])), system}),
+    score: () => state.reward && view.scores.checked ? "api/talk/score" : null,
+    answered: (turn) => judge(turn, marks),
+  });
   root.append(make("h1", {}, "Talk"), models.node, view.chat);
   view.chat.append(marks.node);
   take(state);
-  for (const turn of turns) place(turn);
+  for (const turn of turns) {
+    talk.place(turn);
+    judge(turn, marks);
+  }
 
   function message(text, isFault = false) {
     view.told.textContent = text;
     view.told.classList.toggle("fault", isFault);
   }
 
-  function take(found) {
-    state = found;
+  function take(status) {
+    state = status;
     view.chat.hidden = state.state !== "ready" && !turns.length;
     view.scores.parentNode.hidden = !state.reward;
-    setBusy();
+    talk.update();
   }
 
-  function setBusy(text = null) {
-    const isOpen = state.state === "ready";
-    view.send.disabled = !isOpen || asking !== null;
-    view.again.disabled = !isOpen || asking !== null || !turns.length;
-    view.stop.disabled = asking === null;
-    view.log.setAttribute("aria-busy", String(asking !== null));
-    view.empty.hidden = turns.length > 0;
-    if (text !== null) message(text);
-  }
-
-  function place(turn) {
-    const section = layOut(turn);
-    if (turn.node?.parentNode === view.log) turn.node.replaceWith(section);
-    else view.log.append(section);
-    turn.node = section;
-    if (!asking) judge(turn, marks);
-    view.log.scrollTop = view.log.scrollHeight;
-  }
-
-  function requestFor(name, index) {
-    const numbers = Object.fromEntries(FIELDS.map(([id]) => [id, Number(settings[id])]));
-    return {...numbers, model: name, seed: numbers.seed + index + (turns[index].tries ?? 0) * 1000,
-      messages: messagesFor(turns, index, name, system.trim())};
-  }
-
-  async function answerLast() {
-    const index = turns.length - 1;
-    const turn = turns[index];
-    turn.kept = undefined;
-    turn.answers = state.models.map((each) => ({model: each.name, text: ""}));
-    asking = new AbortController();
-    place(turn);
-    setBusy("Answering. Escape stops.");
-    const score = state.reward && view.scores.checked ? "api/talk/score" : null;
-    await Promise.all(turn.answers.map((answer) => {
-      const request = requestFor(answer.model, index);
-      answer.asked = request.messages;
-      return fill(answer, {request, chat: "api/talk/v1/chat/completions", score, signal: asking.signal,
-        headers: {"Content-Type": "application/json"}, grew: () => follow(view.log)});
-    }));
-    if (!isHere) return;
-    asking = null;
-    judge(turn, marks);
-    follow(view.log);
-    setBusy("Answered.");
-  }
-
-  view.form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    const text = view.message.value.trim();
-    if (!text || asking || state.state !== "ready") return;
-    view.message.value = "";
-    turns.push({text, answers: []});
-    answerLast();
-  });
-  view.message.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    view.form.requestSubmit();
-  });
-  const escape = (event) => event.key === "Escape" && asking?.abort();
-  document.addEventListener("keydown", escape);
-  view.stop.addEventListener("click", () => asking?.abort());
-  view.again.addEventListener("click", () => {
-    turns.at(-1).tries = (turns.at(-1).tries ?? 0) + 1;
-    answerLast();
-  });
-  view.fresh.addEventListener("click", () => {
-    asking?.abort();
-    for (const turn of turns.splice(0)) turn.node.remove();
-    take(state);
-    view.message.focus();
-  });
-
-  const leave = all(on("talk", models.update), on("open", models.load), models.leave, () => {
-    document.removeEventListener("keydown", escape);
-    isHere = false;
-    asking?.abort();
-    asking = null;
-  });
+  view.fresh.addEventListener("click", () => take(state)); // without turns the chat of closed models is hidden
+  const leave = all(on("talk", models.update), on("open", models.load), models.leave, talk.leave);
   await Promise.all([models.load(), marks.load()]).catch((fault) => message(fault.message, true));
   return leave;
 }
@@ -130,7 +61,8 @@ function build() {
       onchange: () => (settings[id] = input.value)});
     return make("label", {}, `${text} `, input);
   });
-  const instructions = make("textarea", {id: "system", rows: "2", onchange: () => (system = instructions.value)}, system);
+  const instructions = make("textarea",
+    {id: "system", rows: "2", onchange: () => (system = instructions.value)}, system);
   const scores = make("input", {id: "score", type: "checkbox", checked: true});
   const empty = make("p.quiet", {}, "Say something below. All of it stays on this machine.");
   const log = make("div.log", {tabindex: "0", role: "region", "aria-label": "Conversation"}, empty);
@@ -160,37 +92,37 @@ function chooser(take, wanted) {
   let since = 0; // when the present opening began, as this page saw it
 
   async function load() {
-    const [{models}, found] = await Promise.all([get("talk/models"), get("talk")]);
-    const policies = models.filter((each) => each.kind === "policy");
-    const chosen = wanted.length ? wanted : found.models.map((each) => each.id);
+    const [{models}, status] = await Promise.all([get("talk/models"), get("talk")]);
+    const policies = models.filter((model) => model.kind === "policy");
+    const chosen = wanted.length ? wanted : status.models.map((model) => model.id);
     view.selects.forEach((select, i) => fillSelect(select, i ? "nothing" : null, policies, chosen[i]));
-    fillSelect(view.reward, "no scores", models.filter((each) => each.kind !== "policy"));
+    fillSelect(view.reward, "no scores", models.filter((model) => model.kind !== "policy"));
     view.empty.hidden = policies.length > 0;
-    view.onCpu.checked = found.models.length ? found.is_on_cpu : models.some((each) => each.status === "running");
+    view.onCpu.checked = status.models.length ? status.is_on_cpu : models.some((model) => model.status === "running");
     showThird(view);
-    showState(found);
-    const isThere = found.state !== "closed" && wanted.every((id) => found.models.some((each) => each.id === id));
+    showState(status);
+    const isThere = status.state !== "closed" && wanted.every((id) => status.models.some((model) => model.id === id));
     if (wanted.length && !isThere) await open(); // a link from a run's page opens that run
   }
 
   // The answer to the newest request counts: an older one may come later, with a state that has passed.
   async function update() {
-    const asked = ++turn, found = await get("talk");
-    if (asked === turn) showState(found);
+    const asked = ++turn, status = await get("talk");
+    if (asked === turn) showState(status);
   }
 
-  function showState(found) {
+  function showState(status) {
     const before = state?.state;
-    if (found.state === "starting" && before !== "starting") since = Date.now();
-    state = found;
-    if (found.state !== before && found.state !== "starting") foldAway(found.state === "ready");
-    view.onCpu.parentNode.hidden = !found.has_card;
-    view.close.disabled = !["starting", "ready"].includes(found.state);
-    view.state.textContent = stateText(found);
-    view.state.classList.toggle("fault", found.state === "failed");
-    view.notes.replaceChildren(...found.notes.map((line) => make("li", {}, line)));
+    if (status.state === "starting" && before !== "starting") since = Date.now();
+    state = status;
+    if (status.state !== before && status.state !== "starting") foldAway(status.state === "ready");
+    view.onCpu.parentNode.hidden = !status.has_card;
+    view.close.disabled = !["starting", "ready"].includes(status.state);
+    view.state.textContent = stateText(status);
+    view.state.classList.toggle("fault", status.state === "failed");
+    view.notes.replaceChildren(...status.notes.map((line) => make("li", {}, line)));
     count();
-    take(found);
+    take(status);
   }
 
   // The choice makes room for the conversation; the focus stays at it.
@@ -250,10 +182,12 @@ function buildChooser() {
     make("a", {href: "#/new"}, "begin one"), ".");
   const form = make("form", {"aria-label": "Models"}, empty,
     make("div.fields", {}, ...labels, make("label", {}, "Reward model ", reward)),
-    make("label.check", {hidden: true}, onCpu, " Answer on the processor: slower, and it leaves the card to the training"),
+    make("label.check", {hidden: true}, onCpu,
+      " Answer on the processor: slower, and it leaves the card to the training"),
     make("div.buttons", {}, make("button", {type: "submit", id: "talk-open"}, "Open"), close));
   const details = make("details", {id: "talk-choice", open: true}, make("summary", {}, "Models"), form);
-  const node = make("section.card.chooser", {"aria-label": "Models"}, details, make("div.opening", {}, state, seconds), notes);
+  const node = make("section.card.chooser", {"aria-label": "Models"}, details,
+    make("div.opening", {}, state, seconds), notes);
   return {node, details, form, selects, reward, onCpu, close, state, seconds, notes, empty};
 }
 

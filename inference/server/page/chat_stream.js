@@ -1,5 +1,6 @@
-// What the chat page and the studio's chat do alike: say what was said, ask for an answer, and show it as it comes.
-// A turn is {text, answers: [{model, text}], kept}: kept is the answer that all models go on from, if one was chosen.
+// What the chat page and the studio's chat share: a conversation, whose answers are shown as they come.
+// A turn is {text, answers: [{model, text}], kept, tries}: kept is the answer that all models go on from, if one was
+// chosen; tries, how often it was answered again.
 // All text is set as text, never as HTML: what a model writes cannot become part of the page.
 
 const make = (tag, className, text) => {
@@ -9,18 +10,102 @@ const make = (tag, className, text) => {
   return node;
 };
 
-// What `model` is asked in turn number `end`; it sees its own answers alone, but where one was kept.
-export function messagesFor(turns, end, model, system) {
+// A conversation in the nodes of `view`: {log, empty, form, message, send, stop, again, fresh}. page: {turns, isOpen()
+// (whether questions are taken), models() -> names, load() where there are none, settings() -> {system, seed, and what
+// else a request has}, chat and score() (addresses; null for no score), headers(), tell(text), answered(turn)}.
+// Returns {place(turn), update(), leave()}.
+export function converse(view, page) {
+  const {turns} = page;
+  let asking = null; // the AbortController of the answers being written
+
+  function update() {
+    const isFree = page.isOpen() && asking === null;
+    view.send.disabled = !isFree;
+    view.again.disabled = !isFree || !turns.length;
+    view.stop.disabled = asking === null;
+    view.log.setAttribute("aria-busy", String(asking !== null));
+    view.empty.hidden = turns.length > 0;
+  }
+
+  function place(turn) {
+    const section = layOut(turn);
+    if (turn.node?.parentNode === view.log) turn.node.replaceWith(section);
+    else view.log.append(section);
+    turn.node = section;
+    view.log.scrollTop = view.log.scrollHeight;
+  }
+
+  async function answerLast() {
+    const index = turns.length - 1, turn = turns[index], asked = asking = new AbortController();
+    turn.kept = undefined;
+    turn.answers = page.models().map((model) => ({model, text: ""}));
+    place(turn);
+    update();
+    page.tell("Answering. Escape stops.");
+    const {system, seed, ...rest} = page.settings();
+    const common = {chat: page.chat, score: page.score(), signal: asked.signal, grew: () => follow(view.log),
+      headers: {"Content-Type": "application/json", ...page.headers?.()}};
+    await Promise.all(turn.answers.map((answer) => {
+      answer.asked = messagesFor(turns, index, answer.model, system.trim());
+      return fill(answer, {...common, request: {...rest, model: answer.model, messages: answer.asked,
+        seed: seed + index + (turn.tries ?? 0) * 1000}});
+    }));
+    if (asking !== asked) return; // the page was left
+    asking = null;
+    page.answered?.(turn);
+    follow(view.log);
+    update();
+    page.tell(turns.length ? "Answered." : "");
+  }
+
+  view.form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = view.message.value.trim();
+    if (!text || asking || !page.isOpen()) return;
+    if (!page.models().length) return void page.load();
+    view.message.value = "";
+    turns.push({text, answers: []});
+    answerLast();
+  });
+  view.message.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    view.form.requestSubmit();
+  });
+  const stop = () => asking?.abort();
+  const escape = (event) => event.key === "Escape" && stop();
+  document.addEventListener("keydown", escape);
+  view.stop.addEventListener("click", stop);
+  view.again.addEventListener("click", () => {
+    turns.at(-1).tries = (turns.at(-1).tries ?? 0) + 1;
+    answerLast();
+  });
+  view.fresh.addEventListener("click", () => {
+    stop();
+    for (const turn of turns.splice(0)) turn.node.remove();
+    update();
+    page.tell("");
+    view.message.focus();
+  });
+  return {place, update, leave: () => {
+    document.removeEventListener("keydown", escape);
+    stop();
+    asking = null;
+  }};
+}
+
+// The messages to `model` in turn number `end`; it sees its own answers alone, except where one was kept.
+function messagesFor(turns, end, model, system) {
   const messages = system ? [{role: "system", content: system}] : [];
   for (const turn of turns.slice(0, end)) {
-    const said = turn.kept ?? turn.answers.find((answer) => answer.model === model) ?? turn.answers[0];
-    messages.push({role: "user", content: turn.text}, {role: "assistant", content: said.text});
+    const answer = turn.kept ?? turn.answers.find((each) => each.model === model) ?? turn.answers[0];
+    messages.push({role: "user", content: turn.text}, {role: "assistant", content: answer.text});
   }
   return [...messages, {role: "user", content: turns[end].text}];
 }
 
-// A turn's section; each answer has then a node, who said it and what was said.
-export function layOut(turn) {
+// The section of a turn; gives each answer its nodes: node, who (its heading) and said (its text).
+function layOut(turn) {
   const section = make("section", "turn");
   const mine = make("div", "mine");
   mine.append(make("h2", "who", "You"), make("p", "said", turn.text));
@@ -37,7 +122,7 @@ export function layOut(turn) {
   return section;
 }
 
-// A remark beside who said it.
+// Add a remark to the heading of an answer.
 export function note(answer, text, isFault) {
   (answer.notes ??= []).push([text, isFault]);
   show(answer, text, isFault);
@@ -48,13 +133,13 @@ function show(answer, text, isFault) {
 }
 
 // Keep the newest text of a box that scrolls in view, unless the reader has scrolled up.
-export function follow(box) {
+function follow(box) {
   if (box.scrollHeight - box.scrollTop - box.clientHeight < 160) box.scrollTop = box.scrollHeight;
 }
 
-// Write `answer` as the server gives it (isWhole: it came to its own end), then its score. asking: {request, chat and score (addresses, score null for
-// none), headers, signal, grew: called after each piece}. What goes wrong is a note of the answer.
-export async function fill(answer, asking) {
+// Write `answer` as the server gives it (isWhole: it came to its own end), then its score. asking: {request, chat,
+// score, headers, signal, grew() after each piece}. A fault becomes a note of the answer.
+async function fill(answer, asking) {
   answer.node.classList.add("busy");
   try {
     await write(answer, asking);
@@ -89,7 +174,7 @@ async function score(answer, {request, score: address, headers}) {
   note(answer, `score ${(await reply.json()).scores[0].toFixed(2)}`);
 }
 
-// The server's own words for what went wrong, and its status where it has none.
+// The server's error message, or its status where there is none.
 export async function refusal(reply) {
   try {
     const body = await reply.json();
