@@ -191,7 +191,7 @@ def test_sources_are_looked_at_one_after_another(page, stub):
     assert len(stub.asked["data"]) == 3
 
 
-def test_what_was_entered_survives_a_reload_and_another_page_until_it_is_started_over(page):
+def test_entries_survive_a_reload_and_another_page_until_started_over(page):
     page.ready()
     assert "?" not in page.browser.current_url  # a reload does not bring back what the link said
     page.set("model.lora.r", "8")

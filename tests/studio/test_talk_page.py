@@ -158,7 +158,7 @@ def test_an_answer_is_the_model_s_and_the_next_question_carries_the_history(page
     assert texts(page, ".answer .said")[1] == content(chat(tiny.url, messages=talk, seed=1001, **settings))
 
 
-def test_stop_keeps_what_was_written_escape_stops_too_and_half_an_answer_is_not_judged(page, tiny, monkeypatch):
+def test_stop_and_escape_keep_the_text_and_half_an_answer_is_not_judged(page, tiny, monkeypatch):
     from selenium.webdriver.common.keys import Keys
 
     step = Serving.step  # slower: an answer is not through before a slow browser stops it, nor too long to be shown

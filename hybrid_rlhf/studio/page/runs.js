@@ -162,7 +162,7 @@ function filter(view) {
 
 // rows -> [{folder, lines: [{row, depth, trail, others}]}], the folder with the newest run first, and in it the newest
 // tree. folder: what the ids of its trees begin with. trail: the ids before it in its line. others: further parents.
-export function folders(rows) {
+function folders(rows) {
   const children = new Map(), parents = chosenParents(rows);
   const oldestFirst = [...rows].sort((a, b) => order(a.started, b.started) || order(a.id, b.id));
   for (const row of oldestFirst) {

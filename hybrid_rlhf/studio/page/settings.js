@@ -32,7 +32,7 @@ export function dataKeys(state) {
 }
 
 // The folder of a run that is named by its id; any other text is a path or a hub id as it is.
-export function pathOf(text, runs) {
+function pathOf(text, runs) {
   const name = text.trim();
   return runs.rows.some((row) => row.id === name) ? `${runs.folder}/${name}` : name;
 }
