@@ -3,7 +3,7 @@
 
 import {all, button, copyText, fold, list, make, onChange, select, tell, tellFault, textBlock} from "./dom.js";
 import {bytes} from "./format.js";
-import {hasFailed, isOpen} from "./jobs.js";
+import {hasFailed, isOpen, outputReader} from "./jobs.js";
 import {get, on, post} from "./server.js";
 
 const STATES = {queued: "waits", running: "runs", done: "done", failed: "failed", stopped: "stopped", lost: "lost"};
@@ -11,7 +11,7 @@ const GGUF = [["", "no"], ["f16", "f16: as exact as the model"], ["q8_0", "q8_0:
 
 // #/export?run=demo/ppo chooses that run.
 export async function show(root, _rest, query) {
-  const page = {wanted: query.get("run"), exports: [], job: null, next: 0, hasName: false};
+  const page = {wanted: query.get("run"), exports: [], job: null, follow: () => {}, hasName: false};
   page.form = makeForm(page);
   page.progress = make("section", {"aria-label": "The export that runs", hidden: true});
   page.list = make("section", {"aria-label": "Exports"});
@@ -24,7 +24,7 @@ export async function show(root, _rest, query) {
   const loading = (...loads) => () => Promise.all(loads.map((load) => load(page))).catch(tellFault);
   const loadAll = loading(loadRuns, loadJobs, loadExports);
   const ends = all(on("runs", loading(loadRuns)), on("open", loadAll), on("jobs", loading(loadJobs, loadExports)),
-    on("job", ({id}) => id === page.job && follow(page).catch(tellFault)));
+    on("job", ({id}) => id === page.job && page.follow()), () => page.follow.end?.());
   await loadAll();
   return ends;
 }
@@ -96,7 +96,7 @@ async function submit(page, event) {
       gguf: page.gguf.value || null, ollama: page.ollama.checked});
     tell(`${job.title} was started`);
     page.hasName = false;
-    await watch(page, job);
+    watch(page, job);
   } catch (fault) {
     page.fault.textContent = fault.message;
     if (fault.option === "name") {
@@ -112,41 +112,27 @@ async function submit(page, event) {
 async function loadJobs(page) {
   const {jobs} = await get("jobs");
   const open = jobs.filter((job) => job.kind === "export" && isOpen(job));
-  if (open.length && !open.some((job) => job.id === page.job)) await watch(page, open.at(-1));
-  else if (page.job) await follow(page);
+  if (open.length && !open.some((job) => job.id === page.job)) watch(page, open.at(-1));
+  else page.follow();
 }
 
-async function watch(page, job) {
+function watch(page, job) {
   if (page.job === job.id) return;
-  Object.assign(page, {job: job.id, next: 0, shown: ""});
+  Object.assign(page, {job: job.id, shown: ""});
   page.state = make("p");
   page.output = textBlock("", "Its output", "pre.said");
   page.stop = button("Stop", () => post("job/stop", {id: job.id}).catch(tellFault));
   page.progress.replaceChildren(make("h2", {}, `Export ${job.name}`), page.state, page.output,
     make("div.buttons", {}, page.stop));
   page.progress.hidden = false;
-  await follow(page);
-}
-
-// Append what the process has written since. One request at a time: two would both append the same.
-async function follow(page) {
-  if (page.isReading) return void (page.isAgain = true);
-  page.isReading = true;
-  try {
-    do {
-      page.isAgain = false;
-      const id = page.job, {job, output, next} = await get("job", {id, after: page.next});
-      if (id !== page.job) continue;
-      page.isAgain ||= next > page.next; // more than one answer holds
-      page.next = next;
-      page.output.append(output);
-      page.output.hidden = !page.output.textContent;
-      page.output.scrollTop = page.output.scrollHeight;
-      describe(page, job);
-    } while (page.isAgain);
-  } finally {
-    page.isReading = false;
-  }
+  page.follow.end?.();
+  page.follow = outputReader(job.id, (output, now) => {
+    page.output.append(output);
+    page.output.hidden = !page.output.textContent;
+    page.output.scrollTop = page.output.scrollHeight;
+    describe(page, now);
+  }, {fail: tellFault});
+  page.follow();
 }
 
 function describe(page, job) {

@@ -80,28 +80,30 @@ export function makeJobOutput(id, title = "Output", hear = () => {}) {
   const pre = textBlock("", title), fault = make("p.fault", {role: "status"});
   const cut = make("p.quiet", {hidden: true}, "Only the end is shown here; the job's folder has all of it.");
   const node = fold(title, cut, pre, fault);
-  let next = null, text = "";
-
-  const load = paced(async () => {
-    const isAtEnd = pre.scrollTop + pre.clientHeight >= pre.scrollHeight - 8;
-    const answer = await get("job", {id, ...(next !== null && {after: next})});
+  let text = "";
+  const load = outputReader(id, (output) => {
     put(fault, "");
-    const hasMore = answer.next !== next && answer.output !== "";
-    next = answer.next;
-    if (!hasMore) {
-      if (!text) put(pre, "Nothing yet.");
-      return;
-    }
-    text += answer.output;
+    text += output;
     if (text.length > MAX_OUTPUT) cut.hidden = false;
     text = text.slice(-MAX_OUTPUT);
-    put(pre, text);
-    hear(text);
+    const isAtEnd = pre.scrollTop + pre.clientHeight >= pre.scrollHeight - 8;
+    put(pre, text || "Nothing yet.");
     if (isAtEnd) pre.scrollTop = pre.scrollHeight;
-    load(); // one answer holds 64 KiB at most
+    if (output) hear(text);
   }, {node: pre, fail: (error) => put(fault, error.message)});
-
   const look = () => node.open && load();
   node.addEventListener("toggle", look);
   return {node, end: all(on("job", (job) => job.id === id && look()), on("open", look), load.end)};
+}
+
+// ask(): calls show(output, job) with what the job has written since the last time. options: see `paced`.
+export function outputReader(id, show, options) {
+  let next = null;
+  const ask = paced(async () => {
+    const answer = await get("job", {id, ...(next !== null && {after: next})});
+    next = answer.next;
+    show(answer.output, answer.job);
+    if (answer.output) ask(); // one answer holds 64 KiB at most
+  }, options);
+  return ask;
 }
