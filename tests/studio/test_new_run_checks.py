@@ -85,14 +85,14 @@ def test_a_job_that_runs_makes_it_a_queue(page, stub):
     page.until(lambda: page.find("#start").text == "Start training")
 
 
-@pytest.mark.parametrize("name", ["taken", "a b", ".hidden", "../x", "a//b", "-x"])
-def test_a_name_that_cannot_be_is_told_at_once(page, stub, name):
+def test_a_name_that_cannot_be_is_told_at_once(page, stub):
     page.ready()
-    page.fill("#run-name", name)
-    assert page.find(entry("run", ".fault")).is_displayed()
-    page.click("#start")
-    page.focuses("#run-name")
-    assert "jobs" not in stub.asked
+    for name in ("taken", "a b", ".hidden", "../x", "a//b", "-x"):
+        page.fill("#run-name", name)
+        assert page.find(entry("run", ".fault")).is_displayed(), name
+        page.click("#start")
+        page.focuses("#run-name")
+        assert "jobs" not in stub.asked, name
     page.fill("#run-name", "mine/first")
     assert not page.find(entry("run", ".fault")).is_displayed()
 
