@@ -283,7 +283,7 @@ function tickText(value, step) {
 
 const stepText = (step) => step >= 10000 && step % 100 === 0 ? `${step / 1000}k` : String(step);
 
-// The mean as a line; it breaks where there is no number, and a value between two breaks is a dot.
+// The mean as a line; it breaks at values that are not numbers, and a value between two breaks is a dot.
 function linePath({steps, mean}, x, y) {
   let path = "", isOpen = false;
   for (let i = 0; i < steps.length; i++) {

@@ -78,7 +78,7 @@ function showFault(draft, fault, place) {
 
 const listNotice = (title, lines, ...more) => make("div.notice", {}, make("p", {}, title), list(lines), ...more);
 
-// ---- the rows; trained text stands in brackets, bold and underlined: not told by colour alone
+// ---- the rows; trained text stands in brackets, bold and underlined, so that colour alone does not mark it
 
 const integer = (value) => value.toLocaleString("en");
 const COUNTS = [{title: "Rows", cell: (row) => row.name},

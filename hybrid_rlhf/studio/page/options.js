@@ -199,7 +199,7 @@ function typed(option) {
   return {node, write, read: () => parsed(node.value.trim(), option)};
 }
 
-// What is typed as a value; what is no number is sent as it is, and the launcher refuses it.
+// Parse what is typed; text where a number belongs is sent as it is, and the launcher refuses it.
 function parsed(text, {kind, null: canBeNull, default: usual}) {
   if (text === "" && canBeNull) return null;
   if (kind === "int" || kind === "float") return asNumber(text);
