@@ -114,8 +114,7 @@ def test_a_model_that_does_not_fit_on_the_disk_leaves_the_one_that_was_there(fai
     with pytest.raises(UserError) as error, files_of_at_most(20_000 if fails == "weights" else 2**30):
         model_folder.export(with_adapter(), tokenizer, kept / "model", [3])
     words = "File too large" if fails == "weights" else "No space left on device"
-    assert str(error.value) == (f"cannot write {kept / 'model'}: {words}; make room, and the same command goes on from "
-                                "the last checkpoint")
+    assert str(error.value) == (f"cannot write {kept / 'model'}: {words}; make room, and give the same command again")
     assert contents(kept) == before
     assert sorted(p.name for p in kept.iterdir()) == ["adapter", "model"]
 
@@ -197,7 +196,7 @@ def test_a_run_without_room_for_its_model_says_so_in_run_json_and_goes_on_when_t
 def test_a_run_that_cannot_say_that_it_is_finished_ends_in_one_line(go, tmp_path, monkeypatch, capsys):
     config = runfile.read_run(go("run").output_dir)
     monkeypatch.setattr(runfile.RunRecord, "write", no_room)
-    with pytest.raises(UserError, match=r"cannot write in .*run: No space left on device; make room, and the same"):
+    with pytest.raises(UserError, match=r"cannot write in .*run: No space left on device; make room, and give"):
         config.finish({}, tokenizer=chatml_tokenizer())
 
 
