@@ -134,8 +134,8 @@ class CallPool:
             for job in [job for job in self._open if job.due(self._timeout) < now]:
                 self._give_up(job)
             if self._done or not wait or not self._open:
-                found, self._done = self._done, []
-                return found
+                done, self._done = self._done, []
+                return done
             seconds = min(job.due(self._timeout) for job in self._open) - now
             with suppress(Empty):
                 self._end(*self._answers.get(timeout=max(seconds, 0) + 1e-3))
@@ -144,12 +144,12 @@ class CallPool:
         """Waits for nothing: what has not begun is dropped, and what runs is given up."""
         self._is_closed = True
         for waiting in self._lanes.values():
-            for each in waiting:
-                del self._open[each]
+            for job in waiting:
+                del self._open[job]
         self._lanes = {}
         with suppress(Empty):
-            while (job := self._jobs.get_nowait()) is not None:
-                del self._open[job]
+            while (unbegun := self._jobs.get_nowait()) is not None:
+                del self._open[unbegun]
         for job in list(self._open):
             self._give_up(job)
         for _ in range(self._num_threads):
@@ -253,17 +253,13 @@ class CallPool:
 
 
 def described(error: BaseException) -> str:
-    """What a call raised, in one line that is safe to show."""
-    try:
-        said = str(error) if isinstance(error, CallError) else f"raised {type(error).__name__}: {one_line(error)}"
-        return escape_control(clean(shortened(" ".join(said.split()), 1000)))
-    except BaseException:  # someone else's __str__
-        return "raised an error that cannot be shown"
+    """The error of a call, in one line that is safe to show."""
+    message = str(error) if isinstance(error, CallError) else f"raised {type(error).__name__}: {one_line(error)}"
+    return escape_control(clean(shortened(" ".join(message.split()), 1000)))
 
 
 def _attempt(job: _Job) -> Outcome | Awaitable:
-    """What the call has come to, or what is to be awaited. Raises only what the user has done: KeyboardInterrupt in the
-    main thread."""
+    """The call's outcome, or its coroutine. Raises only a KeyboardInterrupt of the main thread."""
     try:
         with no_second_process(_WHO):
             value = job.call()
@@ -275,7 +271,7 @@ def _attempt(job: _Job) -> Outcome | Awaitable:
 
 
 def _drop(answer: Outcome | Awaitable) -> None:
-    """A coroutine that nobody waits for any more is closed: Python warns of one that was never awaited."""
+    """Close a coroutine that is not needed any more: Python warns of one that was never awaited."""
     if inspect.iscoroutine(answer):
         answer.close()
 

@@ -57,7 +57,7 @@ class Environment:
 
 
 def constructed(make: Callable[[], object], name: str) -> object:
-    """What someone else's class or function makes; UserError in one line where it raises."""
+    """An instance by a user's class or function; UserError in one line where it raises."""
     try:
         with unchanged(f"environment {name}"), no_second_process(f"environment {name}"):
             return make()
@@ -76,22 +76,19 @@ def environment_of(name: str, make: Callable[[], object], tools: Mapping[str, Ca
     where: what it is to the user, for messages. Raises UserError in one line for what TRL's contract does not allow: a
     class without reset, methods that no schema can show, two tools of one name.
     """
-    own = constructed(make, name)
-    try:
-        methods = dict(inspect.getmembers(type(own), inspect.isfunction))  # on the class: properties are not asked
-    except Exception as error:  # of someone else's descriptor
-        raise UserError(f"{where}: {type(own).__name__} cannot be read: {type(error).__name__}: {one_line(error)}; fix "
-                        "the class") from error
-    has_step = "step" in methods and _is_protocol(own.step)  # type: ignore[attr-defined]
+    instance = constructed(make, name)
+    methods = dict(inspect.getmembers(type(instance), inspect.isfunction))  # on the class: properties are not asked
+    has_step = "step" in methods and _is_protocol(instance.step)  # type: ignore[attr-defined]
+    kind = type(instance).__name__
     check(has_step or "reset" in methods,
-          f"{where}: {type(own).__name__} has no method reset; an environment needs reset(**row), or step(messages)")
+          f"{where}: {kind} has no method reset; an environment needs reset(**row), or step(messages)")
     names = [n for n in methods if not n.startswith("_") and n not in _NO_TOOLS and not (has_step and n == "step")]
-    for each in names:
-        check(each not in tools, f"{where}: {type(own).__name__} has a method {each}, and environment.tools a function "
-                                 f"{each}; a tool needs a name of its own")
-    found = plain_schemas(tools) | {n: _named(schema_of(getattr(own, n), f"{where}: {n}"), n) for n in names}
-    return Environment(name, list(found.values()), has_step, "get_reward" in methods, dict(tools), make,
-                       _needed(own) if "reset" in methods else (), [own])
+    for method in names:
+        check(method not in tools, f"{where}: {kind} has a method {method}, and environment.tools a function {method}; "
+                                   "a tool needs a name of its own")
+    schemas = plain_schemas(tools) | {n: _named(schema_of(getattr(instance, n), f"{where}: {n}"), n) for n in names}
+    return Environment(name, list(schemas.values()), has_step, "get_reward" in methods, dict(tools), make,
+                       _needed(instance) if "reset" in methods else (), [instance])
 
 
 def plain_schemas(tools: Mapping[str, Callable]) -> dict[str, dict]:
@@ -100,7 +97,7 @@ def plain_schemas(tools: Mapping[str, Callable]) -> dict[str, dict]:
 
 
 def _named(schema: dict, name: str) -> dict:
-    """By the name that it is found under: a decorated function has another one of its own."""
+    """The schema with the name that the tool is called by; a decorated function has another name."""
     return {**schema, "function": {**schema["function"], "name": name}}
 
 
@@ -110,8 +107,8 @@ def _is_protocol(step: Callable) -> bool:
             if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)] == ["messages"]
 
 
-def _needed(own: Any) -> tuple[str, ...]:
-    return tuple(n for n, p in inspect.signature(own.reset).parameters.items()
+def _needed(instance: Any) -> tuple[str, ...]:
+    return tuple(n for n, p in inspect.signature(instance.reset).parameters.items()
                  if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
@@ -125,8 +122,8 @@ class Instance:
     CallPool.start.
     """
 
-    def __init__(self, environment: Environment, own: Any) -> None:
-        self.environment, self.object, self.lane = environment, own, environment.lane_of(own)
+    def __init__(self, environment: Environment, user_object: Any) -> None:
+        self.environment, self.object, self.lane = environment, user_object, environment.lane_of(user_object)
         self._lock = threading.Lock()
         self._runs = ""
 
@@ -140,15 +137,15 @@ class Instance:
         if not hasattr(self.object, "reset"):
             return None
         named, takes_all = parameters(self.object.reset)
-        given = {k: fresh(v) for k, v in row.items() if takes_all or k in named}
-        return self._one_at_a_time("reset", self.object.reset, lambda: self.object.reset(**given), _text_or_none)
+        columns = {k: fresh(v) for k, v in row.items() if takes_all or k in named}
+        return self._one_at_a_time("reset", self.object.reset, lambda: self.object.reset(**columns), _text_or_none)
 
     def is_async(self, name: str) -> bool:
         """Whether the tool `name` is a coroutine function."""
         return inspect.iscoroutinefunction(self._tool(name))
 
     def call(self, name: str, arguments: object) -> Any:
-        """What the tool `name` answers to `arguments`, as the model has given them."""
+        """The answer of the tool `name` to `arguments` as the model has written them."""
         tool, known = self._tool(name), self.environment.tool_names
         if tool is None:
             raise CallError(f"there is no tool {name!s:.60}{nearest(str(name)[:60], known)}; there are "
@@ -156,23 +153,23 @@ class Instance:
         takes = f"its parameters are {self._parameters(name) or 'none'}"
         if not isinstance(arguments, dict):
             raise CallError(f"the arguments of {name} must be a JSON object; {takes}")
-        given = fresh(arguments)
+        values = fresh(arguments)
         try:
-            inspect.signature(tool).bind(**given)
+            inspect.signature(tool).bind(**values)
         except TypeError as error:
             raise CallError(f"{name}: {one_line(error)}; {takes}") from error
         if name in self.environment.tools:
-            return _answer(name, tool, lambda: tool(**given), _same, takes)
-        return self._one_at_a_time(name, tool, lambda: tool(**given), _same, takes)
+            return _answer(name, tool, lambda: tool(**values), _same, takes)
+        return self._one_at_a_time(name, tool, lambda: tool(**values), _same, takes)
 
     def step(self, messages: list[dict]) -> Any:
         """(messages, done, reward): what the environment adds to the conversation `messages`, whether the episode ends
         with it, and the reward of the model's last turn, or None."""
-        given = fresh(messages)
-        return self._beside("step", self.object.step, lambda: self.object.step(given), _checked_step)
+        conversation = fresh(messages)
+        return self._beside("step", self.object.step, lambda: self.object.step(conversation), _checked_step)
 
     def reward(self) -> Any:
-        """What get_reward() answers, as it is: who scores checks it."""
+        """The unchecked answer of get_reward()."""
         return self._beside("get_reward", self.object.get_reward, lambda: self.object.get_reward(), _same)
 
     def _tool(self, name: str) -> Callable | None:

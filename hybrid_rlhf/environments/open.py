@@ -18,7 +18,7 @@ from hybrid_rlhf.rollout import Rollout
 
 def open_environments(factory: str | Mapping[str, str] | None, tools: Sequence[str],
                       options: Mapping[str, Any]) -> Environments:
-    """What the settings environment.{factory, tools, options} name. An instance of each environment is made.
+    """The environments and tools that environment.{factory, tools, options} name; makes an instance of each.
 
     factory, tools: `path.py:name`, `builtin:name`, or `python:name` of what a Python program has handed over
     (rewards.functions.handed_over); factory may be a mapping of environments by name, among which a row's column
@@ -67,15 +67,15 @@ def _environment(name: str, text: str, tools: Mapping[str, Callable], options: M
     return environment_of(name, partial(factory, **options), tools, where)
 
 
-def _tools(given: Sequence[str], files: dict[str, ModuleType]) -> dict[str, Callable]:
-    found: dict[str, Callable] = {}
-    for text in given:
+def _tools(texts: Sequence[str], files: dict[str, ModuleType]) -> dict[str, Callable]:
+    by_name: dict[str, Callable] = {}
+    for text in texts:
         name = split(text, "environment.tools")[1]
         tool = _named(text, "environment.tools", files)
         check(not inspect.isclass(tool), f"environment.tools: {text} is a class; give it as environment.factory")
-        check(name not in found, f"environment.tools: there are two tools called {name}; rename one")
-        found[name] = tool
-    return found
+        check(name not in by_name, f"environment.tools: there are two tools called {name}; rename one")
+        by_name[name] = tool
+    return by_name
 
 
 def split(text: str, option: str) -> tuple[str, str]:
@@ -93,21 +93,21 @@ def _named(text: str, option: str, files: dict[str, ModuleType]) -> Callable:
                                 f"{', '.join(BUILTINS)}")
         return BUILTINS[name]
     if path == "python":
-        given = from_python(name)
-        if given is None:
+        function = from_python(name)
+        if function is None:
             raise UserError(f"{option}: {name} was given from Python, and nothing gives it here; run it from there, or "
                             "put it into a file as path.py:name")
-        return given
+        return function
     if path not in files:
         files[path] = run_named(path, option)
-    found = getattr(files[path], name, None)
-    check(callable(found), f"{option}: {path} has no {name} that can be called; there is "
-                           f"{', '.join(_own_names(files[path])) or 'none'}{nearest(name, _own_names(files[path]))}")
-    return found  # type: ignore[return-value]  # callable, as was checked
+    value, defined = getattr(files[path], name, None), _defined_in(files[path])
+    check(callable(value), f"{option}: {path} has no {name} that can be called; there is "
+                           f"{', '.join(defined) or 'none'}{nearest(name, defined)}")
+    return value  # type: ignore[return-value]  # callable, as was checked
 
 
-def _own_names(module: ModuleType) -> list[str]:
-    """What can be called and was made in the file itself."""
+def _defined_in(module: ModuleType) -> list[str]:
+    """The names of functions and classes that the file itself defines."""
     return [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
 
 

@@ -1,4 +1,4 @@
-"""What a tool has returned, as text that a model can be shown."""
+"""The answers of tools as text for a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def shown(value: object, max_chars: int) -> str:
     """`value` as the content of a message: text as it is, texts of content blocks joined, else JSON, else str(value).
 
     Bytes are only said. Control characters and lone surrogates are replaced by visible ones. At most `max_chars`
-    characters, and then a line that says where it was cut. Never raises but KeyboardInterrupt.
+    characters, and then a line that says where it was cut.
     """
     text = _within_bounds(value, max_chars)
     safe = escape_control(clean(text[:max_chars + 1].replace("\r\n", "\n")))
@@ -23,7 +23,7 @@ def shown(value: object, max_chars: int) -> str:
 
 
 def _within_bounds(value: object, max_chars: int) -> str:
-    """The text, of which what is behind max_chars characters may be missing, but not that there is more."""
+    """The text, complete or at least max_chars + 1 characters of it."""
     if isinstance(value, str):
         return str.__str__(value)
     try:
@@ -31,9 +31,7 @@ def _within_bounds(value: object, max_chars: int) -> str:
             return "".join(map(_text_of_block, value))
         plain = value if isinstance(value, (list, tuple, dict)) else as_json_value(value)
         return plain if isinstance(plain, str) else _json(plain, max_chars)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # of someone else's class
+    except Exception as error:  # of a user's class
         return f"(a {type(value).__name__}, which cannot be shown: {type(error).__name__})"
 
 
@@ -49,7 +47,7 @@ def _text_of_block(part: dict) -> str:
 
 
 def _json(value: object, max_chars: int) -> str:
-    """JSON that ends soon after max_chars characters: nobody waits for the rest of a large table."""
+    """JSON that ends soon after max_chars characters: the rest of a large table is not written."""
     pieces, length = [], 0
     for piece in json.JSONEncoder(ensure_ascii=False, default=as_json_value).iterencode(value):
         pieces.append(piece)

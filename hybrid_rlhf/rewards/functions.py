@@ -133,9 +133,9 @@ def inputs(rollout: Rollout) -> dict[str, list]:
     prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
     lengths = rollout.response_mask.sum(1).tolist()
     completions = [said(p, c) for p, c in zip(prompts, rollout.said(), strict=True)]
-    own = {"prompts": list(prompts), "completions": completions,
-           "completion_ids": [row[:n] for row, n in zip(rollout.response_ids.tolist(), lengths, strict=True)]}
-    return fresh({k: v for k, v in rollout.prompts.columns.items() if k != "prompt"} | own)
+    always = {"prompts": list(prompts), "completions": completions,
+              "completion_ids": [row[:n] for row, n in zip(rollout.response_ids.tolist(), lengths, strict=True)]}
+    return fresh({k: v for k, v in rollout.prompts.columns.items() if k != "prompt"} | always)
 
 
 def fresh(value: object) -> Any:
@@ -155,8 +155,8 @@ def said(prompt: Text, completion: Text) -> Text:
 
 def parameters(function: Callable) -> tuple[list[str], bool]:
     """The names of a function's parameters, and whether it takes any other keyword."""
-    found = inspect.signature(function).parameters.values()
-    return [p.name for p in found if p.kind is not p.VAR_KEYWORD], any(p.kind is p.VAR_KEYWORD for p in found)
+    known = inspect.signature(function).parameters.values()
+    return [p.name for p in known if p.kind is not p.VAR_KEYWORD], any(p.kind is p.VAR_KEYWORD for p in known)
 
 
 def _called(who: str, function: Callable, named: dict) -> Any:
@@ -183,7 +183,7 @@ def handed_over(functions: Mapping[str, Callable]) -> Iterator[None]:
 
 
 def from_python(name: str) -> Callable | None:
-    """What a Python program has handed over by this name."""
+    """The function that a Python program has handed over by this name."""
     return _given.get(name)
 
 

@@ -106,13 +106,6 @@ class Needs:
     def __init__(self, url): ...
     def reset(self): ...
 
-class Meta(type):
-    def __dir__(cls):
-        raise RuntimeError("secret")
-
-class Hidden(metaclass=Meta):
-    def reset(self): ...
-
 def make_shop():
     return Shop(7)
 
@@ -232,7 +225,6 @@ def test_builtin_ones_are_found_by_name(monkeypatch):
     ("Raises", r"Raises: its constructor raised KeyError: 'no server' \(shop.py line \d+\); fix"),
     ("Exits", r"Exits: its constructor raised SystemExit: 3 \(shop.py"),
     ("Needs", r"needs url; give environment.options '\{url: ...\}'"),
-    ("Hidden", "Hidden cannot be read: RuntimeError: secret"),
     ("number", "has no number that can be called"), ("Shpo", r"has no Shpo .*Shop, Game.*did you mean Shop")])
 def test_a_class_that_is_no_environment_is_one_line(path, name, says):
     with pytest.raises(UserError, match=says) as refused:

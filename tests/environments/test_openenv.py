@@ -172,7 +172,7 @@ BAD = [
     (b"no json", "Expecting value"), ([1], r"answered \[1\]"), ({"observation": "x"}, "answered"),
     ({"observation": {}, "done": "no"}, "answered"), ({"observation": {}, "reward": "1"}, "reward '1'"),
     ({"observation": {}, "reward": float("nan")}, "reward nan"), (result("x" * 3000), "more than 2000 bytes"),
-    (b"[" * 1900, "recursion|nested|Expecting"), (b"\xff", "decode"), (lambda: time.sleep(1), "timed out|no answer"),
+    (b"\xff", "decode"), (lambda: time.sleep(1), "timed out|no answer"),
 ]
 
 

@@ -80,7 +80,7 @@ class OpenEnv:
         """The server's answer to a reset or a step. Raises _Refused, or UserError for a server that does not answer."""
         try:
             answer = loads(self._by_socket(what, data) if self.transport == "websocket" else self._by_post(what, data))
-        except (OSError, HTTPException, ValueError, RecursionError) as error:
+        except (OSError, HTTPException, ValueError) as error:
             self._drop()
             reason = " ".join(str(error).split()) or type(error).__name__
             raise self._failure(f"{reason:.300}; fix the url or the server") from error

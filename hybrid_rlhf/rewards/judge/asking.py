@@ -201,7 +201,7 @@ class AnswerCache:
             try:
                 row = json.loads(line)
                 self._known[row["key"]] = row["reply"]
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError):
                 self.num_unreadable += 1  # the last one of a process that was killed, or someone's edit
         if text and not text.endswith(b"\n"):
             with open(path, "ab") as file:

@@ -72,7 +72,7 @@ class Prompter:
 
         try:
             return _compiled(text).render(values).strip()
-        except (TemplateError, TypeError, ArithmeticError, RecursionError) as error:
+        except (TemplateError, TypeError, ArithmeticError) as error:
             raise UserError(f"{self.source}: {' '.join(str(error).split())[:200]}; fix the template") from error
 
 

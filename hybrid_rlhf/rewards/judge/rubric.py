@@ -59,7 +59,7 @@ def read_rubric(given: Mapping | str | None) -> Rubric:
         raise UserError(f"{where} does not exist; give a YAML file with items, or the items themselves") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where} cannot be read ({error}); give another file") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where} is not valid YAML ({_fault(error)}); fix it (a text with ? or : in it needs "
                         "quotes)") from error
     check(isinstance(found, Mapping), f"{where}: a mapping with items is needed, found {type(found).__name__}")
