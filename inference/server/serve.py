@@ -128,7 +128,14 @@ def run(argv: list[str] | None) -> int:
     limits = Limits(options.max_queue, options.max_new_tokens, options.max_prompt_tokens, options.max_body_bytes,
                     options.request_timeout)
     app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
-    server = uvicorn.Server(uvicorn.Config(
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().shutdown(sockets)
+            if self.force_exit:  # at a second signal uvicorn skips the application's end: the worker would be left
+                await self.lifespan.shutdown()
+
+    server = Server(uvicorn.Config(
         app, http="h11", ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
         limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=5, timeout_graceful_shutdown=STOP_SECONDS))
     taken.listen(1024)  # a client that reads the next line and connects at once is accepted
