@@ -106,7 +106,8 @@ def run(argv: list[str] | None) -> int:
     taken = listening(options.host, options.port, options.api_key is not None)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        import uvicorn
+        from uvicorn import Config
+        from uvicorn import Server as UvicornServer
 
         from hybrid_rlhf.inference.server.app import Limits, make_app
     except ImportError as error:
@@ -129,13 +130,13 @@ def run(argv: list[str] | None) -> int:
                     options.request_timeout)
     app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
 
-    class Server(uvicorn.Server):
+    class OrderlyServer(UvicornServer):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             await super().shutdown(sockets)
             if self.force_exit:  # at a second signal uvicorn skips the application's end: the worker would be left
                 await self.lifespan.shutdown()
 
-    server = Server(uvicorn.Config(
+    server = OrderlyServer(Config(
         app, http="h11", ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
         limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=5, timeout_graceful_shutdown=STOP_SECONDS))
     taken.listen(1024)  # a client that reads the next line and connects at once is accepted
