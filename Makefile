@@ -72,7 +72,7 @@ evening: $(STAMP)
 crash: $(STAMP)
 	$(BIN)/python -m tests.crash.thirty --markdown docs/results/crash.md
 
-# Faults and bad input from outside, some 100 tries on tiny models: docs/results/faults.md. Under ten minutes.
+# Faults and bad input from outside, some 110 tries on tiny models: docs/results/faults.md. Under ten minutes.
 .PHONY: faults
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py --page docs/results/faults.md

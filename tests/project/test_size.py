@@ -34,7 +34,7 @@ BUDGET = {  # folder: lines, files
     "training": (5482, 35),
     "inference": (3655, 27),
     "tests": (64576, 463),
-    "benchmarks": (7398, 51),
+    "benchmarks": (7402, 51),
     ENTRY_POINTS: (1157, 8),
 }
 
