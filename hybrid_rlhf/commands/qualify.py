@@ -95,7 +95,7 @@ def in_child(task: Task) -> Iterator[Row]:
             count += 1
         yield (task.row("the rest of it", State.SKIPPED, NO_TIME) if task.is_last else
                task.row("all of it", State.FAILED, f"stopped: not done after {time.monotonic() - began:.0f} s"))
-    except EOFError:
+    except (EOFError, OSError):  # OSError: it died while it sent
         child.join()
         code = child.exitcode or 0
         if code or not count:
@@ -104,7 +104,7 @@ def in_child(task: Task) -> Iterator[Row]:
                                                       "the log says more")
     finally:
         with suppress(ProcessLookupError):  # of its group: it starts processes too
-            os.killpg(child.pid or 0, signal.SIGKILL)
+            os.killpg(child.pid, signal.SIGKILL)
         child.kill()
         child.join()
 

@@ -14,8 +14,8 @@ from hybrid_rlhf.core import nvidia
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.kernels import reference
-from hybrid_rlhf.kernels.fusions import find_fusions
-from hybrid_rlhf.kernels.ops import Ops
+from hybrid_rlhf.kernels.fusions import are_close
+from hybrid_rlhf.kernels.ops import Fused, Ops
 from hybrid_rlhf.models import quantize
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, random_model
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
@@ -23,11 +23,14 @@ from hybrid_rlhf.models.lora import LoraConfig, add_lora
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Largest difference of attention's outputs, which are of size about 1, from the definition.
 ATTENTION_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+# Of fused operations and their gradients, as a share of a tensor's largest number (both sides round).
+FUSED_BOUNDS = {torch.float32: 5e-5, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 LOGPROB_BOUND = 1e-5
 # Query heads, key heads, head size.
 HEADS = ((32, 8, 64), (12, 12, 64), (32, 8, 128), (14, 2, 64), (6, 2, 80), (6, 2, 96), (6, 2, 112), (8, 4, 256))
 DRAWS = ({}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05},
          {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "temperature": 1.3})
+DEFINITIONS = Fused(reference.rms_norm, reference.gated, reference.rotary)
 # A sampled token's log-probability in 16 bits beside that of the training forward: mean and largest difference.
 MEAN_DRIFT, MOST_DRIFT = 0.02, 0.3
 # Weights are drawn on the processor, so that every card gets the same: along the tokens that are compared, the two
@@ -86,8 +89,8 @@ def _draw(task: Task, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 def _attention(task: Task, ops: Ops, dtype: torch.dtype) -> Result:
     faults, worst, bound = [], 0.0, ATTENTION_BOUNDS[dtype]
     shapes = HEADS[:2] if task.is_dry else HEADS
-    for shape in (shapes[0], *shapes):  # the first twice: with a mask, a soft cap and sinks too
-        gap = _attention_gap(task, ops, dtype, shape, has_options=worst == 0.0)
+    for i, shape in enumerate((shapes[0], *shapes)):  # the first twice: with a mask, a soft cap and sinks too
+        gap = _attention_gap(task, ops, dtype, shape, has_options=i == 0)
         worst = max(worst, gap)
         if not gap <= bound:
             faults.append(f"{shape[0]} heads of {shape[2]} differ by {gap:.2g}, and rounding is at most {bound:.2g}")
@@ -145,14 +148,33 @@ def _sampling(task: Task, ops: Ops) -> Result:
 
 
 def _fused(task: Task, ops: Ops, dtype: torch.dtype) -> Result:
-    """Norms, gated MLPs and rotary positions of a Llama: those that agree with its own code are the ones in use."""
+    """Norm, gate and rotary positions beside their definitions, results and gradients."""
     if ops.fused is None:
         return State.NOTE, "none on this device; the models' own code runs"
-    model = random_model("llama", _shape(task, "Llama"), 0, dtype).to(task.device)
-    counts = find_fusions(model, ops.fused).counts
-    faults = [f"{text}: results or gradients differ from the model's own code" for name, text in
-              (("rms_norm", "norm"), ("gated", "gate"), ("rotary", "rotary positions")) if not counts.get(name)]
+    width, faults = 64 if task.is_dry else 2048, []
+    x, weight, gate = _draw(task, dtype, 3, 7, width), _draw(task, dtype, width), _draw(task, dtype, 3, 7, width)
+    heads = [_draw(task, dtype, 2, count, 7, 64) for count in (4, 2)]
+    angles = [_draw(task, dtype, 2, 7, 64, seed=i) for i in (1, 2)]
+    cases: dict[str, tuple[Callable, list[Tensor]]] = {
+        "norm": (lambda by, x, w: by.rms_norm(x, w, 1e-5), [x, weight]),
+        "gate": (lambda by, x, g: by.gated(g, x), [x, gate]),
+        "rotary positions": (lambda by, q, k: by.rotary(q, k, *angles), heads)}
+    for name, (call, inputs) in cases.items():
+        ours, want = (_with_gradients(partial(call, by), inputs) for by in (ops.fused, DEFINITIONS))
+        if not are_close(want, ours, FUSED_BOUNDS[dtype]):
+            gap = max(float((a.float() - b.float()).abs().max()) for a, b in zip(ours, want, strict=True))
+            faults.append(f"{name}: results or gradients differ by up to {gap:.2g}")
     return _judged(faults, "norm, gate and rotary positions, with gradients")
+
+
+def _with_gradients(call: Callable, inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Results of a call, and the gradients of a weighted sum of them."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    results = call(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    total = torch.stack([(r.float() * torch.linspace(-1, 1, r.numel(), device=r.device).view(r.shape)).sum()
+                         for r in results]).sum()
+    return (*(r.detach() for r in results), *torch.autograd.grad(total, leaves))
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import math
@@ -284,6 +285,7 @@ def make_inputs(task: Task, name: str, sizes: Sizes) -> Path:
             tokenizer.save_pretrained(made)
             made.rename(folder)
         del model
+        gc.collect()  # the model may stand in a circle of references, and holds gigabytes of the card
         if task.device.type == "cuda":
             torch.cuda.empty_cache()
     tokenizer, random = load_tokenizer(str(folder)), torch.Generator().manual_seed(2)

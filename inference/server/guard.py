@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,7 @@ from hybrid_rlhf.core.loopback import is_loopback
 from hybrid_rlhf.inference.server.protocol import ApiError
 
 MAX_CONNECTIONS = 512  # uvicorn answers 503 beyond them
+BODY_SECONDS, DRAIN_SECONDS, DRAIN_BYTES = 30.0, 2.0, 2**24  # for a body; for the rest of one that is too large
 
 
 class Guard:
@@ -50,7 +52,7 @@ class Guard:
                     raise ApiError(403, f"{name} is not this machine; start the server with an API key for others")
         elif path.startswith(("/v1", "/score")):  # the page and /health hold nothing that is anyone's
             kind, _, key = headers.get("authorization", "").partition(" ")
-            digest = _digest(key.strip().encode("latin-1"))
+            digest = _digest(key.strip(" \t").encode("latin-1"))
             if kind.lower() != "bearer" or not hmac.compare_digest(digest, self._digest):
                 raise ApiError(401, "the API key is missing or wrong (Authorization: Bearer KEY); "
                                     "send the key that the server was started with", code="invalid_api_key")
@@ -59,16 +61,23 @@ class Guard:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a form or plain text is what a foreign web page may send unasked
             raise ApiError(415, "the body must be JSON (Content-Type: application/json)")
+        declared = headers.get("content-length", "")
+        is_large = declared.isdigit() and int(declared) > self._max_bytes
         body, size, has_more = bytearray(), 0, True
-        # What is too large is read on for a while: its sender would see a broken connection and not the answer.
-        while has_more and size <= 16 * max(self._max_bytes, 2**20):
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ApiError(400, "the client has left")
-            size, has_more = size + len(message.get("body", b"")), message.get("more_body", False)
-            if size <= self._max_bytes:
-                body += message.get("body", b"")
-        if size > self._max_bytes:
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS if is_large else BODY_SECONDS):
+                # What is too large is read on for a while: its sender would see a broken connection and not the answer.
+                while has_more and size <= self._max_bytes + DRAIN_BYTES:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "the client has left")
+                    size, has_more = size + len(message.get("body", b"")), message.get("more_body", False)
+                    if size <= self._max_bytes:
+                        body += message.get("body", b"")
+        except TimeoutError:
+            if not is_large:
+                raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+        if is_large or size > self._max_bytes:
             raise ApiError(413, f"the body is larger than {self._max_bytes} bytes; "
                                 "send less, or start the server with a larger --max_body_bytes",
                            code="request_too_large")

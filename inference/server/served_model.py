@@ -147,6 +147,6 @@ class Served:
     def _note_unread(self, messages: Sequence[dict]) -> None:
         """Log, once, variables of a request that the chat template does not read."""
         for name in split_kwargs(self.encoder, messages[0].get(KWARGS) or {})[1]:
-            if name not in self.unread:
+            if name not in self.unread and len(self.unread) < 100:  # the names are the client's
                 self.unread.add(name)
                 _log.warning("%s: its chat template does not read %s of chat_template_kwargs", self.name, name[:100])

@@ -18,6 +18,7 @@ from hybrid_rlhf.commands.qualify_page import WRONG, Row, State, Task
 from hybrid_rlhf.commands.qualify_speed import card_rates
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.kernels import reference
+from hybrid_rlhf.kernels.ops import Fused
 from hybrid_rlhf.memory_plan.amounts import Cards
 from hybrid_rlhf.memory_plan.calibration import Calibration, read_calibration, read_rates
 from hybrid_rlhf.memory_plan.plan import Line, Plan
@@ -166,6 +167,18 @@ def test_a_sampler_that_draws_other_tokens_is_found(task, kernels_only, monkeypa
     monkeypatch.setattr(kernels, "ops_for", lambda _device: right._replace(sample=sample))
     found = dict(wrong(PARTS["equality"].run(task)))
     assert "300 words with no limits: 33 of 33 tokens are others" in found["sampling"]
+
+
+def test_a_norm_that_leaves_out_its_weight_is_found_by_how_much_it_differs(task, kernels_only, monkeypatch):
+    def unweighted(x, weight, eps):
+        return reference.rms_norm(x, 1 + 0 * weight, eps)
+
+    right = kernels.ops_for("cpu")
+    fused = Fused(unweighted, reference.gated, reference.rotary)
+    monkeypatch.setattr(kernels, "ops_for", lambda _device: right._replace(fused=fused))
+    rows = dict(wrong(PARTS["equality"].run(task)))
+    assert "norm: results or gradients differ by up to " in rows["fused operations, fp32"]
+    assert "gate" not in rows["fused operations, fp32"]
 
 
 def test_a_check_that_raises_is_a_row_and_the_others_go_on(task, kernels_only, monkeypatch):

@@ -20,7 +20,7 @@ from hybrid_rlhf.data import chat as encoding
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.inference.scorer import Scorer
-from hybrid_rlhf.inference.server import replies, worker
+from hybrid_rlhf.inference.server import guard, replies, worker
 from hybrid_rlhf.inference.server.protocol import ApiError, read_chat
 from hybrid_rlhf.inference.server.served_model import Limits, Prompt
 from hybrid_rlhf.inference.server.worker import Job, ModelQueue, Worker
@@ -94,6 +94,9 @@ def test_a_whole_answer_is_dropped_too_when_its_client_leaves_or_its_time_is_up(
 
 MALFORMED = {
     "no words": b"garbage\r\n\r\n", "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n",
+    "a bad chunk": b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                   b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
     "two lengths": b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
     "headers without end": b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20_000,
 }
@@ -109,6 +112,17 @@ def test_what_is_no_http_is_refused_and_logs_no_traceback(endless, capfd):
         stream.sendall(b"garbage in the midst\r\n\r\n")
         assert b"[DONE]" in _rest(stream)
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("length", "status"), [(10**12, 413), (1000, 408)])
+def test_a_body_that_does_not_come_is_answered_in_time(endless, monkeypatch, length, status):
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(guard, "DRAIN_SECONDS", 0.3)
+    with running({"a": endless}) as served, socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.settimeout(10)
+        connection.sendall(b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                           b"Content-Length: %d\r\n\r\n{" % length)
+        assert f"HTTP/1.1 {status}".encode() in _rest(connection)
 
 
 def _rest(connection: socket.socket) -> bytes:
