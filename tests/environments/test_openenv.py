@@ -35,7 +35,10 @@ def accepted(key: str) -> bytes:
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Says what `answers` holds, in turn: what is encoded as JSON, bytes as they are, (status, body), or a function."""
+    """Says what `answers` holds, in turn: what is encoded as JSON, bytes as they are, (status, body), or a function.
+
+    Over a WebSocket a tuple holds frames, sent a tenth of a second apart.
+    """
 
     protocol_version = "HTTP/1.1"
 
@@ -69,6 +72,11 @@ class Stub(BaseHTTPRequestHandler):
             answer = answer() if callable(answer) else answer
             if answer is None:
                 return
+            if isinstance(answer, tuple):
+                for part in answer:
+                    self.wfile.write(part)
+                    time.sleep(0.1)
+                return
             data = answer if isinstance(answer, dict) and "type" in answer else {"type": "observation", "data": answer}
             self.wfile.write(answer if isinstance(answer, bytes) else frame(1, json.dumps(data).encode()))
 
@@ -82,6 +90,9 @@ class Stub(BaseHTTPRequestHandler):
             size = int.from_bytes(self.rfile.read(2 if size == 126 else 8), "big")
         mask, data = self.rfile.read(4), self.rfile.read(size)
         data = bytes(b ^ mask[i % 4] for i, b in enumerate(data))
+        if head[0] & 15 == 10:
+            self.server.stub.pongs.append(data)
+            return self._said()
         return data.decode() if head[0] & 15 == 1 else None
 
     def log_message(self, *_):
@@ -90,7 +101,7 @@ class Stub(BaseHTTPRequestHandler):
 
 class Service:
     def __init__(self):
-        self.answers, self.asked = [], []
+        self.answers, self.asked, self.pongs = [], [], []
         self.sessions, self.refuses = 0, False
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
         self.server.daemon_threads, self.server.stub = True, self
@@ -158,6 +169,24 @@ def test_a_message_that_is_the_action(service):
     assert len(service.asked) == 2
 
 
+def test_pings_and_answers_in_parts(service, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the session goes to the server, not by way of a proxy
+    text = json.dumps({"type": "observation", "data": result("whole")}).encode()
+    service.answers = [frame(9, b"are you there") + frame(1, text[:7], False) + frame(9, b"") + frame(0, text[7:]),
+                       result("again")]
+    environment = service.environment()
+    assert say(environment, "x")[0] == user("whole") and say(environment, "x")[0] == user("again")
+    assert service.pongs == [b"are you there", b""]
+
+
+def test_a_step_that_hangs_ends_within_its_timeout_though_the_server_pings(service):
+    service.answers = [(frame(9, b""),) * 40]
+    began = time.monotonic()
+    with pytest.raises(UserError, match="timed out"):
+        say(service.environment(timeout=0.5), "x")
+    assert time.monotonic() - began < 3
+
+
 def test_a_session_that_has_gone_is_opened_again_for_a_new_episode_and_not_within_one(service):
     service.answers = [result("one"), None, result("two"), None]
     environment = service.environment()
@@ -200,10 +229,11 @@ def test_a_status_that_is_no_success_is_one_line(service, answer, message):
 
 @pytest.mark.parametrize("answer, message", [
     ({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}, "full; fix the server .or its bound"),
-    ({"type": "error"}, "error"), (frame(8, b"\x03\xe8bye"), "closed the connection"),
+    ({"type": "error"}, "error"), (frame(8, b"\x03\xe8bye"), "closed the connection bye"),
     ({"type": "error", "data": {"message": "no",
     "code": "EXECUTION_ERROR"}}, "refused an action: no; fix action_field"),
     (frame(1, b"a" * 600_000, False) + frame(0, b"a" * 600_000), "more than 1000000"),
+    (frame(1, "\u20ac".encode() * 400_000), "more than 1000000 bytes"),
 ])
 def test_a_session_that_fails_is_one_line(service, answer, message):
     service.answers = [answer]

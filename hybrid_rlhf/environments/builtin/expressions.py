@@ -18,6 +18,7 @@ MAX_CODE_CHARS = 2000
 MAX_STEPS = 500_000  # nodes visited and parts of values made or read; about a second
 MAX_SIZE = 10_000  # parts of one value: characters, items, the items' own parts, 16 numbers of a range
 MAX_BITS = 10_000  # of an integer; Python writes 4300 digits at most
+MAX_RANGE_END = 2**62  # so that a range's numbers are small ones
 _SIGNS = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"})  # as people write them
 _DECIMAL = re.compile(r"[0-9][0-9_]*|[0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]{1,3})?")
 _CALCULATOR_SYNTAX = "+ - * / // % ** and parentheses"
@@ -192,6 +193,8 @@ class _Evaluation:
                 value = self.value_of(body if self.value_of(test, names) else other, names)
             case ast.Slice(lower=lower, upper=upper, step=step):
                 value = slice(*(end and self.value_of(end, names) for end in (lower, upper, step)))
+            case ast.Subscript(value=ast.Name(id=name), slice=index) if name in names:
+                value = names[name][self.value_of(index, names)]  # its other items are not read, and not charged
             case ast.Subscript(value=owner, slice=index):
                 value = self.value_of(owner, names)[self.value_of(index, names)]
             case ast.ListComp(elt=item) | ast.GeneratorExp(elt=item):
@@ -201,8 +204,9 @@ class _Evaluation:
             case ast.DictComp(key=key, value=item):
                 value = {self.value_of(key, inner): self.value_of(item, inner)
                          for inner in self._passes(node.generators, names)}
-            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=nodes, keywords=[]):
-                value = _call_method(self.value_of(owner, names), name, self._values(nodes, names))
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=nodes, keywords=keywords):
+                options = {keyword.arg: self.value_of(keyword.value, names) for keyword in keywords}
+                value = _call_method(self.value_of(owner, names), name, self._values(nodes, names), options)
             case ast.Call(func=ast.Name(id=name)) if name in FUNCTIONS and name not in names:
                 value = self._call_function(name, node, names)
             case ast.Call(func=function):
@@ -225,6 +229,9 @@ class _Evaluation:
         left = self.value_of(node.left, names)
         for sign, operand in zip(node.ops, node.comparators, strict=True):
             right = self.value_of(operand, names)
+            if isinstance(sign, ast.Is | ast.IsNot) and not any(
+                    value is None or isinstance(value, bool) for value in (left, right)):
+                raise Refused("is: only for None, True and False; use ==")
             if not _COMPARE[type(sign)](left, right):
                 return False
             left = right
@@ -245,12 +252,28 @@ class _Evaluation:
 
     def _call_function(self, name: str, node: ast.Call, names: dict[str, Value]) -> Value:
         values = self._values(node.args, names)
-        options: dict[Any, Value] = {}
-        for keyword in node.keywords:
-            is_function = keyword.arg == "key" and isinstance(keyword.value, ast.Name)
-            options[keyword.arg] = FUNCTIONS[keyword.value.id] if is_function else self.value_of(  # type: ignore[attr-defined]  # a Name
-                keyword.value, names)
-        return FUNCTIONS[name](*(values if name == "str" else map(_in_order, values)), **options)
+        has_key = name in ("max", "min", "sorted")
+        options: dict[Any, Value] = {
+            each.arg: _key(each.value) if each.arg == "key" and has_key else self.value_of(each.value, names)
+            for each in node.keywords}
+        num_in_ranges = sum(len(value) for value in values if isinstance(value, range))
+        self._charge(num_in_ranges)
+        if name in ("enumerate", "list", "reversed", "set", "sorted", "tuple"):
+            _check_size(num_in_ranges)
+        compares_values = name in ("max", "min") and len(values) > 1
+        if name != "str" and not compares_values:
+            values = [_in_order(value) for value in values]
+        return FUNCTIONS[name](*values, **options)
+
+
+def _key(node: ast.expr) -> Callable | None:
+    """The function that a key= names."""
+    match node:
+        case ast.Constant(value=None):
+            return None
+        case ast.Name(id=name) if name in _KEYS:
+            return FUNCTIONS[name]
+    raise Refused(f"key must be one of {', '.join(_KEYS)}")
 
 
 def _bound(target: ast.expr, value: Value) -> dict[str, Value]:
@@ -265,18 +288,21 @@ def _bound(target: ast.expr, value: Value) -> dict[str, Value]:
             raise Refused("a loop's variables must be names")
 
 
-def _call_method(owner: Value, name: str, values: list[Value]) -> Value:
+def _call_method(owner: Value, name: str, values: list[Value], options: dict[Any, Value]) -> Value:
     known = _METHODS.get(type(owner), "").split()
     if name not in known:
         raise Refused(f"{type(owner).__name__} has no method {name} here; there are {', '.join(known) or 'none'}")
+    _check_size(sum(len(value) for value in values if isinstance(value, range)))  # union() makes all of their numbers
+    if name == "join":
+        values = [_in_order(value) for value in values]
     match name, values:  # those whose result may be far larger than what they are given
         case ("center" | "ljust" | "rjust" | "zfill"), [int(width), *_]:
             _check_size(width)
         case "replace", [str(old), str(new), *_]:
             _check_size(owner.count(old) * len(new))
-        case "join", [list() | tuple() | str() as parts]:
+        case "join", [list() | tuple() | str() | dict() as parts]:
             _check_size(len(owner) * len(parts))
-    value = getattr(owner, name)(*map(_in_order, values))
+    value = getattr(owner, name)(*values, **options)
     return list(value) if name in ("items", "keys", "values") else value
 
 
@@ -287,7 +313,7 @@ def _check_growth(sign: ast.operator, left: Value, right: Value) -> None:
             raise Refused("formatting with % is not available")
         case (ast.Mult(), (str() | list() | tuple()) as values, int(count)) | (
                 ast.Mult(), int(count), (str() | list() | tuple()) as values):
-            _check_size(_size_of(values) * count)
+            _check_size((_size_of(values) - 1) * count)
         case ast.Pow(), int(), int() if abs(left) > 1:
             _check_bits((abs(left).bit_length() - 1) * right)
         case ast.LShift(), int(), int() if left:
@@ -305,6 +331,8 @@ def _size_of(value: Value) -> int:
         case str():
             size = 1 + len(value)
         case range():
+            if max(map(abs, (value.start, value.stop, value.step))) > MAX_RANGE_END:
+                raise Refused("too large: a range's numbers have at most 62 bits")
             size = 1 + len(value) // 16
         case list() | tuple() | set():
             size = 1 + sum(map(_size_of, value))
@@ -330,10 +358,11 @@ def _in_order(value: Value) -> Value:
     """A set as a list, in an order that does not depend on hashes; any other value as it is."""
     if not isinstance(value, set):
         return value
+    by_text = sorted(value, key=repr)  # nan is neither less nor more
     try:
-        return sorted(value)
+        return sorted(by_text)
     except TypeError:
-        return sorted(value, key=repr)
+        return by_text
 
 
 def _as_written(value: Value) -> str:
@@ -360,12 +389,28 @@ def _round(number: Value, ndigits: Value = None) -> Value:
     return round(number, ndigits)
 
 
+def _enumerate(values: Value, start: Value = 0) -> Value:
+    _check_size(len(values) * _size_of(start))
+    return list(enumerate(values, start))
+
+
+def _sum(values: Value, start: Value = 0) -> Value:
+    if not isinstance(start, (int, float)):  # of lists it would take quadratic time
+        raise Refused("sum: only numbers can be added up")
+    return sum(values, start)
+
+
+def _zip(*values: Value, strict: bool = False) -> Value:
+    _check_size(min(map(len, values), default=0) * len(values))
+    return list(zip(*values, strict=strict))
+
+
 FUNCTIONS: dict[str, Callable] = {
     "abs": abs, "all": all, "any": any, "bool": bool, "chr": chr, "dict": dict, "divmod": divmod,
-    "enumerate": lambda values, start=0: list(enumerate(values, start)), "float": float, "int": int, "len": len,
-    "list": list, "max": max, "min": min, "ord": ord, "range": range, "reversed": lambda values: list(values)[::-1],
-    "round": _round, "set": set, "sorted": sorted, "str": _text, "sum": sum, "tuple": tuple,
-    "zip": lambda *values, strict=False: list(zip(*values, strict=strict))}
+    "enumerate": _enumerate, "float": float, "int": int, "len": len, "list": list, "max": max, "min": min, "ord": ord,
+    "range": range, "reversed": lambda values: list(values)[::-1], "round": _round, "set": set, "sorted": sorted,
+    "str": _text, "sum": _sum, "tuple": tuple, "zip": _zip}
+_KEYS = ("abs", "float", "int", "len", "max", "min", "str", "sum")  # whose result is no larger than a part of a value
 _METHODS: dict[type, str] = {  # those that change nothing
     str: "capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit islower "
          "isnumeric isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace rfind "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
@@ -98,15 +99,22 @@ class OpenEnv:
     def _by_socket(self, what: str, data: dict) -> str:
         import websocket
 
-        was_open = self._socket is not None
+        was_open, deadline = self._socket is not None, time.monotonic() + self.timeout
         try:
             if self._socket is None:
                 address = "ws" + self.url.removeprefix("http") if self.url.startswith("http") else self.url
-                self._socket = websocket.create_connection(f"{address.rstrip('/')}/ws", self.timeout)
+                # A host and no_proxy together make it ignore the variable http_proxy.
+                no_proxy: dict[str, Any] = {"http_proxy_host": "none", "http_no_proxy": ["*"]}
+                self._socket = websocket.create_connection(f"{address.rstrip('/')}/ws", self.timeout, **no_proxy)
+            self._socket.settimeout(self.timeout)
             self._socket.send(to_json({"type": what, "data": data}))
-            text = self._socket.recv()
-            if not text:
-                raise ConnectionResetError("the server closed the connection")
+            kind, content = websocket.ABNF.OPCODE_PING, b""
+            while kind in (websocket.ABNF.OPCODE_PING, websocket.ABNF.OPCODE_PONG):
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.01))
+                kind, content = self._socket.recv_data(control_frame=True)
+            if kind == websocket.ABNF.OPCODE_CLOSE:
+                reason = content[2:].decode("utf-8", "replace")
+                raise ConnectionResetError(f"the server closed the connection {reason}".rstrip())
         except (OSError, websocket.WebSocketException) as error:
             self._drop()
             if what == "reset" and was_open:  # a session that idled too long is opened again for a new episode
@@ -115,9 +123,9 @@ class OpenEnv:
                 raise ConnectionError(f"no WebSocket there (status {error.status_code}); a server without sessions "
                                       "needs transport http") from error
             raise ConnectionError(str(error)) from error
-        if len(text) > self.max_bytes:
+        if len(content) > self.max_bytes:
             raise ValueError(f"an answer of more than {self.max_bytes} bytes")
-        return text
+        return content.decode()
 
     def _drop(self) -> None:
         if self._socket is not None:
