@@ -41,7 +41,7 @@ class SampleFile:
                                        "it, or give another --output")
                 else:
                     self.known[int(row["number"])] = ([str(text) for text in row["responses"]], int(row["cut"]))
-            except (ValueError, LookupError, TypeError, RecursionError, AttributeError):
+            except (ValueError, LookupError, TypeError, AttributeError):
                 break
             end += len(line)
         check(end > 0 or not text.strip() or b"\n" not in text,

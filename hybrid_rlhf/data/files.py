@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.host_memory import free_host_bytes
+from hybrid_rlhf.core.strict_json import loads, why
 
 Rows = list[dict]
 MAX_START = 2**25  # bytes of a file that is read whole only to show some of its rows
@@ -36,11 +37,17 @@ def read_file(path: str | Path) -> Rows:
     file and line for anything else.
     """
     with _readable(path), _unpacked(path) as source:
-        size, free = Path(path).stat().st_size, free_host_bytes()
-        check(free is None or size * _TIMES <= free,
-              f"{path} has {size:,} bytes, more than 1/{_TIMES} of the free memory, which its rows may fill; free "
-              "some, or give the rows in parts or as parquet")
-        data = source.read()
+        size, free, pieces = Path(path).stat().st_size, free_host_bytes(), []
+        while True:
+            check(free is None or size * _TIMES <= free,
+                  f"{path} has {size:,} bytes or more, over 1/{_TIMES} of the free memory, which its rows may fill; "
+                  "free some, or give the rows in parts or as parquet")
+            piece = source.read(2**20)
+            if not piece:
+                break
+            pieces.append(piece)
+            size = max(size, 2**20 * len(pieces))  # of a packed file what has come out of it so far
+        data = b"".join(pieces)
     rows = list(PARSERS[kind_of(path)](_text(data, path), path))
     check(bool(rows), f"{path} is empty: no row in it; give a file with rows")
     return rows
@@ -73,7 +80,7 @@ def _first_objects(text: str, path: str | Path, count: int) -> Rows:
             row, end = json.JSONDecoder().raw_decode(text, place)
         except ValueError as error:
             raise UserError(f"{path} item {len(rows) + 1}: not valid JSON, or longer than {_SHOWN:,} bytes "
-                            f"({_why(error)}); fix it, or give jsonl") from error
+                            f"({why(error)}); fix it, or give jsonl") from error
         check(isinstance(row, dict), f"{path} item {len(rows) + 1}: a JSON object is needed, found {_kind(row)}")
         rows.append(row)
         separator = re.compile(r"[ \t\r\n,]*").match(text, end)
@@ -132,9 +139,9 @@ def _parse_jsonl(text: str, path: str | Path) -> Rows:
 
 def _object(text: str, where: str) -> dict:
     try:
-        value = json.loads(text)
+        value = loads(text)
     except ValueError as error:
-        raise UserError(f"{where}: not valid JSON ({_why(error)}); fix that line") from error
+        raise UserError(f"{where}: not valid JSON ({why(error)}); fix that line") from error
     check(isinstance(value, dict), f"{where}: a JSON object is needed, found {_kind(value)}")
     return value
 
@@ -143,12 +150,12 @@ def _parse_json(text: str, path: str | Path) -> Rows:
     if not text.strip():
         return []
     try:
-        value = json.loads(text)
+        value = loads(text)
     except ValueError as error:
         if str(error).startswith("Extra data") and _is_object(text.lstrip().split("\n", 1)[0]):
             return _parse_jsonl(text, path)  # many people call their jsonl .json
         line = f" line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{path}{line}: not valid JSON ({_why(error)}); fix it there, or give jsonl") from error
+        raise UserError(f"{path}{line}: not valid JSON ({why(error)}); fix it there, or give jsonl") from error
     if isinstance(value, dict):
         value = _from_object(value)
     check(isinstance(value, list), f"{path}: a list of JSON objects is needed, found {_kind(value)}")
@@ -170,13 +177,9 @@ def _from_object(value: dict) -> object:
 
 def _is_object(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(loads(line), dict)
     except ValueError:
         return False
-
-
-def _why(error: Exception) -> str:
-    return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else "a number too long"
 
 
 def _kind(value: object) -> str:

@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data import sources
 from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.loader import is_held_out, split_key
@@ -219,7 +220,7 @@ def _of_value(value: object, column: str) -> list[str | None]:
         return []
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            parsed = json.loads(value)
+            parsed = loads(value)
         except ValueError:
             return [value]
         return _of_value(parsed, column) if isinstance(parsed, list) else [value]

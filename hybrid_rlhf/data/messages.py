@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 
+from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data.turns import SkipRow, Text
 from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
 
@@ -47,7 +48,7 @@ def parsed_messages(text: str, column: str, is_answer: bool = False) -> list[dic
     if not text.lstrip().startswith(("[", "{")):
         return None
     try:
-        rows = json.loads(text)
+        rows = loads(text)
     except ValueError:
         if column in _OFTEN_MESSAGES and re.fullmatch(
                 r"\s*\[\s*\{\s*'(role|from|content|value)':.*\}\s*\]\s*", text, re.DOTALL):
@@ -276,6 +277,6 @@ def _wrapped(value: dict) -> dict:
 def _parsed(value: object) -> object:
     """What the JSON text says; text that is none, and any other value, as it is."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return loads(value) if isinstance(value, str) else value
     except ValueError:
         return value

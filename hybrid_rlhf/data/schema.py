@@ -7,7 +7,6 @@ meant to be run together, become messages. What a row asks is read by question.p
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from itertools import islice, product
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.messages import (
     WITH_MEDIA,
@@ -242,7 +242,7 @@ def _sequence(value: object, column: str) -> list:
     """A list; from a csv, the JSON text of one."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = loads(value)
         except ValueError:
             raise ValueError(f"{column} must be a list, not {value!r:.40}") from None
     if not isinstance(value, list):

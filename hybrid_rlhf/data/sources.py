@@ -66,6 +66,7 @@ class Reads(NamedTuple):
     share: int
 
 
+MAX_ENTRIES = 10_000  # of a folder of which some rows are shown, in the studio while its path is typed
 Named = Source | str | PurePath | Mapping  # one source, as a user may name it
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "path": ((str, PurePath), "text"), "name": ((str,), "text or null"), "split": ((str,), "text"),
@@ -95,8 +96,9 @@ def _source(item: object, option: str) -> Source:
     for key, value in item.items():
         check(key in known, f"unknown key {key} in {option}{nearest(str(key), known)}; its keys are {', '.join(known)}")
         types, description = _KINDS[key]
-        check(isinstance(value, types) or (value is None and key != "path"),
-              f"{option}: {key} is {value!r:.60}; it must be {description}")
+        names = (*value, *value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        check((isinstance(value, types) and all(isinstance(name, str) for name in names))
+              or (value is None and key != "path"), f"{option}: {key} is {value!r:.60}; it must be {description}")
     check("path" in item, f"{option}: {dict(item)} has no path; give a file, a folder, a hub id or demo/<name>")
     values = {key: value for key, value in item.items() if value is not None}
     return Source(**values | {"path": str(values["path"])})
@@ -145,6 +147,9 @@ def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
 
 def _large_files(folder: Path, source: Source) -> list[Path]:
     """The data files of a folder, if they are too large to be read only to show some rows; else nothing."""
+    entries = (name for _, folders, names in os.walk(_below(folder, source)) for name in (*folders, *names))
+    check(next(islice(entries, MAX_ENTRIES, None), None) is None,
+          f"{source.path} holds more than {MAX_ENTRIES:,} files and folders; give the folder of the data")
     files = [] if _is_saved(_below(folder, source)) else _files(folder, source)
     return files if sum(file.stat().st_size for file in files) > MAX_START else []
 

@@ -49,7 +49,7 @@ def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = Fa
            continues: bool = False) -> str:
     """Messages as text, in the dialect of the tokenizer's template (models/template.py). Raises SkipRow if it does.
 
-    Content never makes a special token: where it reads like one it is broken (data/turns.py).
+    Content never makes a special token: where it reads like one it is broken (`broken`).
     """
     try:
         adapted = template.adapted(messages, dialect_of(tokenizer))
@@ -301,7 +301,11 @@ def _branches(ends: Sequence[str]) -> str:
 
 def broken(tokenizer, text: str, is_own: bool = False) -> str:  # noqa: ANN001
     """`text` with a BREAK behind the first character of whatever would become a control token. is_own: it is what the
-    assistant says."""
+    assistant says.
+
+    A user who writes <|im_end|> would end their turn and begin another, as system or as assistant. The two parts are
+    tokenized apart: the same characters, as ordinary tokens. Markers of thoughts (<think>) control nothing and stay.
+    """
     text = text.replace(BREAK, "\ufffd")
     tokens = control_tokens(tokenizer, is_own)
     if not tokens:

@@ -74,7 +74,7 @@ def _stored(folder: Path | None) -> tuple[Path, dict]:
         found = loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return path, {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}); {_CURE}") from error
     check(isinstance(found, dict), f"{path} is no table of names and values; {_CURE}")
     return path, found

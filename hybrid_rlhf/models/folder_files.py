@@ -90,7 +90,7 @@ def read_object(path: Path) -> dict:
         value = loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; {_ANEW}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({why(error)}); {_ANEW}") from error
     check(isinstance(value, dict), f"{path} holds no JSON object; {_ANEW}")
     return value

@@ -220,7 +220,7 @@ def text_table(rows: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    return cell(text, 1 << 30)
+    return cell(text.strip(), 1 << 30)
 
 
 def _plain(value: object) -> str:

@@ -83,7 +83,7 @@ class Session:
         where = "--chat_template_kwargs"
         try:
             kwargs = loads(text or "{}")
-        except (ValueError, RecursionError):
+        except ValueError:
             kwargs = text
         check_kwargs(kwargs, where)
         unread = {}
@@ -193,5 +193,5 @@ def _read(path: str, where: str, what: str, cure: str, is_row: bool = False) -> 
         return loads(clean(json.dumps(value, ensure_ascii=False)))  # without lone surrogates
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; {cure}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} holds no {what}: {'its first line' if is_row else 'it'} is no JSON; {cure}") from error

@@ -207,7 +207,7 @@ def read_json(body: bytes) -> dict:
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 (byte {error.start}); "
                             "send JSON in UTF-8", code="invalid_json") from None
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, and integers of thousands of digits
+    except (ValueError, RecursionError) as error:  # no JSON, integers of thousands of digits, lists in lists
         raise ApiError(400, f"the body is not valid JSON: {' '.join(str(error).split())[:200]}; send a JSON object",
                        code="invalid_json") from None
     if not isinstance(data, dict):
@@ -416,6 +416,6 @@ def _as_json(value: Any, where: str) -> Any:
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return loads(clean(json.dumps(loads(text or "{}"), ensure_ascii=False)))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ApiError(400, f"{where}: not valid JSON ({why(error)[:200]}); fix it",
                        param=where.split(".")[0]) from None

@@ -15,6 +15,7 @@ from hybrid_rlhf.data import chat, files, sources
 from hybrid_rlhf.data import datasets as stage_data
 from hybrid_rlhf.data.chat import Rendered, encode_first
 from hybrid_rlhf.data.datasets import DataConfig, build
+from hybrid_rlhf.data.schema import format_of, read_row
 from hybrid_rlhf.data.sources import Source, read
 from hybrid_rlhf.models import tokenizer as tokenizers_of_models
 from hybrid_rlhf.training.registry import READS
@@ -108,16 +109,30 @@ def test_few_long_texts_are_tokenized_in_one_call(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl"])
-def test_a_file_whose_rows_may_not_fit_into_memory_is_refused_before_it_is_read(tmp_path, monkeypatch, name):
-    content = b'{"text": "red"}\n' * 100_000
+def test_a_file_whose_rows_may_not_fit_into_memory_is_refused(tmp_path, monkeypatch, name):
+    """The gz has 8 MiB in 8 KiB: it is refused as it unpacks."""
+    content = b'{"text": "red"}\n' * 2**19
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    size = (tmp_path / name).stat().st_size
-    monkeypatch.setattr(files, "free_host_bytes", lambda: 8 * size - 1)
-    with pytest.raises(UserError, match=f"{name} has {size:,} bytes, more than 1/8 of the free memory"):
+    monkeypatch.setattr(files, "free_host_bytes", lambda: 8 * 3 * 2**20)
+    with pytest.raises(UserError, match=f"{name} has [0-9,]+ bytes or more, over 1/8 of the free memory"):
         read(Source(str(tmp_path / name)))
-    for free in (8 * size, None):  # None: the system does not say
+    for free in (8 * len(content), None):  # None: the system does not say
         monkeypatch.setattr(files, "free_host_bytes", lambda free=free: free)
-        assert len(read(Source(str(tmp_path / name)))) == 100_000
+        assert len(read(Source(str(tmp_path / name)))) == 2**19
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_lists_in_lists_beyond_what_python_reads_are_one_line(tmp_path, name):
+    (tmp_path / name).write_text("[" * 2000)
+    with pytest.raises(UserError, match=f"{name}.*: not valid JSON .nested too deeply"):
+        read(Source(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("column", ["chosen", "rejected", "prompt"])
+def test_an_answer_of_opening_brackets_is_a_text(column):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"} | {column: "[" * 2000}
+    example = read_row(row, format_of([row], "a.jsonl"), "a.jsonl row 1")
+    assert "[" * 2000 in str((example.prompt, example.answers))
 
 
 def test_values_of_a_table_may_be_long_and_hold_ends_of_lines(tmp_path):

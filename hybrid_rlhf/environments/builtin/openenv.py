@@ -176,7 +176,7 @@ def _action(text: str) -> dict:
     """The JSON object that a message is. Raises _Refused for what is none."""
     try:
         action = loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "it cannot be read"
         raise _Refused(f"the message must be a JSON object: {reason}") from None
     if not isinstance(action, dict):

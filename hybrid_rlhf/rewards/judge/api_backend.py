@@ -190,7 +190,7 @@ class ApiBackend:
             raise _Wrong(f"answered more than {MAX_BYTES >> 20} MiB")
         try:
             return strict_json.loads(text.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise _Wrong(f"answered no JSON ({strict_json.why(error)})") from None
 
     def _clean(self, text: str) -> str:
