@@ -120,7 +120,7 @@ class _Worker:
     """Holds modules and instances of a user's classes, and calls them, one call at a time."""
 
     def __init__(self) -> None:
-        self._modules: dict[tuple[str, str], Any] = {}
+        self._imported: dict[tuple[str, str], Any] = {}
         self._instances: dict[int, Any] = {}
         self._loop = asyncio.new_event_loop()  # one for all calls: a session that an environment has opened lives on
 
@@ -131,10 +131,10 @@ class _Worker:
             Path("/proc/self/oom_score_adj").write_text("1000")
         for kind, where in sources:
             try:
-                self._modules[kind, where] = run_file(where) if kind == "file" else import_module(where)
+                self._imported[kind, where] = run_file(where) if kind == "file" else import_module(where)
             except BaseException as error:
                 raise _CodeError(file_error(where, error)) from error
-        first = self._modules[sources[0]]
+        first = self._imported[sources[0]]
         return [(name, parameters_of(value)) for name, value in vars(first).items() if callable(value)]
 
     def make(self, number: int, source: Source, options: Mapping[str, Any]) -> None:
@@ -163,7 +163,7 @@ class _Worker:
             raise failure from error
 
     def _named(self, source: Source) -> Any:
-        value = self._modules[source[:2]]
+        value = self._imported[source[:2]]
         for part in source[2].split("."):
             value = getattr(value, part)
         return value
