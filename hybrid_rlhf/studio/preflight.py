@@ -266,5 +266,6 @@ def _answer(question: _Question, child: _Child) -> dict:
     if error is None:
         return question.reply["answer"]
     if "traceback" in error:
-        _log.error("a question of the studio's page failed\n%s", error["traceback"])
+        shown = error["traceback"].encode("utf-8", "backslashreplace").decode()  # lone surrogates, which no log takes
+        _log.error("a question of the studio's page failed\n%s", shown)
     raise Refused(error["status"], error["text"], error["option"])

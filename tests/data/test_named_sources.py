@@ -67,7 +67,7 @@ def test_paths_and_mappings_stand_in_one_list_and_more_can_be_appended() -> None
     (["--model={lora.class_path: rows.A}"], "unknown option model.lora.class_path"),
     (["--data.sources", "[{path: [rows.jsonl]}]"], "path is ['rows.jsonl']; it must be text"),
     (["--data.sources", "[{path: a, columns: rows.A}]"], "columns is 'rows.A'; it must be a mapping"),
-    (["--data.sources", "[{path: a, columns: {prompt: 0}}]"], "columns is {'prompt': 0}; it must be a mapping of names"),
+    (["--data.sources", "[{path: a, columns: {prompt: 0}}]"], "columns is {'prompt': 0}; it must be a mapping"),
     (["--data.sources", "[{path: a, stages: sft}]"], "stages is 'sft'; it must be a list"),
     (["--data.sources", "[{path: a, weight: much}]"], "weight is 'much'; it must be a number"),
 ])
