@@ -38,8 +38,8 @@ RUNTIME = [
 EXTRAS = {
     "quantize": ["bitsandbytes>=0.50.2"],
     "report": ["matplotlib>=3.11", "tensorboard>=2.21"],
-    # httpx: the studio's way to its chat; psutil and filelock: its processes and its queue
-    "serve": ["fastapi>=0.165", "uvicorn>=0.54", "httpx>=0.28", "psutil>=7.0", "filelock>=3.20"],
+    # httpx: the studio's way to its chat; psutil: its processes
+    "serve": ["fastapi>=0.165", "uvicorn>=0.54", "httpx>=0.28", "psutil>=7.0"],
     "gguf": ["gguf>=0.19"],
     "gym": ["reasoning-gym>=0.1.25"],
     "docs": ["pdoc>=15.0"],  # make docs

@@ -29,11 +29,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
-from filelock import FileLock, Timeout
 
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.text_safety import escape_control, shortened
-from hybrid_rlhf.studio.studio import is_locked, read_bytes, read_json
+from hybrid_rlhf.studio.studio import is_locked, read_bytes, read_json, take_lock
 
 FACTS, SETTINGS, LOCK, OUTPUT, PROCESS = "job.json", "settings.yaml", "lock", "out.log", "process.json"
 STOP, STOP_NOW, END = "stop", "stop_now", "end.json"
@@ -44,6 +43,8 @@ IS_NUMBER = re.compile(r"[0-9]{6,12}")
 _POLL_SECONDS, GRACE_SECONDS, DOUBLE_CLICK_SECONDS = 0.2, 10.0, 2.0
 MIN_FREE = 64 * 2**20  # bytes on the disk without which nothing is started
 _RESERVED = 4096  # bytes on the disk for the exit code: a full disk may be why a run ends
+_END_TRIES = 60  # to write the exit code, a second apart
+_LOCK_WAIT = 5.0  # seconds in which a look at the lock is over
 _SAME_START = 2.0  # seconds by which two readings of a process's start may differ
 _LOST = "how it ended is not known: it was ended together with its watcher, or the machine was"
 
@@ -175,9 +176,9 @@ def start(folder: Path) -> subprocess.Popen:
         watcher = subprocess.Popen([sys.executable, "-m", "hybrid_rlhf.studio.job", str(folder)],
                                    stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/",
                                    start_new_session=True, env=_environment())
-    with contextlib.suppress(psutil.Error):  # so that it counts as running from here on
-        write_file(folder / PROCESS, json.dumps({
-            "started": now(), "watcher": process_note(watcher.pid), "process": None}))
+    # so that it counts as running from here on; the watcher's own note, which names the process, is left as it is
+    with contextlib.suppress(OSError, psutil.Error), (folder / PROCESS).open("x", encoding="utf-8") as file:
+        json.dump({"started": now(), "watcher": process_note(watcher.pid), "process": None}, file)
     return watcher
 
 
@@ -188,14 +189,21 @@ def drop(folder: Path) -> None:
 
 def request_stop(folder: Path) -> None:
     """Ask a running job to stop with a checkpoint, and the second time at once, by a file that its watcher looks for.
-    Where the watcher was killed, signal the process itself."""
+    Where the watcher was killed or the disk is full, signal the process itself."""
     last = next((folder / name for name in (STOP_NOW, STOP) if (folder / name).exists()), None)
     age = time.time() - last.stat().st_mtime if last else 0.0
     if last and age < DOUBLE_CLICK_SECONDS:
         return
-    (folder / (STOP_NOW if last else STOP)).touch()
-    process = None if is_locked(folder / LOCK) else find_process((read_json(folder / PROCESS) or {}).get("process"))
-    if process is not None:
+    note = read_json(folder / PROCESS) or {}
+    process = find_process(note.get("process"))
+    try:
+        (folder / (STOP_NOW if last else STOP)).touch()
+        is_told = bool(is_locked(folder / LOCK) or find_process(note.get("watcher")))
+    except OSError:
+        if process is None:
+            raise
+        is_told = False
+    if process is not None and not is_told:
         must_kill = last is not None and last.name == STOP_NOW and age > GRACE_SECONDS
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL if must_kill else signal.SIGTERM)
@@ -251,8 +259,14 @@ def _wait(folder: Path, process: subprocess.Popen) -> int:
 
 
 def _conclude(folder: Path, rc: int) -> None:
-    _write_end(folder, json.dumps({"rc": rc, "finished": now()}))
-    os.replace(folder / f"{END}.part", folder / END)
+    """Write end.json, for a minute where the disk fails. Raises nothing: what was started is not started again."""
+    text = json.dumps({"rc": rc, "finished": now()})
+    for _ in range(_END_TRIES):
+        with contextlib.suppress(OSError):
+            _write_end(folder, text)
+            os.replace(folder / f"{END}.part", folder / END)
+            return
+        time.sleep(1)
 
 
 def _write_end(folder: Path, text: str) -> None:
@@ -269,9 +283,9 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the process receives them itself; the watcher ends
         signal.signal(number, lambda *_: None)  # with it. A handler, as the process would inherit an ignored signal
     try:
-        with FileLock(folder / LOCK, blocking=False):
+        with take_lock(folder / LOCK, _LOCK_WAIT):
             watch(folder)
-    except Timeout:  # another watcher runs this job
+    except TimeoutError:  # another watcher runs this job
         return 0
     except OSError as error:
         print(f"error: the job cannot be started: {error.strerror or error}", flush=True)

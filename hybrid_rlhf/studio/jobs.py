@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-
-from filelock import FileLock, Timeout
+from typing import BinaryIO
 
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.own_files import clear_unfinished, fresh_folder, write_file
@@ -39,7 +38,7 @@ from hybrid_rlhf.studio.job import (
     request_stop,
     start,
 )
-from hybrid_rlhf.studio.studio import Refused, Studio, own_folder, read_json, refused
+from hybrid_rlhf.studio.studio import Refused, Studio, own_folder, read_json, refused, take_lock
 
 SHOWN = 100  # of the newest jobs
 LOOK_SECONDS, RETRY_SECONDS = 0.3, 5.0
@@ -63,7 +62,7 @@ class Jobs:
         self._studio = studio
         self._ended: dict[str, Job] = {}  # these change no more
         self._wake, self._is_closing = threading.Event(), False
-        self._queue_lock: FileLock | None = None
+        self._queue_lock: BinaryIO | None = None
         self._watchers: dict[str, subprocess.Popen] = {}  # started here, to be asked for their exit codes
         self._trouble: str | None = None  # why the next job could not be started
         self._not_before = 0.0  # when it is tried again
@@ -85,7 +84,7 @@ class Jobs:
         if self._thread.is_alive():
             self._thread.join(10)
         if self._queue_lock is not None:
-            self._queue_lock.release()
+            self._queue_lock.close()
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -97,7 +96,7 @@ class Jobs:
         """The newest first: whatever waits or runs, and SHOWN in all."""
         numbers = sorted((name for name in os.listdir(self.folder) if IS_NUMBER.fullmatch(name)), key=int)
         for name in self._ended.keys() - set(numbers):  # removed by hand: a later job may get the number
-            del self._ended[name]
+            self._ended.pop(name, None)  # another thread may do the same
         newest, place, jobs = set(numbers[-SHOWN:]), 0, []
         for name in numbers:
             job = self._job(name)
@@ -150,7 +149,7 @@ class Jobs:
     def alone(self) -> Iterator[None]:
         """No other thread or studio adds, drops or starts a job meanwhile. Not to be nested."""
         try:
-            with FileLock(self.folder / "changes.lock"):
+            with take_lock(self.folder / "changes.lock"):
                 yield
         except OSError as error:
             raise refused(error, f"the queue in {self.folder}") from error
@@ -211,8 +210,9 @@ class Jobs:
         for name, watcher in list(self._watchers.items()):
             if watcher.poll() is not None:
                 del self._watchers[name]
-                if watcher.returncode and not (read_json(self.folder / name / PROCESS) or {}).get("process"):
-                    (self.folder / name / PROCESS).unlink(missing_ok=True)  # nothing was started: the job waits on
+                # It said that nothing was started: the job waits on. One that was killed may have started the process.
+                if watcher.returncode > 0 and not (read_json(self.folder / name / PROCESS) or {}).get("process"):
+                    (self.folder / name / PROCESS).unlink(missing_ok=True)
                     self._delay(last_line(self.folder / name / OUTPUT) or "error: the job could not be started")
         jobs = self.all()
         if self._runs_the_queue() and not self._watchers and not any(job.state == "running" for job in jobs):
@@ -225,13 +225,11 @@ class Jobs:
     def _runs_the_queue(self) -> bool:
         path = self.folder / "queue.lock"
         if self._queue_lock is not None and not path.exists():  # the folder was removed
-            self._queue_lock.release()
+            self._queue_lock.close()
             self._queue_lock = None
         if self._queue_lock is None:
-            lock = FileLock(path, thread_local=False)  # `close` is called in another thread
-            with suppress(Timeout):
-                lock.acquire(blocking=False)
-                self._queue_lock = lock
+            with suppress(TimeoutError):
+                self._queue_lock = take_lock(path, 0)
         return self._queue_lock is not None
 
     def _delay(self, line: str) -> None:

@@ -12,11 +12,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock
-
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.strict_json import to_json
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused, take_lock
 
 KINDS = ("pairs", "thumbs")
 MAX_FILE = 2**26  # bytes
@@ -61,7 +59,7 @@ def mark(studio: Studio, body: dict) -> dict:
     folder = own_folder(studio, "marks")
     path = folder / f"{name}.{kind}s.jsonl"
     try:
-        with FileLock(folder / ".lock"):
+        with take_lock(folder / ".lock"):
             lines = [line for line in _lines(path) if not is_same(_read(line))]
             added = [] if row.get("label", True) is None else [to_json(row)]
             text = "".join(f"{line}\n" for line in [*lines, *added])

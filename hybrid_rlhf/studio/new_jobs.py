@@ -107,7 +107,7 @@ def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:
         if not jobs.is_own(run):
             try:
                 _check_confirmed(body, yaml.safe_load(settings))
-            except yaml.YAMLError:
+            except (yaml.YAMLError, ValueError):  # ValueError: a date such as 2024-99-99
                 raise Refused(409, "the settings of this run cannot be read; start it again as a new run") from None
         kind = "evaluate" if stage == "evaluate" else "train"
         return jobs.add(kind, f"{stage}: {run}, resumed",

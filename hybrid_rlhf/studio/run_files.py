@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -116,14 +117,16 @@ class GrowingLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._seen: Mark = None  # of the file when it was last read
+        self._is_whole = False  # whether that was to its end
         self._place, self._tail = 0, b""  # where the next line begins, and the bytes before
 
-    def update(self, start_over: Callable[[], None], take: Callable[[int, bytes], None]) -> None:
+    def update(self, start_over: Callable[[], None], take: Callable[[int, bytes], None],
+               most: float = math.inf) -> bool:
         """Call `take` with each new line and its place, after `start_over` where the file is another. A last line
-        without its end waits. Raises Unreadable."""
+        without its end waits. Reads about `most` bytes; returns whether that was to the end. Raises Unreadable."""
         now = mark(self.path)
-        if now is not None and now == self._seen:
-            return
+        if now is not None and now == self._seen and self._is_whole:
+            return True
         try:
             with self.path.open("rb") as file:
                 file.seek(self._place - len(self._tail))
@@ -131,19 +134,22 @@ class GrowingLines:
                     file.seek(0)
                     self._place = 0
                     start_over()
+                end, self._is_whole = self._place + most, True
                 for line in file:
-                    if not line.endswith(b"\n"):
+                    self._is_whole = self._place < end
+                    if not (self._is_whole and line.endswith(b"\n")):
                         break
                     take(self._place, line[:-1])
                     self._place += len(line)
                 file.seek(max(0, self._place - _TAIL))
                 self._tail = file.read(self._place - file.tell())
         except FileNotFoundError:
-            self._place, self._tail = 0, b""
+            self._place, self._tail, self._is_whole = 0, b"", True
             start_over()
         except OSError as error:
             raise Unreadable(f"{self.path.name} cannot be read: {error.strerror}") from error
         self._seen = now
+        return self._is_whole
 
 
 def size_of(folder: Path) -> int:

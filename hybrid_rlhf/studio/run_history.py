@@ -17,6 +17,7 @@ from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, SAMPLES, GrowingLines
 from hybrid_rlhf.studio.studio import Refused
 
 MAX_RUNS = 8  # whose metrics are kept in memory
+ALARM_READ = 16 * 2**20  # bytes of metrics that one look for alarms reads; the next look goes on
 MAX_ROWS = 2048  # that alarms are looked for in; those of a longer run are means of neighbours
 MAX_CURVES, POINTS = 60, (2, 2000)  # metrics of one request; the fewest and most points of a curve
 MAX_SAMPLES, MAX_ANSWERS, MAX_TEXT = 100, 200, 20_000  # of one request; characters of a prompt or answer
@@ -43,6 +44,8 @@ class Table:
         self.steps = array("q")
         self.columns: dict[str, tuple[array, array]] = {}
         self.first_not_finite: tuple[int, str] | None = None
+        self._width = 1  # rows of a bucket in `_means`
+        self._means: dict[str, tuple[array, array]] = {}  # of a long run: numbers of buckets, and their means
 
     def add(self, row: dict) -> None:
         step, place = row["step"], len(self.steps)
@@ -58,16 +61,16 @@ class Table:
             values.append(number)
         self.steps.append(step)
 
-    def buckets(self, name: str, most: int) -> Iterator[tuple[int, Sequence[float]]]:
-        """The metric in at most `most` buckets of neighbouring rows: the place of each bucket's last row, and its
-        finite values. Buckets without the metric are left out."""
+    def buckets(self, name: str, width: int, first: int = 0) -> Iterator[tuple[int, Sequence[float]]]:
+        """The metric in buckets of `width` neighbouring rows, those from the place `first` on: the place of each
+        bucket's last row, and its finite values. Buckets without the metric are left out."""
         if name not in self.columns:
             return
         places, values = self.columns[name]
-        width, start = -(-len(self.steps) // most), 0
+        start = bisect_left(places, first)
         while start < len(places):
             after = (places[start] // width + 1) * width
-            end = bisect_left(places, after, start)
+            end = bisect_left(places, after, start, min(start + width, len(places)))
             bucket = values[start:end]
             total = sum(bucket)
             yield min(after, len(self.steps)) - 1, bucket if total == total else [v for v in bucket if v == v]
@@ -77,19 +80,31 @@ class Table:
         """The metric in at most `most` points, oldest first."""
         return [Point(self.steps[place], min(values, default=None), max(values, default=None),
                       sum(values) / len(values) if values else None)
-                for place, values in self.buckets(name, most)]
+                for place, values in self.buckets(name, -(-len(self.steps) // most))]
 
     def rows(self) -> list[dict]:
         """Rows as report/alarms.py reads them, at most MAX_ROWS; None for what is not finite."""
-        width = -(-len(self.steps) // MAX_ROWS)
-        if not width:
-            return []
-        rows = [{"step": self.steps[min(start + width, len(self.steps)) - 1]}
-                for start in range(0, len(self.steps), width)]
-        for name in self.columns:
-            for place, values in self.buckets(name, MAX_ROWS):
-                rows[place // width][name] = sum(values) / len(values) if values else None
+        width = 1
+        while len(self.steps) > width * MAX_ROWS:
+            width *= 2
+        if width != self._width:
+            self._width, self._means = width, {}
+        rows: list[dict] = [{"step": self.steps[min(start + width, len(self.steps)) - 1]}
+                            for start in range(0, len(self.steps), width)]
+        for name, column in self.columns.items():
+            for number, value in zip(*(column if width == 1 else self._means_of(name)), strict=True):
+                rows[number][name] = value if value == value else None
         return rows
+
+    def _means_of(self, name: str) -> tuple[array, array]:
+        """The metric's buckets by number, and their means; those of earlier calls are kept, but for the last one."""
+        numbers, means = self._means.setdefault(name, (array("l"), array("d")))
+        first = numbers.pop() * self._width if numbers else 0
+        del means[len(numbers):]
+        for place, values in self.buckets(name, self._width, first):
+            numbers.append(place // self._width)
+            means.append(sum(values) / len(values) if values else math.nan)
+        return numbers, means
 
 
 class Metrics:
@@ -117,9 +132,9 @@ class Metrics:
     def notes(self) -> list[str]:
         return [f"{METRICS}: {self._num_damaged} damaged lines were skipped"] if self._num_damaged else []
 
-    def update(self) -> None:
-        """Read what is new. Raises Unreadable."""
-        self._lines.update(self._start_over, self._take)
+    def update(self, most: float = math.inf) -> bool:
+        """Read what is new, about `most` bytes of it; returns whether that was to the end. Raises Unreadable."""
+        return self._lines.update(self._start_over, self._take, most)
 
     def curve(self, name: str, most: int) -> list[Point]:
         """A metric in at most `most` points; none for an unknown one."""
@@ -127,7 +142,7 @@ class Metrics:
 
     def total(self, name: str) -> float:
         """The sum of all training values."""
-        return sum(sum(values) for _, values in self.trained.buckets(name, 1))
+        return sum(sum(values) for _, values in self.trained.buckets(name, len(self.trained.steps)))
 
     def highest(self, name: str) -> float:
         return max((point.high for point in self.curve(name, 1) if point.high is not None), default=0.0)
@@ -203,6 +218,12 @@ class Histories:
             metrics.update()
             return use(metrics)
 
+    def alarms(self, folder: Path, answers: list[dict]) -> list[Alarm] | None:
+        """`Metrics.alarms`; None while the metrics are not read to their end. Raises Unreadable."""
+        lock, metrics, _ = self._of(folder)
+        with lock:
+            return metrics.alarms(answers) if metrics.update(ALARM_READ) else None
+
     def samples(self, folder: Path, use: Callable[[SampleIndex], T]) -> T:
         """What `use` returns for the samples of the run in `folder`. Raises Unreadable."""
         lock, _, index = self._of(folder)
@@ -223,10 +244,9 @@ class Histories:
 # -- what the pages ask ------------------------------------------------------------------------------------------------
 
 
-def alarms_of(histories: Histories, folder: Path) -> list[Alarm]:
-    """The alarms of a run that has no report. Raises Unreadable."""
-    answers = newest_answers(folder)
-    return histories.metrics(folder, lambda metrics: metrics.alarms(answers))
+def alarms_of(histories: Histories, folder: Path) -> list[Alarm] | None:
+    """The alarms of a run that has no report; None while its metrics are not read to their end. Raises Unreadable."""
+    return histories.alarms(folder, newest_answers(folder))
 
 
 def curves(histories: Histories, folder: Path, query: dict[str, str]) -> dict:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from hybrid_rlhf.report.alarms import Alarm
 from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.run_files import ANSWERS, CHECKPOINTS, METRICS, MODEL, RECORD, SETTINGS, Unreadable, mark
-from hybrid_rlhf.studio.run_history import Histories, alarms_of
+from hybrid_rlhf.studio.run_history import ALARM_READ, Histories, alarms_of
 from hybrid_rlhf.studio.studio import Refused, Studio, is_locked
 
 STATUSES = ("running", "finished", "stopped", "failed")
@@ -25,7 +25,6 @@ DEPTH, MAX_FOLDERS = 4, 20_000  # of the folders that are searched for runs
 OWN = frozenset((CHECKPOINTS, MODEL, f"{MODEL}_ema", "plots", "trackers", "rows"))  # a run's own folders
 # Metrics that say most of a run, best first: two of them are the row's headline, and the first one's held-out value.
 HEADLINES = ("reward", "distill/divergence", "rewards/accuracies", "accuracy", "kl", "loss", "mean_token_accuracy")
-ALARM_READ = 16 * 2**20  # bytes of metrics that one look at the list reads for alarms; the next look goes on
 ALARM_WAIT, SIZE_WAIT = 10.0, 30.0  # seconds between two looks for alarms in a running run, and at its size
 _RUN_LINE = re.compile(r"run: (\d{1,12}) steps? ")  # of the lines that a run begins with (training/announce.py)
 _MODEL_LINE = re.compile(r"model: (.+?); trained: ")
@@ -58,6 +57,9 @@ class Record:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+_NO_ALARMS = (None, None, None)  # of a run that was not looked at
+
+
 class RunList:
     """The rows of all runs. A file is read again only where it has changed. num_read: results computed so far, for
     tests."""
@@ -68,7 +70,9 @@ class RunList:
         self._lock = threading.Lock()
         self._runs: dict[str, None] = {}  # their ids
         self._cache: dict[tuple[str, str], tuple[object, Any]] = {}  # (run, what) -> marks of its files, the result
-        self._alarm_bytes = 0
+        self._alarm_lock = threading.Lock()  # of `_alarms`; looking takes long, while others want the list
+        # run -> marks of its files, its alarms (None until they are looked for) and what cannot be read
+        self._alarms: dict[str, tuple[object, list[Alarm] | None, str | None]] = {}
 
     def answer(self) -> dict:
         """GET /api/runs."""
@@ -81,30 +85,37 @@ class RunList:
         with self._lock:
             notes = self._find()
             rows = [self._row(run) for run in self._runs if (self.outputs / run / RECORD).exists()]
-            return sorted(rows, key=lambda row: (-self._began(row["id"]), row["id"])), notes
+            rows.sort(key=lambda row: (-self._began(row["id"]), row["id"]))
+        if self._alarm_lock.acquire(blocking=False):  # else another thread is looking
+            try:
+                self._look_for_alarms(rows)
+                known = {row["id"] for row in rows}
+                self._alarms = {run: value for run, value in self._alarms.items() if run in known}
+            finally:
+                self._alarm_lock.release()
+        return [self._with_alarms(row) for row in rows], notes
 
     def row(self, run: str) -> dict:
         """One of them. Refused where there is none."""
-        return self._one(run)[0]
-
-    def alarms(self, run: str) -> list[Alarm]:
-        """As the row counts them."""
-        return self._one(run)[1] or []
-
-    def _one(self, run: str) -> tuple[dict, list[Alarm] | None]:
         if not (self._studio.folder(run) / RECORD).is_file():
             raise Refused(404, f"there is no run {run[:100]!r}")
         with self._lock:
             if run not in self._runs:
                 self._find()
-            self._alarm_bytes = ALARM_READ
-            return self._row(run), self._cache.get((run, "alarms"), (None, None))[1]
+            row = self._row(run)
+        with self._alarm_lock:
+            self._look_for_alarms([row])
+        return self._with_alarms(row)
+
+    def alarms(self, run: str) -> list[Alarm]:
+        """As the row counts them."""
+        self.row(run)
+        return self._alarms.get(run, _NO_ALARMS)[1] or []
 
     def _find(self) -> list[str]:
         runs, notes = find_runs(self.outputs)
         self._runs = dict.fromkeys(runs)
         self._cache = {key: value for key, value in self._cache.items() if key[0] in self._runs}
-        self._alarm_bytes = ALARM_READ
         return notes
 
     def _cached(self, run: str, what: str, marks: object, read: Callable[[], Any]) -> Any:
@@ -132,13 +143,11 @@ class RunList:
         size_marks = slot, *(mark(folder / name) for name in ("", RECORD, CHECKPOINTS, MODEL))
         size, has_model = self._cached(
             run, "size", size_marks, lambda: (run_files.size_of(folder), run_files.has_model(folder)))
-        alarms, unread = self._alarms(run, status)
         return {"id": run, "stage": record.stage, "status": status, "step": step, "max_steps": record.total,
                 "max_seconds": record.max_seconds, "started": _text(record.started), "finished": record.finished,
                 "seconds": _seconds(folder, record, status), "headline": headline(metrics),
                 "parents": parent_names(run, record.parents, self._runs),
-                "alarms": None if alarms is None else len(alarms), "bytes": size, "has_model": has_model,
-                "error": record.error or damage or unread}
+                "alarms": None, "bytes": size, "has_model": has_model, "error": record.error or damage}
 
     def _status(self, run: str) -> str:
         """The status in run.json; "lost" where that says running and no process holds the run's lock."""
@@ -156,27 +165,36 @@ class RunList:
             return "running"
         return "running"
 
-    def _alarms(self, run: str, status: str) -> tuple[list[Alarm] | None, str | None]:
-        """Alarms of the report where there is one, else of the metrics so far; None until they are looked for, and what
-        cannot be read."""
-        folder = self.outputs / run
-        metrics = mark(folder / METRICS)
-        marks = status, (time.monotonic() // ALARM_WAIT if status == "running" else (
-            metrics, mark(folder / ANSWERS), mark(folder / run_files.REPORT)))
-        known = self._cache.get((run, "alarms"))
-        if (known is None or known[0] != marks) and self._alarm_bytes <= 0:
-            return (known[1] if known else None), None
-        try:
-            return self._cached(run, "alarms", marks, lambda: self._read_alarms(folder, status, metrics)), None
-        except Unreadable as error:
-            return [], str(error)
+    def _with_alarms(self, row: dict) -> dict:
+        _, alarms, unread = self._alarms.get(row["id"], _NO_ALARMS)
+        return row | {"alarms": None if alarms is None else len(alarms), "error": row["error"] or unread}
 
-    def _read_alarms(self, folder: Path, status: str, metrics: run_files.Mark) -> list[Alarm]:
-        text = run_files.read_text(folder / run_files.REPORT) if status == "finished" else None
-        if text is not None and "\n## Alarms\n" in text:
-            return reported_alarms(text)
-        self._alarm_bytes -= metrics[1] if metrics else 0
-        return alarms_of(self._histories, folder)
+    def _look_for_alarms(self, rows: list[dict]) -> None:
+        """Look for the alarms of runs whose files have changed, until about ALARM_READ bytes are read."""
+        num_bytes = 0
+        for run, status in ((row["id"], row["status"]) for row in rows):
+            folder = self.outputs / run
+            metrics = mark(folder / METRICS)
+            marks = status, (time.monotonic() // ALARM_WAIT if status == "running" else (
+                metrics, mark(folder / ANSWERS), mark(folder / run_files.REPORT)))
+            seen, known, _ = self._alarms.get(run, _NO_ALARMS)
+            if num_bytes >= ALARM_READ or seen == marks:
+                continue
+            self.num_read += 1
+            try:
+                alarms = self._reported_alarms(folder) if status == "finished" else None
+                if alarms is None:
+                    num_bytes += metrics[1] if metrics else 0
+                    alarms = alarms_of(self._histories, folder)
+                # the next look goes on with metrics that are not read to their end
+                self._alarms[run] = (None, known, None) if alarms is None else (marks, alarms, None)
+            except Unreadable as error:
+                self._alarms[run] = marks, [], str(error)
+
+    @staticmethod
+    def _reported_alarms(folder: Path) -> list[Alarm] | None:
+        text = run_files.read_text(folder / run_files.REPORT)
+        return reported_alarms(text) if text is not None and "\n## Alarms\n" in text else None
 
 
 def find_runs(outputs: Path) -> tuple[list[str], list[str]]:

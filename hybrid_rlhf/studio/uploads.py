@@ -12,12 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from filelock import FileLock
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hybrid_rlhf.core.own_files import fresh_path, is_unfinished
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused, take_lock
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 MAX_BYTES, MIN_FREE = 4 * 2**30, 2**30  # of a file; of the disk when it is there
@@ -125,7 +124,7 @@ def _too_large() -> Refused:
 def _settle(part: Path, folder: Path, name: str) -> Path:
     """Rename the complete file to the first of NAME, NAME-2, NAME-3 that is free."""
     stem, suffix = name[:-len(_suffix(name))], _suffix(name)
-    with FileLock(folder / ".names.lock"):
+    with take_lock(folder / ".names.lock"):
         number = 1
         while os.path.lexists(target := folder / (f"{stem}-{number}{suffix}" if number > 1 else name)):
             number += 1

@@ -158,3 +158,9 @@ def ended(client, number: str, seconds: float = 30) -> dict:  # noqa: ANN001
 
 def notes(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def process_of(outputs: Path, number: str) -> dict:
+    """process.json with the numbers of watcher and process."""
+    path = outputs / ".studio/jobs" / number / "process.json"
+    return until(lambda: path.exists() and (found := json.loads(path.read_text()))["process"] and found)

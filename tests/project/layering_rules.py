@@ -55,7 +55,6 @@ DEPENDENCIES = {
     "datasets": (f"{H}.data.sources",),
     "deepspeed": (f"{H}.engine.train.zero", f"{H}.engine.train.deepspeed_compat"),
     "fastapi": (f"{H}.inference.server",),
-    "filelock": (f"{H}.studio",),
     "gguf": (f"{H}.export.gguf",),
     "httpx": (f"{H}.studio.talk",),
     "huggingface_hub": (f"{H}.commands.export", f"{H}.models.carried"),

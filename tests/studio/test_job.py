@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from hybrid_rlhf.studio import job
 from hybrid_rlhf.studio.job import find_process, process_note, read_facts, read_job, read_output
+from hybrid_rlhf.studio.studio import take_lock
 from tests.factories.studio_jobs import until
 
 
@@ -53,6 +57,51 @@ def test_nothing_is_started_where_there_is_no_room_for_the_exit_code(folder, mon
     assert job.main([str(folder)]) == 75
     assert capfd.readouterr().out == "error: the job cannot be started: No space left on device\n"
     assert read_job(folder, read_facts(folder)).state == "queued"
+
+
+def test_the_exit_code_is_written_once_the_disk_takes_it_again(folder, monkeypatch):
+    faults, sync = [None, OSError(errno.EIO, "x"), OSError(errno.EIO, "x"), None], os.fsync
+
+    def failing(handle):
+        if fault := faults.pop(0):
+            raise fault
+        sync(handle)
+
+    monkeypatch.setattr(job.os, "fsync", failing)
+    monkeypatch.setattr(job, "write_file", lambda *_: None)
+    monkeypatch.setattr(job.time, "sleep", lambda _: None)
+    job.watch(folder)
+    assert faults == [] and read_job(folder, read_facts(folder)).rc == 4
+
+
+def test_the_watchers_own_note_is_not_overwritten(folder, monkeypatch):
+    """It may be there before the studio goes on: without the process in it the job could be started a second time."""
+    def started(*_, **__):
+        (folder / "process.json").write_text('{"process": 1}')
+        return SimpleNamespace(pid=os.getpid())
+
+    monkeypatch.setattr(job.subprocess, "Popen", started)
+    job.start(folder)
+    assert (folder / "process.json").read_text() == '{"process": 1}'
+
+
+def test_a_look_at_the_lock_loses_no_job(folder, monkeypatch):
+    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
+    look = (folder / "lock").open("a")
+    fcntl.flock(look, fcntl.LOCK_SH)
+    timer = threading.Timer(0.3, look.close)
+    timer.start()
+    assert job.main([str(folder)]) == 0
+    timer.join()
+    assert read_job(folder, read_facts(folder)).rc == 4
+
+
+def test_a_second_watcher_leaves_the_job_to_the_first(folder, monkeypatch):
+    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(job, "_LOCK_WAIT", 0.1)
+    monkeypatch.setattr(job, "watch", lambda _: pytest.fail("it was started"))
+    with take_lock(folder / "lock"):
+        assert job.main([str(folder)]) == 0
 
 
 def test_a_job_that_ends_between_two_looks_is_not_lost(folder, monkeypatch):

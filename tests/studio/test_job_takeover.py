@@ -16,6 +16,7 @@ from tests.factories.studio_jobs import (
     ended,
     look,
     notes,
+    process_of,
     queue_client,
     start,
     until,
@@ -30,12 +31,6 @@ def script(monkeypatch, tmp_path):
 
 def states(client) -> dict:
     return {job["run"]: job["state"] for job in client.get("/api/jobs").json()["jobs"]}
-
-
-def process_of(outputs, number: str) -> dict:
-    """process.json with the numbers of watcher and process."""
-    path = outputs / ".studio/jobs" / number / "process.json"
-    return until(lambda: path.exists() and (found := json.loads(path.read_text()))["process"] and found)
 
 
 def test_a_killed_studio_leaves_its_jobs_to_the_next(script, outputs, tmp_path):
@@ -111,6 +106,20 @@ def test_a_run_whose_watcher_is_killed_still_counts_and_still_stops(script, outp
         assert (job["state"], job["rc"]) == ("lost", None) and "not known" in job["error"]
         assert [row["what"] for row in notes(tmp_path / "notes")] == ["begin", "signal", "end"]
         assert ended(client, waiting["id"])["state"] == "done"
+
+
+def test_a_job_whose_watcher_is_killed_is_not_started_twice(script, outputs, tmp_path):
+    """Even where the watcher could not note its process, as on a full disk."""
+    with queue_client(outputs) as client:
+        job = start(client, "a", seconds=60, notes=str(tmp_path / "notes"))
+        found = process_of(outputs, job["id"])
+        until(lambda: notes(tmp_path / "notes"))
+        (outputs / ".studio/jobs" / job["id"] / "process.json").write_text(json.dumps({**found, "process": None}))
+        os.kill(found["watcher"]["pid"], signal.SIGKILL)
+        assert ended(client, job["id"])["state"] == "lost"
+        assert ended(client, start(client, "b")["id"])["state"] == "done"  # the queue went on, without a second "a"
+        assert look(client, job["id"])["state"] == "lost" and len(notes(tmp_path / "notes")) == 1
+        os.kill(found["process"]["pid"], signal.SIGKILL)
 
 
 def test_a_number_that_has_become_a_strangers_is_neither_alive_nor_killed(script, outputs, tmp_path, monkeypatch):

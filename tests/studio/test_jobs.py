@@ -12,7 +12,17 @@ import pytest
 
 from hybrid_rlhf.studio import job as job_module
 from hybrid_rlhf.studio import jobs
-from tests.factories.studio_jobs import ended, look, notes, queue_client, start, until, use_quick_launcher
+from hybrid_rlhf.studio.studio import Studio, take_lock
+from tests.factories.studio_jobs import (
+    ended,
+    look,
+    notes,
+    process_of,
+    queue_client,
+    start,
+    until,
+    use_quick_launcher,
+)
 
 
 @pytest.fixture
@@ -180,6 +190,67 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_job(client, outputs, mo
     assert answer.json()["error"].endswith("No space left on device; make room")
     monkeypatch.undo()
     assert {path.name for path in (outputs / ".studio/jobs").iterdir()} == {"000001", "changes.lock", "queue.lock"}
+
+
+def test_a_stop_on_a_full_disk_still_stops_the_run(client, tmp_path, monkeypatch):
+    def full(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    job = start(client, "a", seconds=60, notes=str(tmp_path / "notes"))
+    process_of(tmp_path / "outputs", job["id"])
+    until(lambda: notes(tmp_path / "notes"))
+    monkeypatch.setattr(job_module.Path, "touch", full)
+    assert client.post("/api/job/stop", json={"id": job["id"]}).status_code == 200
+    monkeypatch.undo()
+    job = ended(client, job["id"])
+    assert (job["state"], job["rc"]) == ("stopped", 130)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_taken_as_it_is(script, outputs, tmp_path, monkeypatch, number):
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "site").mkdir()  # for the watchers
+    (tmp_path / "site/sitecustomize.py").write_text(
+        f"import fcntl\ndef flock(*_):\n    raise OSError({number}, 'x')\nfcntl.flock = flock\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setattr("fcntl.flock", flock)
+    with queue_client(outputs) as client:
+        assert ended(client, start(client, "a")["id"])["state"] == "done"
+        job = start(client, "b", seconds=60, ignores=1, notes=str(tmp_path / "notes"))
+        process_of(outputs, job["id"])
+        until(lambda: notes(tmp_path / "notes"))
+        client.post("/api/job/stop", json={"id": job["id"]})
+        until(lambda: len(notes(tmp_path / "notes")) == 2)
+        with pytest.raises(AssertionError):  # by the watcher, and not by the studio too
+            until(lambda: len(notes(tmp_path / "notes")) > 2, 1)
+        os.kill(notes(tmp_path / "notes")[0]["pid"], signal.SIGTERM)
+        assert ended(client, job["id"])["state"] == "stopped"
+
+
+def test_ten_threads_hold_a_lock_one_at_a_time(tmp_path):
+    inside, most = [], []
+
+    def hold(number: int) -> None:
+        with take_lock(tmp_path / "lock"):
+            inside.append(number)
+            most.append(len(inside))
+            inside.remove(number)
+
+    with ThreadPoolExecutor(10) as pool:
+        list(pool.map(hold, range(50)))
+    assert most == [1] * 50
+
+
+def test_two_threads_may_forget_a_removed_job_at_once(outputs):
+    class Racing(dict):
+        def keys(self):  # as another thread has read them before it removed one
+            return {"000009"}
+
+    queue = jobs.Jobs(Studio(outputs))
+    queue._ended = Racing()
+    assert queue.all() == []
 
 
 def test_what_has_no_room_to_start_waits_and_says_why(client, monkeypatch):

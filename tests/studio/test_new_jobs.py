@@ -187,6 +187,15 @@ def test_a_strangers_run_is_resumed_after_a_word_of_confirmation_only(monkeypatc
         assert client.post("/api/run/resume", json={"id": "theirs", "is_confirmed": True}).status_code == 200
 
 
+@pytest.mark.parametrize("text", ["a: [", "a: 2024-99-99"])
+def test_settings_that_cannot_be_read_are_not_resumed(monkeypatch, tmp_path, text):
+    use_quick_launcher(monkeypatch, tmp_path)
+    (a_strangers_run(tmp_path / "outputs") / "config.yaml").write_text(text)
+    with queue_client(tmp_path / "outputs", is_open=False) as client:
+        answer = client.post("/api/run/resume", json={"id": "theirs"})
+        assert answer.status_code == 409 and "cannot be read" in answer.json()["error"]
+
+
 def test_a_module_in_the_current_folder_is_not_taken_for_the_library(tmp_path):
     (tmp_path / "hybrid_rlhf").mkdir()
     (tmp_path / "hybrid_rlhf" / "__init__.py").write_text("raise SystemExit('stranger')")

@@ -6,12 +6,13 @@ import json
 import os
 import random
 import statistics
+import time
 
 import pytest
 
 from hybrid_rlhf.report import alarms
 from hybrid_rlhf.studio import run_history
-from hybrid_rlhf.studio.run_history import Histories, Metrics, curves
+from hybrid_rlhf.studio.run_history import Histories, Metrics, Table, curves
 from hybrid_rlhf.studio.studio import Refused
 
 
@@ -189,6 +190,35 @@ def test_alarms_of_a_long_run_are_found_in_means(folder):
                     "completions/mean_length": 40 - s / 400 + draw.gauss(0, 2)} for s in range(1, 10_001)])
     found = Histories().metrics(folder, lambda metrics: metrics.alarms([]))
     assert [a.name for a in found] == ["length collapse"] and "to 16." in found[0].text  # 40 - 9500 / 400 = 16.25
+
+
+def test_rows_of_means_are_the_same_however_the_run_grew(monkeypatch):
+    monkeypatch.setattr(run_history, "MAX_ROWS", 8)
+    draw, grown, added = random.Random(7), Table(), []
+    for step in range(1, 150):
+        row = {"step": step, "loss": draw.random()} | ({"seldom": draw.random()} if draw.random() < 0.1 else {})
+        added.append(row | ({"bad": None} if step % 5 else {"bad": 2.0}))
+        grown.add(added[-1])
+        anew = Table()
+        for each in added:
+            anew.add(each)
+        rows = grown.rows()
+        assert rows == anew.rows() and len(rows) <= 8 and rows[-1]["step"] == step
+    assert rows[0]["loss"] == pytest.approx(statistics.fmean(row["loss"] for row in added[:32])) and rows[0]["bad"] == 2
+
+
+@pytest.mark.parametrize("num_rows", [2000, 6000])
+def test_rows_for_the_alarms_take_a_fraction_of_reading_the_file(folder, num_rows):
+    write(folder, [{"step": s, **{f"metric_{i}": s / 7 + i for i in range(60)}} for s in range(1, num_rows + 1)])
+    metrics, seconds = Metrics(folder), []
+    begin = time.perf_counter()
+    metrics.update()
+    reading = time.perf_counter() - begin
+    for _ in range(5):
+        begin = time.perf_counter()
+        metrics.trained.rows()
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < reading / 3
 
 
 def test_endless_answers_are_an_alarm(folder):

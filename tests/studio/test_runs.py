@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from datetime import timedelta
 
 import pytest
 
 from hybrid_rlhf.run import lock
-from hybrid_rlhf.studio import runs
+from hybrid_rlhf.studio import run_history, runs
 from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import Refused, Studio, is_locked
@@ -219,6 +220,37 @@ def test_alarms_of_large_files_wait_for_the_next_look(tmp_path, monkeypatch):
     found = opened(tmp_path)
     assert sorted(str(row["alarms"]) for row in found.rows()[0]) == ["0", "None"]
     assert [row["alarms"] for row in found.rows()[0]] == [0, 0]
+
+
+def test_the_list_is_there_while_alarms_are_looked_for(tmp_path, monkeypatch):
+    is_looking, may_end, look = threading.Event(), threading.Event(), runs.alarms_of
+
+    def slow(*given):
+        is_looking.set()
+        assert may_end.wait(30)
+        return look(*given)
+
+    make_run(tmp_path, "a", "grpo", 10, "stopped")
+    found = opened(tmp_path)
+    monkeypatch.setattr(runs, "alarms_of", slow)
+    thread = threading.Thread(target=found.rows)
+    thread.start()
+    try:
+        assert is_looking.wait(30)
+        assert [row["alarms"] for row in found.rows()[0]] == [None]
+    finally:
+        may_end.set()
+        thread.join()
+    assert [row["alarms"] for row in found.rows()[0]] == [0]
+
+
+def test_one_look_for_alarms_reads_a_part_of_a_large_file(tmp_path, monkeypatch):
+    run = make_run(tmp_path, "a", "grpo", 10, "stopped")
+    monkeypatch.setattr(run_history, "ALARM_READ", (run.folder / "metrics.jsonl").stat().st_size // 2)
+    found = opened(tmp_path)
+    assert [found.rows()[0][0]["alarms"] for _ in range(4)] == [None, 0, 0, 0]
+    read = found.num_read
+    assert found.row("a")["alarms"] == 0 and found.num_read == read
 
 
 def test_max_steps_come_from_the_first_lines_or_the_settings(tmp_path):

@@ -10,13 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from starlette.testclient import TestClient
 
 from hybrid_rlhf.core.own_files import fresh_path
 from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.runs import RunList
-from hybrid_rlhf.studio.studio import Refused, Studio
+from hybrid_rlhf.studio.studio import Refused, Studio, take_lock
 from hybrid_rlhf.studio.studio_app import make_app
 from hybrid_rlhf.studio.talk import Talk, routes
 from tests.factories.studio_runs import make_run
@@ -246,11 +245,9 @@ def test_what_a_killed_studio_left_is_removed_and_what_another_one_uses_is_not(s
     for place in (left, used):
         (place / "model").mkdir(parents=True)
         (place / "lock").touch()
-    lock = FileLock(used / "lock")
-    lock.acquire()
-    opened(talk, "dpo")
-    assert [path for path in folder.iterdir() if path in (left, used)] == [used]
-    lock.release()
+    with take_lock(used / "lock"):
+        opened(talk, "dpo")
+        assert [path for path in folder.iterdir() if path in (left, used)] == [used]
 
 
 def test_what_is_going_on_is_told_while_it_starts(studio, talk, running):
