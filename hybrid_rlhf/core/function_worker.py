@@ -28,6 +28,8 @@ from typing import Any
 
 Source = tuple[str, str, str]  # "file" or "module"; its path or name; the dotted name in it
 
+FOREIGN = "hybrid_rlhf: the type of a foreign answer"  # a key that no dict of a user's has
+
 
 # -- in any process ----------------------------------------------------------------------------------------------------
 
@@ -92,8 +94,44 @@ def parameters_of(function: Callable) -> list | None:
     try:
         return [(p.name, p.kind.name, p.default is not p.empty) for p in
                 inspect.signature(function).parameters.values()]
-    except (ValueError, TypeError):
+    except Exception:  # ValueError, TypeError, and what a __signature__ of a user's raises
         return None
+
+
+def text_of(value: object, max_chars: int) -> str:
+    """An answer as text for a model (environments/text_of_answers.py): complete, or the first max_chars + 1 characters.
+    """
+    if isinstance(value, str):
+        return str.__str__(value)[:max_chars + 1]
+    try:
+        if isinstance(value, list) and value and all(map(_is_block, value)):
+            return "".join(map(_text_of_block, value))[:max_chars + 1]
+        plain = value if isinstance(value, (list, tuple, dict)) else as_json_value(value)
+        return (plain if isinstance(plain, str) else _json(plain, max_chars))[:max_chars + 1]
+    except Exception as error:  # of a user's class
+        return f"(a {type(value).__name__}, which cannot be shown: {type(error).__name__})"
+
+
+def _is_block(part: object) -> bool:
+    """Whether it is a part of a message's content, as in {"type": "text", "text": "..."}."""
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") == "image" or (part.get("type") == "text" and isinstance(part.get("text"), str))
+
+
+def _text_of_block(part: dict) -> str:
+    return part["text"] if part["type"] == "text" else "(an image, which is not shown)"
+
+
+def _json(value: object, max_chars: int) -> str:
+    """JSON that ends soon after max_chars characters: the rest of a large table is not written."""
+    pieces, length = [], 0
+    for piece in json.JSONEncoder(ensure_ascii=False, default=as_json_value).iterencode(value):
+        pieces.append(piece)
+        length += len(piece)
+        if length > max_chars:
+            break
+    return "".join(pieces)
 
 
 def as_json_value(value: object) -> object:
@@ -122,7 +160,7 @@ class _Worker:
     def __init__(self) -> None:
         self._imported: dict[tuple[str, str], Any] = {}
         self._instances: dict[int, Any] = {}
-        self._loop = asyncio.new_event_loop()  # one for all calls: a session that an environment has opened lives on
+        self._loop = asyncio.new_event_loop()  # a session that an environment has opened in it lives on
 
     def load(self, sources: Sequence[tuple[str, str]], sys_path: list[str]) -> list:
         """Run the files and import the modules; answers [name, parameters] of the first one's functions."""
@@ -143,20 +181,29 @@ class _Worker:
         function = factory.__init__ if inspect.isclass(factory) else factory
         self._instances[number] = self._called("the environment", function, lambda: factory(**options))
 
+    def score(self, who: str, source: Source, named: Mapping[str, Any]) -> object:
+        """What a reward function answers. What an async one has begun ends with it."""
+        function = self._named(source)
+        answer = self._called(who, function, lambda: function(**named), asyncio.run)
+        return _strict(answer.tolist() if hasattr(answer, "tolist") else answer)
+
     def call(self, who: str, target: Source | tuple[int, str], values: Sequence = (), named: Mapping[str, Any] = {},
-             as_text: bool = False) -> object:
-        """What the function `target`, or the method of an instance, answers. as_text: for a model to read."""
+             max_chars: int | None = None) -> object:
+        """What the function `target`, or the method of an instance, answers. max_chars: as `text_of` it, if given."""
         function = self._named(target) if len(target) == 3 else getattr(self._instances[target[0]], target[1], None)
         if function is None:  # a reset that the class does not have
             return None
         answer = self._called(who, function, lambda: function(*values, **named))
-        return _text_value(answer) if as_text else _strict(answer)
+        return _strict(answer) if max_chars is None else text_of(answer, max_chars)
 
-    def _called(self, who: str, function: Callable, call: Callable[[], Any]) -> Any:
+    def _called(self, who: str, function: Callable, call: Callable[[], Any],
+                run: Callable[[Any], Any] | None = None) -> Any:
+        """run: of a coroutine; by default in the loop of all calls."""
         try:
             with no_second_process(who):
                 answer = call()
-                return self._loop.run_until_complete(awaited(answer)) if inspect.isawaitable(answer) else answer
+                run = run or self._loop.run_until_complete
+                return run(awaited(answer)) if inspect.isawaitable(answer) else answer
         except BaseException as error:
             failure = _CodeError(call_error(error, function))
             failure.is_type_error = isinstance(error, TypeError)
@@ -169,24 +216,23 @@ class _Worker:
         return value
 
 
-def _text_value(value: Any) -> object:
-    try:
-        return json.loads(json.dumps(value, default=as_json_value))
-    except BaseException as error:  # of a user's class
-        return f"(a {type(value).__name__}, which cannot be shown: {type(error).__name__})"
-
-
 def _strict(value: Any) -> object:
     """An answer to compute with: numbers, text, None, lists and dicts of them; of others type and repr."""
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if isinstance(value, str):  # a member of an Enum
+        return str.__str__(value)
+    if isinstance(value, Real):
+        return float(value)
     if callable(getattr(value, "tolist", None)):  # numpy's and torch's
+        with suppress(Exception):  # of more than one number
+            return _strict(value.item())
         return _strict(value.tolist())
-    if isinstance(value, (list, tuple)):
-        return [_strict(each.item() if hasattr(each, "numel") and each.numel() == 1 else each) for each in value]
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [_strict(each) for each in value]
     if isinstance(value, dict):
-        return {str(key): _strict(each) for key, each in value.items()}
-    return float(value) if isinstance(value, Real) else {"__type__": type(value).__name__, "repr": repr(value)[:1000]}
+        return {str.__str__(key) if isinstance(key, str) else str(key): _strict(each) for key, each in value.items()}
+    return {FOREIGN: type(value).__name__, "repr": repr(value)[:1000]}
 
 
 def serve(connection: Connection) -> None:

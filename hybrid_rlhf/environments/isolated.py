@@ -33,10 +33,11 @@ _OPTION = "environment.isolate"
 
 class _Home:
     """A worker process that instances live in, or that tools run in, one call at a time. When it has ended, the next
-    call that may starts it again: its `generation` is higher then, and the instances are gone."""
+    call that may starts it again: its `generation` is higher then, and the instances are gone. max_chars: of the text
+    of an answer that a model reads, plus one where it must be cut: no more of it leaves the process."""
 
-    def __init__(self, sources: Sequence[tuple[str, str]], timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(self, sources: Sequence[tuple[str, str]], timeout: float, max_chars: int) -> None:
+        self._timeout, self._max_chars = timeout, max_chars
         self.process = WorkerProcess(sources, _OPTION)
         self._turn = threading.Lock()
 
@@ -61,14 +62,14 @@ class _Home:
             self.process.ask("make", START_SECONDS, number=number, source=source, options=dict(options))
         except CallFailed as error:
             raise CallFailed(f"was not called: the environment's constructor {error}") from None
-        except Overdue as error:
-            raise LateError(f"the environment's constructor: {error}; its process was ended") from None
+        except Overdue as error:  # no LateError, which is an advice to raise environment.timeout
+            raise CallFailed(f"was not called: the environment's constructor: {error}; its process was ended") from None
 
     def call(self, target: Source | tuple[int, str], values: tuple, named: dict[str, Any], as_text: bool) -> Any:
         """The answer of a tool or a method. Raises CallFailed, or LateError where its time was up."""
         try:
             return self.process.ask("call", self._timeout, who="the environment", target=target, values=values,
-                                    named=named, as_text=as_text)
+                                    named=named, max_chars=self._max_chars if as_text else None)
         except Overdue as error:
             raise LateError(f"{error} (environment.timeout); its process was ended") from None
 
@@ -77,8 +78,8 @@ class _Homes:
     """The processes of a run, each started when it is first needed: `num` for instances, the k-th in process k modulo
     `num`; others for plain tools, as many as run at once, so that a crash of these takes no instances along."""
 
-    def __init__(self, num: int, sources: Sequence[tuple[str, str]], timeout: float) -> None:
-        self._new = partial(_Home, sources, timeout)
+    def __init__(self, num: int, sources: Sequence[tuple[str, str]], timeout: float, max_chars: int) -> None:
+        self._new = partial(_Home, sources, timeout, max_chars)
         self._homes = [self._new() for _ in range(num)]
         self._numbers = itertools.count()
         self._idle: list[_Home] = []
@@ -177,7 +178,7 @@ def open_isolated(settings: EnvironmentConfig) -> Environments:
         return open_environments(factory, tools, settings.options)
     python = {split(text, "environment")[1]: source[1:] for text, source in sources.items()
               if source and source[0] == "module"}
-    homes = _Homes(max(settings.num_workers, 1), files, settings.timeout)
+    homes = _Homes(max(settings.num_workers, 1), files, settings.timeout, settings.max_answer_chars)
     plain = {split(text, "environment.tools")[1]: text for text in tools}
     return Environments([_kind(kind, settings, sources, plain, homes) for kind in _asked_apart(settings, python)],
                         isinstance(factory, Mapping))

@@ -64,7 +64,7 @@ def part_scores(source: RewardSource, rollout: Rollout) -> Tensor:
     if isinstance(answers, Tensor):
         return _checked(source.name, answers.detach().float().cpu(), rollout)
     if isinstance(answers, (str, Mapping)) or not hasattr(answers, "__len__") or not hasattr(answers, "__getitem__"):
-        raise BadAnswer(f"reward source {source.name}: answered {answers!r:.60} ({type(answers).__name__}) for "
+        raise BadAnswer(f"reward source {source.name}: answered {_shown_value(answers)} ({type(answers).__name__}) for "
                         f"responses 0 to {len(rollout) - 1}; a list of numbers or None is needed, one for each")
     if len(answers) != len(rollout):
         raise BadAnswer(f"reward source {source.name}: {len(answers)} scores for {len(rollout)} responses "
@@ -83,9 +83,16 @@ def _number(name: str, answer: object, i: int, rollout: Rollout) -> float:
     except OverflowError:  # 10**400
         number = math.inf
     if not abs(number) <= torch.finfo(torch.float32).max:
-        raise BadAnswer(f"reward source {name}: score {answer!r:.60} for response {i}, where a finite number "
+        raise BadAnswer(f"reward source {name}: score {_shown_value(answer)} for response {i}, where a finite number "
                         f"or None is needed: {shown(rollout, i)}")
     return number
+
+
+def _shown_value(value: object) -> str:
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # an integer of more digits than Python writes
+        return "of more digits than can be shown"
 
 
 def _checked(name: str, scores: Tensor, rollout: Rollout) -> Tensor:

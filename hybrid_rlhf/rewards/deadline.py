@@ -15,7 +15,7 @@ from hybrid_rlhf.core.function_worker import one_line
 
 T = TypeVar("T")
 
-_EVERY = 0.1  # seconds between two signals
+_EVERY, _PATIENCE = 0.1, 1.0  # seconds between two signals, and until they come without pause
 
 
 class Overdue(TimeoutError):
@@ -30,9 +30,9 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     """`call()`, or Overdue after `seconds` of wall time. What it raises is raised here.
 
     In the main thread a timer signal (SIGALRM) ends the call, in the midst of a regular expression too, and comes again
-    for code that catches it once. A call that takes that signal for itself loses this protection while it has it, and
-    one that returns too late is Overdue all the same. Elsewhere the call runs in a thread of its own, which is left
-    behind when its time is up.
+    and again for code that catches every exception. A call that takes that signal for itself loses this protection
+    while it has it, and one that returns too late is Overdue all the same. Elsewhere the call runs in a thread of its
+    own, which is left behind when its time is up.
     """
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer") and not _has_loop():
         return _alarmed(seconds, call)
@@ -52,8 +52,13 @@ def _alarmed(seconds: float, call: Callable[[], T]) -> T:
     here, began, is_over = inspect.currentframe(), time.monotonic(), False
 
     def expire(_number: int, frame: FrameType | None) -> None:
-        if not is_over and frame is not here:  # else the call has just ended
-            raise _Expired
+        if is_over or frame is None or frame is here or frame.f_code is expire.__code__:
+            return  # no code of the call was interrupted
+        if time.monotonic() - began > seconds + _PATIENCE:
+            # Clean-up had its time. One of the next signals comes while `except:` handles this one, where nothing
+            # catches it; at equal distances they would all come in the midst of the same wait.
+            signal.setitimer(signal.ITIMER_REAL, (1 + time.perf_counter_ns() % 20) * 1e-6, 1e-3)
+        raise _Expired
 
     before = signal.signal(signal.SIGALRM, expire)
     waiting = signal.setitimer(signal.ITIMER_REAL, seconds, _EVERY)

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -102,12 +103,17 @@ class WorkerProcess:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def _ask(self, operation: str, seconds: float | None, **given: Any) -> Any:
+        began = time.monotonic()
         try:
             self._connection.send_bytes(pickle.dumps((operation, seconds, given)))
             is_answered = self._connection.poll(seconds)
             reply = json.loads(self._connection.recv_bytes(), object_hook=_foreign) if is_answered else None
         except (EOFError, OSError):
-            what = f"ended its process ({self.end()})"
+            how = self.end()
+            if how == "SIGALRM" and seconds is not None and time.monotonic() - began > seconds:  # its own timer's
+                self._end_late()
+                raise Overdue(f"no answer within {seconds:g} s") from None
+            what = f"ended its process ({how})"
             self.how_it_ended = f"an earlier call {what}"
             raise CallFailed(what) from None
         except BaseException:  # Ctrl-C: an answer that was not read would be taken for that to the next request
@@ -133,7 +139,8 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _foreign(value: dict) -> object:
-    return type(value["__type__"], (Foreign,), {})(value["repr"]) if "__type__" in value else value
+    kind = value.get(function_worker.FOREIGN)
+    return type(kind, (Foreign,), {})(value["repr"]) if kind else value
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,7 @@ class IsolatedFunction:
     __signature__: inspect.Signature
 
     def __call__(self, who: str, named: Mapping[str, Any], seconds: float) -> Any:
-        return self.process.ask("call", seconds, who=who, target=self.source, named=named)
+        return self.process.ask("score", seconds, who=who, source=self.source, named=named)
 
 
 def functions_of_file(path: str) -> SimpleNamespace:

@@ -18,6 +18,13 @@ _log = logging.getLogger(__name__)
 _warned: set[tuple[str, str]] = set()  # (who, setting)
 
 
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return None
+
+
 def _set_cudnn(flags: tuple[bool, bool]) -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
 
@@ -35,7 +42,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "cuDNN's flags": (lambda: (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark), _set_cudnn),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "the working directory": (os.getcwd, os.chdir)}
+    "the working directory": (_working_directory, lambda path: os.chdir(path or "."))}
 
 
 def _reseed_device() -> None:
@@ -65,12 +72,14 @@ def unchanged(who: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(who, settings)
-        for name, state in _states().items():
-            if not _is_same(states[name], state):
-                _, write, reseed = _GENERATORS[name]
-                write(states[name])
-                reseed()
+        try:
+            _restore(who, settings)
+        finally:
+            for name, state in _states().items():
+                if not _is_same(states[name], state):
+                    _, write, reseed = _GENERATORS[name]
+                    write(states[name])
+                    reseed()
 
 
 def _settings() -> dict[str, Any]:
@@ -83,10 +92,15 @@ def _settings() -> dict[str, Any]:
 
 
 def _restore(who: str, before: dict[str, Any]) -> None:
-    changed = [name for name, value in _settings().items() if name in before and value != before[name]]
-    for name in changed:
-        _SETTINGS[name][1](before[name])
-    new = [name for name in changed if (who, name) not in _warned]
+    restored = []
+    for name in [name for name, value in _settings().items() if name in before and value != before[name]]:
+        try:
+            _SETTINGS[name][1](before[name])
+            restored.append(name)
+        except Exception as error:  # which must not replace the answer of the block
+            _log.warning("warning: %s changes %s for the whole process, and it cannot be restored: %s", who, name,
+                         error)
+    new = [name for name in restored if (who, name) not in _warned]
     _warned.update((who, name) for name in new)
     if new:
         _log.warning("warning: %s changes %s for the whole process; what it was is restored after each call", who,

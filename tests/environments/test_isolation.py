@@ -15,11 +15,13 @@ import pytest
 
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.environments.calls import CallPool
-from hybrid_rlhf.environments.isolated import open_isolated
+from hybrid_rlhf.environments.isolated import _Home, open_isolated
 from hybrid_rlhf.environments.open import open_environments
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.environments.text_of_answers import shown
+from hybrid_rlhf.rewards.deadline import Overdue
 from hybrid_rlhf.rewards.functions import handed_over
+from hybrid_rlhf.rewards.isolation import CallFailed
 from tests.factories.crashing_environment import FILE
 
 
@@ -108,7 +110,7 @@ def test_answers_are_those_of_the_same_class_in_this_process(kinds, kinds_here, 
              ("add", {"times": 1, "more": 2}), ("ad", {}), ("add", {"times": "x"}), ("fail", {"what": "type"}),
              ("fail", {"what": "value"}), ("calculator", {"expression": "2*3"}),
              *(("odd", {"what": w}) for w in ("bytes", "set", "array", "long", "none", "tuple", "control", "surrogate",
-                                              "keys", "class"))]
+                                              "keys", "class", "tagged"))]
     found = []
     for kind in (kinds["count"], kinds_here["count"]):
         own = kind.new()
@@ -132,10 +134,27 @@ def test_steps_are_those_of_the_same_class_in_this_process(kinds, kinds_here, po
     for kind in (kinds["game"], kinds_here["game"]):
         own = begun(pool, kind)
         found.append(outcomes(pool, own, *(partial(own.step, [*messages, {"role": "assistant", "content": what}])
-                                           for what in ("go", "none", "nan", "unknown"))))
+                                           for what in ("go", "words", "tagged", "none", "nan", "unknown"))))
     assert found[0] == found[1] and messages == [{"role": "user", "content": "go"}]
     assert found[0][0].value == ([{"role": "tool", "name": "a", "content": "é"}], False, 0.5)
-    assert found[0][2].error == "step answered the reward nan, where a finite number or None is needed"
+    assert found[0][1].value[2] == 0.5 and found[0][2].value[0][0]["__type__"] == 3
+    assert found[0][4].error == "step answered the reward nan, where a finite number or None is needed"
+
+
+@pytest.mark.parametrize("what", ["text", "table"])
+def test_a_long_answer_is_cut_where_it_is_made(kinds, pool, what):
+    own = begun(pool, kinds["count"])
+    assert len(asked(pool, own, "odd", what=what).value) == 4001  # so that it is seen to be cut
+
+
+def test_a_constructor_that_is_late_is_an_error_of_its_own(monkeypatch):
+    def is_late(*_given, **_named):
+        raise Overdue("no answer within 600 s")
+
+    home = _Home([], 2.0, 4000)
+    monkeypatch.setattr(home.process, "ask", is_late)
+    with pytest.raises(CallFailed, match="was not called: the environment's constructor: no answer within 600 s"):
+        home.make(0, ("file", "own.py", "Count"), {})
 
 
 @pytest.mark.parametrize(("how", "says"), [

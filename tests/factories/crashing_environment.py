@@ -4,10 +4,15 @@ from __future__ import annotations
 
 FILE = r'''
 import asyncio, ctypes, os, re, resource, signal, subprocess, time
+from enum import Enum
 from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
+
+class Word(str, Enum):
+    ROLE = "role"
+    TOOL = "tool"
 
 def end(how: str) -> str:
     """End or hang.
@@ -67,7 +72,8 @@ class Count:
         """
         return {"bytes": b"abc", "set": {3, 1}, "array": np.arange(3), "long": "x" * 9000,
                 "none": None, "tuple": (1, 2), "control": "a\x1b[2J\r\nb", "surrogate": "\ud800",
-                "class": Count, "keys": {1: "a", None: 2.5}}[what]
+                "class": Count, "tagged": {"__type__": 3}, "table": list(range(1_000_000)), "text": "x" * 10_000_000,
+                "keys": {1: "a", None: 2.5}}[what]
 
     def crash(self, how: str) -> str:
         """End or hang.
@@ -99,6 +105,8 @@ class Game:
             os.kill(os.getpid(), signal.SIGSEGV)
         messages[0]["content"] = "changed"
         return {"go": ([{"role": "tool", "name": "a", "content": "é"}], np.bool_(False), np.float32(0.5)),
+                "words": ([{Word.ROLE: Word.TOOL, "content": Word.TOOL}], True, np.array([0.5])),
+                "tagged": ([{"role": "tool", "content": "", "__type__": 3}], True, None),
                 "text": ["on", False, None], "none": None, "nan": ([], True, float("nan"))}[said]
 
 class Raises:

@@ -9,8 +9,11 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +24,8 @@ from hybrid_rlhf.rewards import BadAnswer, BadScore, checked_scores
 from hybrid_rlhf.rewards.functions import FunctionSource
 from hybrid_rlhf.rewards.mixture import Mixture, Part, Scale
 from tests.factories.rollouts import rollout
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def lengths(completions, **_):
@@ -147,6 +152,14 @@ def waits_on(completions, **_):
     return [0.0] * len(completions)
 
 
+def never_gives_up(completions, **_):
+    while True:
+        try:
+            time.sleep(0.01)
+        except BaseException:
+            continue
+
+
 def switches_it_off(completions, **_):
     signal.setitimer(signal.ITIMER_REAL, 0)
     time.sleep(0.3)
@@ -197,6 +210,8 @@ NUMBER = "where a finite number or None is needed"
     (lambda **_: "abc", r"answered 'abc' \(str\) for responses 0 to 2; a list of numbers"),
     (lambda **_: None, r"answered None \(NoneType\)"),
     (lambda **_: [10**400, 1.0, 1.0], f"score 1000.* for response 0, {NUMBER}: 'red'"),
+    (lambda **_: [0.0, 10**5000, 1.0], f"score of more digits than can be shown for response 1, {NUMBER}: 'blue cat'"),
+    (lambda **_: 10**5000, r"answered of more digits than can be shown \(int\)"),
     (lambda **_: {"red": 1.0, "blue": 2.0, "sun": 3.0}, r"answered {'red': 1.0.* \(dict\) for responses 0 to 2"),
     (raises_unsayable, r"raised Unsayable: its message cannot be shown \(.*\) for response 0 of 3: 'red'"),
     (raises_generator_exit, r"raised GeneratorExit: .* for response 0 of 3: 'red'"),
@@ -209,6 +224,15 @@ def test_every_way_to_fail_names_the_source_and_the_response(function, message):
         checked_scores(FunctionSource("bad", function, timeout=0.2), rollout())
     assert isinstance(caught.value, UserError) and isinstance(caught.value, BadScore)
     assert "\n" not in str(caught.value) and time.monotonic() - before < 3
+
+
+def test_a_function_that_catches_everything_is_ended():
+    """In a process of its own: the signals that end it also reach pytest's hooks."""
+    code = ("from tests.rewards.test_reward_functions import *\n"
+            "try:\n    checked_scores(FunctionSource('bad', never_gives_up, timeout=0.2), rollout())\n"
+            "except BadAnswer as error:\n    print(error)")
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    assert re.search("reward source bad: no answer within 0.2 s .* for response 0 of 3: 'red'", out)
 
 
 def test_a_hanging_function_is_left_behind_in_a_thread_too():

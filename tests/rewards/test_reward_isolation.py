@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.function_worker import parameters_of
 from hybrid_rlhf.rewards import BadAnswer, checked_scores, part_scores
+from hybrid_rlhf.rewards.deadline import Overdue
 from hybrid_rlhf.rewards.functions import handed_over, open_functions
 from hybrid_rlhf.rewards.isolation import IsolatedFunction
 from tests.factories.rollouts import rollout
@@ -68,6 +70,19 @@ def forks(completions, **_):
 
 def answers(completions, what, **_):
     return [eval(what), *([0.0] * (len(completions) - 1))]
+
+def all_answers(completions, what, **_):
+    import collections, numpy as np, torch
+    return eval(what[0])
+
+async def leaves_a_task(completions, **_):
+    global task
+    task = asyncio.create_task(asyncio.sleep(60))
+    await asyncio.sleep(0)
+    return [0.0] * len(completions)
+
+def has_ended(completions, **_):
+    return [task.cancelled()] * len(completions)
 """
 
 
@@ -139,6 +154,37 @@ def test_an_answer_that_is_no_score_is_said_as_it_is_in_this_process(pay, what, 
         paying = open_functions([f"{pay}:answers"], {"answers": {"what": what}}, 20.0, isolate)[0]
         with pytest.raises(BadAnswer, match=rf"{said}.* for response 0, where a finite number or None is needed"):
             checked_scores(paying, rollout())
+
+
+def test_sequences_and_arrays_of_scores_are_read_as_in_this_process(pay):
+    paying = source(pay, "all_answers")
+    for what in ("collections.deque([1, 2, 3])", "range(1, 4)", "collections.UserList([1, 2, 3])",
+                 "torch.tensor([1.0, 2.0, 3.0])", "[torch.tensor([1.0]), np.array([2.0]), np.longdouble(3)]"):
+        assert checked_scores(paying, rollout(what=[what] * 3)).tolist() == [1.0, 2.0, 3.0], what
+    assert checked_scores(paying, rollout(("red",), what=["np.array([0.5])"])).tolist() == [0.5]
+
+
+def test_tasks_that_an_async_function_has_left_are_cancelled(pay):
+    first, second = open_functions([f"{pay}:leaves_a_task", f"{pay}:has_ended"], {}, 20.0, isolate=True)
+    assert checked_scores(first, rollout()).tolist() == [0.0] * 3
+    assert checked_scores(second, rollout()).tolist() == [1.0] * 3
+
+
+def test_a_process_that_its_own_timer_has_ended_is_late(pay, monkeypatch):
+    """As where this process was stopped for longer than the call may take."""
+    function = source(pay, "dies_at_sun", how="SIGALRM").function
+    monkeypatch.setattr(function.process._connection, "poll", lambda seconds: time.sleep(seconds + 0.2) or True)
+    with pytest.raises(Overdue, match=r"no answer within 0\.3 s"):
+        function("dies_at_sun", {"completions": ["sun"], "how": "SIGALRM"}, 0.3)
+
+
+def test_a_signature_that_raises_is_unknown():
+    class Odd:
+        __signature__ = property(lambda self: 1 / 0)
+
+        def __call__(self, completions): ...
+
+    assert parameters_of(Odd()) is None
 
 
 def test_a_child_that_comes_back_from_the_function_is_ended(pay, capfd):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 import time
 
 import numpy as np
@@ -34,6 +36,36 @@ def test_a_setting_that_cannot_be_read_changes_no_answer(monkeypatch):
     with pytest.raises(KeyError, match="own"):
         fails()
     assert torch.is_grad_enabled()
+
+
+def test_a_working_directory_that_was_removed_is_left_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def leaves_a_removed_one(completions, **_):
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+        return lengths(completions)
+
+    assert checked_scores(FunctionSource("good", leaves_a_removed_one), rollout()).tolist() == [3.0, 8.0, 3.0]
+    assert os.getcwd() == str(tmp_path)
+
+
+def test_a_setting_that_cannot_be_restored_changes_no_answer_and_the_generators_are(tmp_path, monkeypatch, caplog):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+
+    def removes_it(completions, **_):
+        os.chdir(tmp_path)
+        os.rmdir("gone")
+        random.random()
+        return lengths(completions)
+
+    random.seed(3)
+    drawn = [random.random() for _ in range(2)]
+    random.seed(3)
+    assert checked_scores(FunctionSource("good", removes_it), rollout()).tolist() == [3.0, 8.0, 3.0]
+    assert "good changes the working directory for the whole process, and it cannot be restored: " in caplog.text
+    assert random.random() not in drawn
 
 
 DRAWS = {"python": random.random, "numpy": np.random.random, "torch": lambda: torch.rand(()).item()}
