@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from contextlib import closing, suppress
+from functools import partial
 
 import pytest
 import torch
@@ -99,19 +100,17 @@ def test_what_is_raised_is_one_line(pool, make, error, says):
 def test_keyboard_interrupt_of_a_tool_beside_is_an_error_and_the_users_is_his(beside):
     for make in (raising, later):
         assert outcome(beside, lambda make=make: make(KeyboardInterrupt())).error == "raised KeyboardInterrupt:"
-    here = CallPool(0, 5)
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    for call in (lambda: time.sleep(3), lambda: later(1, 3)):
-        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+    here = CallPool(0, 20)
+    interrupt = partial(threading.Timer, 0.5, os.kill, (os.getpid(), signal.SIGINT))  # a busy machine is in the call
+    for call in (lambda: time.sleep(10), lambda: later(1, 10)):
+        interrupt().start()
         with pytest.raises(KeyboardInterrupt):
             here.start("key", call)
-    beside.start("key", lambda: time.sleep(0.25))
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        beside.finished(wait=True)
-    here.close()
+    with closing(here), closing(CallPool(2, 20)) as patient:
+        patient.start("key", lambda: time.sleep(2))
+        interrupt().start()
+        with pytest.raises(KeyboardInterrupt):
+            patient.finished(wait=True)
 
 
 def swallowing():
