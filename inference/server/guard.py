@@ -76,7 +76,8 @@ class Guard:
                         body += message.get("body", b"")
         except TimeoutError:
             if not is_large:
-                raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s; send it faster, or less") from None
+                raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s; send it faster, or "
+                                    "less") from None
         if is_large or size > self._max_bytes:
             raise ApiError(413, f"the body is larger than {self._max_bytes} bytes; "
                                 "send less, or start the server with a larger --max_body_bytes",
