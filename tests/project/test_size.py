@@ -15,10 +15,10 @@ H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1259, 10),
-    "hybrid_rlhf/commands": (2105, 9),
+    "hybrid_rlhf/commands": (2129, 9),
     "hybrid_rlhf/core": (2934, 32),
-    "hybrid_rlhf/data": (4018, 17),
-    "hybrid_rlhf/engine": (6024, 46),
+    "hybrid_rlhf/data": (4032, 17),
+    "hybrid_rlhf/engine": (6034, 46),
     "hybrid_rlhf/environments": (2021, 13),
     "hybrid_rlhf/export": (927, 6),
     "hybrid_rlhf/kernels": (5671, 40),
@@ -26,16 +26,16 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/models": (5538, 37),
     "hybrid_rlhf/report": (2343, 14),
     "hybrid_rlhf/rewards": (3393, 22),
-    "hybrid_rlhf/roles": (1119, 11),
+    "hybrid_rlhf/roles": (1112, 11),
     "hybrid_rlhf/rollout": (1164, 10),
     "hybrid_rlhf/run": (2271, 17),
-    "hybrid_rlhf/studio": (8821, 48),
+    "hybrid_rlhf/studio": (8822, 48),
     "hybrid_rlhf/trainers": (1441, 10),
-    "training": (5482, 35),
-    "inference": (3655, 27),
-    "tests": (64576, 463),
+    "training": (5480, 35),
+    "inference": (3666, 27),
+    "tests": (63835, 458),
     "benchmarks": (7402, 51),
-    ENTRY_POINTS: (1157, 8),
+    ENTRY_POINTS: (1159, 8),
 }
 
 
@@ -58,3 +58,4 @@ def test_lines_and_files_are_within_the_budget(row):
     lines, files = sizes()[row]
     most_lines, most_files = BUDGET[row]
     assert lines <= most_lines + SLACK and files <= most_files, f"{row}: {lines} lines in {files} files"
+    assert lines >= most_lines - 10 * SLACK, f"{row} has {lines} lines in {files} files: lower its row"
