@@ -46,10 +46,12 @@ def loads(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def why(error: ValueError) -> str:
+def why(error: ValueError | RecursionError) -> str:
     """Why `loads` refused a text, in words."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg}, column {error.colno}"
     if isinstance(error, UnicodeDecodeError):
         return f"byte 0x{error.object[error.start]:02x} is not UTF-8"
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
     return "a number too long" if "digits" in str(error) else str(error)

@@ -69,6 +69,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         texts = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method} does not fit here"}
         error = ApiError(error.status_code, texts.get(error.status_code, str(error.detail)))
+    elif isinstance(error, RecursionError):  # a template that walks through the client's lists of lists
+        error = ApiError(400, "the request is nested too deeply; send flatter values")
     elif not isinstance(error, ApiError):  # uvicorn logs it
         error = ApiError(500, f"an error of the server ({type(error).__name__}); its log says more")
     return error_response(error)

@@ -416,6 +416,6 @@ def _as_json(value: Any, where: str) -> Any:
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return loads(clean(json.dumps(loads(text or "{}"), ensure_ascii=False)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # a value that was read may be too deep to be written
         raise ApiError(400, f"{where}: not valid JSON ({why(error)[:200]}); fix it",
                        param=where.split(".")[0]) from None

@@ -250,7 +250,7 @@ BAD = [
     (dict(tools="x"), "tools"), (dict(tools=[{}]), "tools"), (dict(tools=[{"type": "web_search"}]), "tools"),
     (dict(tools=tool(name="a\x1b[2J")), "tools"), (dict(tools=tool(strict=True)), "tools"),
     (dict(tools=tool() * 2), "tools"), (dict(tools=[*tool()] * 129), "tools"),
-    (dict(tools=tool(parameters=deep(900))), "tools"), (dict(tools=tool(description="x" * 1_000_000)), "messages"),
+    (dict(tools=tool(parameters=deep(900))), None), (dict(tools=tool(description="x" * 1_000_000)), "messages"),
     (dict(tool_choice="required"), "tool_choice"), (dict(parallel_tool_calls=False), "parallel_tool_calls"),
     (dict(functions=[{"name": "f"}]), "functions"),
     (dict(messages=called(arguments="{")), "messages"), (dict(messages=called(arguments="[]")), "messages"),
