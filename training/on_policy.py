@@ -373,7 +373,7 @@ def _reward_line(reward: str | None, has_check: bool) -> str | None:
         return (f"warning: {ranked}, which may be chance: its score will rise whether answers get better or not. Train "
                 "it for longer or on more pairs (--stage reward), and read the samples")
     measured = record.facts.get("own_samples", {})
-    if "agreement" in measured:
+    if measured:
         return f"{'warning: ' * own_samples.may_be_chance(measured)}{ranked}; {own_samples.line(measured)}"
     if has_check:
         return ranked

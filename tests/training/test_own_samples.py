@@ -2,12 +2,13 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.training.step2_reward.own_samples import _agreement, line, may_be_chance
+from hybrid_rlhf.training.step2_reward.own_samples import _agreement, agreement, line, may_be_chance
 from tests.factories.tiny import own_cache, save_tiny
 
 WORDS = ("red", "blue", "green", "sun", "moon", "cat", "dog", "fox")
@@ -53,3 +54,10 @@ def test_halves_agree_on_held_out_pairs_where_pairs_are_clear_and_not_on_noise(p
         found[name] = json.loads((place / "runs" / name / "run.json").read_text())["facts"]["own_samples"]
         assert f"reward.own_samples: {line(found[name])}" in capfd.readouterr().err
     assert found["clear"]["held_out"] > 0.9 > 0.75 > found["noise"]["held_out"]
+
+
+def test_a_run_that_was_stopped_trains_nothing_more(capsys):
+    opened = SimpleNamespace(config=SimpleNamespace(reward=SimpleNamespace(own_samples=8)), steps=10)
+    measured = agreement(opened, lambda _opened: pytest.fail("it trains"), 3)
+    assert measured == {"own_samples": {"why": "the run ended after step 3 of 10; let it finish"}}
+    assert "reward.own_samples: not measured: the run ended after step 3 of 10" in capsys.readouterr().err

@@ -34,7 +34,7 @@ class RewardConfig:
         head_std: Standard deviation of the new head's weights; null takes 1 / sqrt(hidden size + 1).
         own_samples: After the training, two models are trained on half of the pairs each, and the share of pairs of the
             starting model's own answers that both rank alike is measured over so many prompts, for stage 3 to say.
-            It takes as long as the training did; 0 leaves it out.
+            It takes as long as the training did, and memory for a second one beside it; 0 leaves it out.
     """
 
     center_coef: float = 0.01
@@ -104,8 +104,9 @@ def _open(opened: supervised.Opened) -> supervised.Learner:
     scored = fixed_prompts.of_reward(role, tokenizer, opened.data, config.train.num_fixed_prompts)
 
     def facts() -> dict:
+        measured = own_samples.agreement(opened, _open_role, role.engine.training.num_steps)
         return {"score_statistics": score_statistics(role, tokenizer, opened.data),
-                "base_weights": identity(opened.model.model_name_or_path)} | own_samples.agreement(opened, _open_role)
+                "base_weights": identity(opened.model.model_name_or_path)} | measured
 
     return supervised.Learner(RewardTrainer(role, config.reward.center_coef), "reward", role.engine,
                               role.engine.module.model, [tokenizer.eos_token_id], scored, facts)

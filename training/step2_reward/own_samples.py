@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.core import activity
-from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import collate
@@ -25,16 +25,18 @@ from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.training import builders, fixed_prompts, scored_answers, supervised
 
 Open = Callable[[supervised.Opened], Reward]  # a new reward model with its optimizer
+MAX_HELD_OUT = 512  # pairs
 
 
-def agreement(opened: supervised.Opened, open_reward: Open) -> dict:
+def agreement(opened: supervised.Opened, open_reward: Open, num_steps: int) -> dict:
     """{"own_samples": {agreement, pairs, held_out}}: the share of pairs of sampled answers that both halves rank alike,
     of how many pairs, and the same share on the held-out pairs. {"own_samples": {"why": ...}} where it could not be
-    measured: the run is finished without it."""
+    measured: the run is finished without it. num_steps: made by the run; one that was stopped ends at once."""
     num_prompts = opened.config.reward.own_samples
     if not num_prompts:
         return {}
     try:
+        check(num_steps >= opened.steps, f"the run ended after step {num_steps} of {opened.steps}; let it finish")
         with activity.slow(f"training on each half of the pairs (reward.own_samples {num_prompts})"), \
                 explained("while measuring the model's own samples"):
             measured = _measured(opened, open_reward, num_prompts)
@@ -51,9 +53,9 @@ def line(measured: dict) -> str:
         return f"not measured: {measured['why']}"
     if measured["agreement"] is None:
         return "not measured: both answers to each prompt got equal scores"
-    known = "" if measured["held_out"] is None else f", in {measured['held_out']:.0%} on held-out pairs"
+    beside = "" if measured["held_out"] is None else f", in {measured['held_out']:.0%} on held-out pairs"
     return (f"two models of half the data each agreed in {measured['agreement']:.0%} of {measured['pairs']} pairs of "
-            f"the starting model's own answers{known} (50% is chance)")
+            f"the starting model's own answers{beside} (50% is chance)")
 
 
 def may_be_chance(measured: dict) -> bool:
@@ -63,10 +65,10 @@ def may_be_chance(measured: dict) -> bool:
 
 def _measured(opened: supervised.Opened, open_reward: Open, num_prompts: int) -> dict:
     rollout = _sampled(opened, num_prompts)
-    held_out = [opened.data.held_out[i] for i in range(len(opened.data.held_out))]
-    verdicts = [_verdicts(opened, open_reward, half, rollout, held_out) for half in range(2)]
-    own, known = (_agreement(*both) for both in zip(*verdicts, strict=True))
-    return {"agreement": own[0], "pairs": own[1], "held_out": known[0]}
+    pairs = [opened.data.held_out[i] for i in range(min(len(opened.data.held_out), MAX_HELD_OUT))]
+    verdicts = [_verdicts(opened, open_reward, half, rollout, pairs) for half in range(2)]
+    sampled, held_out = (_agreement(*both) for both in zip(*verdicts, strict=True))
+    return {"agreement": sampled[0], "pairs": sampled[1], "held_out": held_out[0]}
 
 
 def _sampled(opened: supervised.Opened, num_prompts: int) -> Rollout:
@@ -81,22 +83,23 @@ def _sampled(opened: supervised.Opened, num_prompts: int) -> Rollout:
 
 
 def _verdicts(opened: supervised.Opened, open_reward: Open, half: int, rollout: Rollout,
-              held_out: Sequence[dict]) -> tuple[Tensor, Tensor]:
-    """Score differences within the sampled pairs, and within the held-out pairs, of a model trained on every second
+              pairs: Sequence[dict]) -> tuple[Tensor, Tensor]:
+    """Score differences within the sampled pairs, and within the held-out `pairs`, of a model trained on every second
     pair from `half`."""
     config, pad = opened.config, opened.tokenizer.pad_token_id
     rows = [opened.data.train[i] for i in range(half, len(opened.data.train), 2)]
     loader = builders.train_loader(rows, config.train, config.seed, lambda rows: collate.collate_pairs(rows, pad),
                                    drop_last=False)
     steps = max(1, opened.steps // 2)
+    builders.seed_everything(config.seed + half)  # heads of their own, and the same after a resume
     reward = open_reward(opened._replace(steps=steps))
     trainer = RewardTrainer(reward, config.reward.center_coef)
     for _ in range(steps):
         trainer.step(loader.next())
     with torch.no_grad():
-        own = reward.score_rollout(rollout).view(-1, 2)
-        known = reward.score(collate.collate_pairs(held_out, pad).sequences).view(2, -1).T if held_out else own[:0]
-    return own[:, 0] - own[:, 1], known[:, 0] - known[:, 1]
+        sampled = reward.score_rollout(rollout).view(-1, 2)
+        held_out = reward.score(collate.collate_pairs(pairs, pad).sequences).view(2, -1).T if pairs else sampled[:0]
+    return sampled[:, 0] - sampled[:, 1], held_out[:, 0] - held_out[:, 1]
 
 
 def _agreement(first: Tensor, second: Tensor) -> tuple[float | None, int]:
