@@ -105,8 +105,8 @@ def _read(path: Path) -> list[dict]:
 def write_dialogues(data: Path, folder: Path, start: Path) -> None:
     """texts, pairs, prompts, held_out, and third for the judge, as JSON lines in `folder`.
 
-    A dialogue (each reply is the next line) is in one of them alone, a line asked twice in the first. Pairs' rejected
-    answers are `start`'s own, sampled once.
+    A dialogue (each reply is the next line) is in one of them alone, cut at its end where that is full; a line that is
+    asked twice is in the first. Pairs' rejected answers are those that `start` sampled.
     """
     if (folder / "third.jsonl").exists():
         return
@@ -120,17 +120,20 @@ def write_dialogues(data: Path, folder: Path, start: Path) -> None:
         dialogues[-1].append((asked, reply))
     random.Random(7).shuffle(dialogues)
     seen: set[str] = set()
-    rows = [(asked, reply) for dialogue in dialogues for asked, reply in dialogue
-            if asked not in seen and not seen.add(asked)]
+    unseen = [[row for row in dialogue if row[0] not in seen and not seen.add(row[0])] for dialogue in dialogues]
     sizes = {"held_out": NUM_HELD_OUT, "third": NUM_THIRD, "sft": NUM_SFT, "pairs": NUM_PAIRS}
-    parts = {}
+    parts: dict[str, list[tuple[str, str]]] = {}
     for name, size in sizes.items():
-        parts[name], rows = rows[:size], rows[size:]
+        rows: list[tuple[str, str]] = []
+        while len(rows) < size:
+            rows += unseen.pop(0)
+        parts[name] = rows[:size]
+    rest = [row for dialogue in unseen for row in dialogue]
     answers = sampled([asked for asked, _ in parts["pairs"]], start, folder, num_samples=1)[0].completions
     _write(folder, texts=[{"prompt": a, "completion": r} for a, r in parts["sft"]],
-           pairs=[{"prompt": a, "chosen": r, "rejected": own}
-                  for (a, r), own in zip(parts["pairs"], answers, strict=True)],
-           prompts=[{"prompt": a} for a, _ in parts["sft"] + parts["pairs"] + rows],
+           pairs=[{"prompt": a, "chosen": r, "rejected": answer}
+                  for (a, r), answer in zip(parts["pairs"], answers, strict=True)],
+           prompts=[{"prompt": a} for a, _ in parts["sft"] + parts["pairs"] + rest],
            held_out=[{"prompt": a, "reply": r} for a, r in parts["held_out"]],
            third=[{"prompt": a, "completion": r} for a, r in parts["third"]])
 
@@ -305,7 +308,7 @@ def bounds_of_manner(options: argparse.Namespace) -> dict:
 def tables_of(found: dict) -> list[str]:
     """The machine, and a line for each model of each seed."""
     judge = found.get("judge", "vader")
-    columns = ("seed", "model", f"{NAMES.get(judge, judge)} (95%)", "distinct", "ended", "length", "KL", "perplexity",
+    columns = ("seed", "model", f"{NAMES[judge]} (95%)", "distinct", "ended", "length", "KL", "perplexity",
                "CPU min", "min")
     lines = []
     for row in found["rows"]:

@@ -1,6 +1,6 @@
 """Faults and bad input, from outside: what is promised for them, tried on tiny models. A few minutes on two cores.
 
-    python benchmarks/faults.py [--cases rows disk ...] [--quick] [--only TEXT] [--json FILE] [--page FILE]
+    python benchmarks/faults.py [--cases resumed disk ...] [--quick] [--only TEXT] [--json FILE] [--page FILE]
 
 Each try (fault_tries/) runs in processes of its own, forked from this one, with a limit of time; what it leaves running
 counts against it. They are of what the threat model (docs/design.md) defends. The page is written by the whole of it:
@@ -88,9 +88,9 @@ def page(rows: list[dict], seconds: float) -> str:
     text = f"""# Faults and bad input
 
 **{survived} of {tried} tries were survived** ({seconds:.0f} s). `make faults` repeats them,
-`python benchmarks/faults.py --cases NAME` some of them. A try is one fault on tiny models, in processes of its own with
-a limit of time, and of what [we defend](../design.md). Beside what its row says, "survived" means of every try: no
-traceback, no line of error that is longer than 1,500 characters, nothing left running, over in a minute.
+`python benchmarks/faults.py --cases NAME` some of them. A try is one fault on tiny models, in
+processes of its own, against what [we defend](../design.md#what-is-defended). Beside what its row says, "survived" is,
+of every try, no traceback, no line of error longer than 1,500 characters, nothing left running, over in 90 s.
 
 """
     text += table_of(("case", "what is tried", "tries", "survived", "survived means"),

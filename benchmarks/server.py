@@ -6,7 +6,7 @@ A random model, a server process (hybrid-rlhf serve) and a client process, on lo
 for 128 new tokens again and again; the same prompts through the engine alone, all at once, are the peer, and
 floor_ratio is over what all the clients' answers at once take in products and bytes (floors.py). The crowd's right
 answers are those that one client alone was given before; there is none with --load_seconds 0. Malformed requests are
-faults.py's. --page puts the tables of both into a page.
+of test_server_pressure.py. --page puts the tables of both into a page.
 """
 
 from __future__ import annotations

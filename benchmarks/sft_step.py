@@ -7,9 +7,9 @@ Llama-shaped 134M, bf16, random weights; rows of 32 to 400 tokens, packed by TRL
 the rows that went into TRL's step, unpacked: its micro-batches are cut by a budget of tokens and hold no padding in the
 products. All tokens but a row's first are predicted. `packed` compares tokens per second with TRL's default packing;
 floor_ratio is our time over that of the step's matrix products at the measured rate plus the optimizer's bytes at the
-measured bandwidth. `memory`
-compares the most that each process held (VmHWM) in two steps, libraries and model included. Ours keeps fp32 masters
-and moments, as its launcher does; TRL trains the bf16 weights themselves, with moments in bf16. All cases take
+measured bandwidth. `memory` compares the most that each process held (VmHWM) in two steps, libraries and model
+included. Ours keeps fp32 masters and moments, as its launcher does; TRL trains the bf16 weights themselves, with
+moments in bf16. All cases take
 --micro_batch_tokens, the setting engine.micro_batch_tokens of a run.
 """
 

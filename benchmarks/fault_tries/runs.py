@@ -242,11 +242,10 @@ def export_killed(number: int, place: Path) -> None:
 
     killed = command(*words, prepare=dies_at_rename)
     expect(Path("exp/mine.tmp/thesis").read_text() == MINE, "what lay beside it was changed")
-    if killed.code != 0:
-        check_code(killed, 9)
-        if Path("exp/mine/model.safetensors").exists():
-            shutil.rmtree("exp/mine")
-        finished(command(*words))
+    check_code(killed, 9)
+    if Path("exp/mine/model.safetensors").exists():
+        shutil.rmtree("exp/mine")
+    finished(command(*words))
     expect(Path("exp/mine/model.safetensors").exists(), "no model")
 
 
