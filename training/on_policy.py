@@ -369,12 +369,14 @@ def _reward_line(reward: str | None, has_check: bool) -> str | None:
     if accuracy is None or not count:
         return None
     ranked = f"the reward model ranked {accuracy:.0%} of its held-out pairs rightly ({count} were held out)"
-    if accuracy - count ** -0.5 < 0.5:
+    if own_samples.may_be_chance(accuracy, count):
         return (f"warning: {ranked}, which may be chance: its score will rise whether answers get better or not. Train "
                 "it for longer or on more pairs (--stage reward), and read the samples")
     measured = record.facts.get("own_samples", {})
     if measured:
-        return f"{'warning: ' * own_samples.may_be_chance(measured)}{ranked}; {own_samples.line(measured)}"
+        may_be_chance = own_samples.may_be_chance(measured.get("agreement"), measured.get("pairs", 0))
+        warning = "warning: " if may_be_chance else ""
+        return f"{warning}{ranked}; {own_samples.line(measured)}"
     if has_check:
         return ranked
     return (f"{ranked}; how it ranks this policy's own answers is not known: reward.own_samples of --stage reward "

@@ -49,7 +49,7 @@ def environment(task: Task) -> Iterator[Row]:
         free, total = torch.cuda.mem_get_info(task.device)
         numbers |= {"name": torch.cuda.get_device_name(task.device), "bytes": total, "free": free,
                     "capability": list(torch.cuda.get_device_capability(task.device)),
-                    "driver": _nvidia_smi("driver_version"), "held_by_others": task.foreign_bytes}
+                    "driver": _nvidia_smi("driver_version") or "unknown", "held_by_others": task.foreign_bytes}
         text = f"{numbers['name']}, {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free, driver {numbers['driver']}"
     yield task.row(CARD, State.PASSED if task.device.type == "cuda" else State.NOTE, text, **numbers)
     for finding in doctor.examine(compile_kernels=False):

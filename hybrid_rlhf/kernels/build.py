@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -21,8 +20,9 @@ from types import ModuleType
 import torch
 
 from hybrid_rlhf.core import processor
+from hybrid_rlhf.core.file_lock import take_lock
 from hybrid_rlhf.core.given_paths import expanded
-from hybrid_rlhf.core.own_files import no_link, remove_folder, write_file
+from hybrid_rlhf.core.own_files import remove_folder, write_file
 from hybrid_rlhf.kernels.ops import KernelsUnavailableError
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def load_extension(name: str, sources: Sequence[Path], headers: Sequence[Path] =
             with _mended(folder):
                 return _imported(name, library)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.with_suffix(".lock")):
+        with take_lock(folder.with_suffix(".lock")):
             if not _is_whole(library):  # another process may have built it meanwhile
                 _build(name, sources, folder)
         return _imported(name, library)
@@ -109,14 +109,6 @@ def _fingerprint(files: Sequence[Path]) -> str:
     for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One process at a time; the kernel of the system frees the lock of a process that dies."""
-    with open(lock, "a", opener=no_link) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _build(name: str, sources: Sequence[Path], folder: Path) -> None:

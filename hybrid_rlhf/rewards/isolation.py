@@ -103,9 +103,9 @@ class WorkerProcess:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def _ask(self, operation: str, seconds: float | None, **given: Any) -> Any:
-        began = time.monotonic()
+        began, request = time.monotonic(), pickle.dumps((operation, seconds, given))
         try:
-            self._connection.send_bytes(pickle.dumps((operation, seconds, given)))
+            self._connection.send_bytes(request)
             is_answered = self._connection.poll(seconds)
             reply = json.loads(self._connection.recv_bytes(), object_hook=_foreign) if is_answered else None
         except (EOFError, OSError):
@@ -117,7 +117,8 @@ class WorkerProcess:
             self.how_it_ended = f"an earlier call {what}"
             raise CallFailed(what) from None
         except BaseException:  # Ctrl-C: an answer that was not read would be taken for that to the next request
-            self._end_late()
+            self.how_it_ended = "it was ended with an earlier call, which was interrupted"
+            self.end()
             raise
         if reply is None:
             self._end_late()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from pathlib import Path
+from typing import BinaryIO
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.file_lock import take_lock
 
-_held: dict[Path, int] = {}  # folder -> the open file that bears this process's lock
+_held: dict[Path, BinaryIO] = {}  # folder -> the open file that bears this process's lock
 
 
 def claim(folder: Path, name: str) -> None:
@@ -17,16 +17,10 @@ def claim(folder: Path, name: str) -> None:
     OSError where the folder cannot be written; a file system that knows no locks is taken as it is.
     """
     release(folder)
-    handle = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
+        _held[folder.absolute()] = take_lock(folder / name, 0)
+    except TimeoutError:
         raise taken(folder) from None
-    except OSError:
-        os.close(handle)
-        return
-    _held[folder.absolute()] = handle
 
 
 def taken(folder: Path) -> UserError:
@@ -37,6 +31,6 @@ def taken(folder: Path) -> UserError:
 
 def release(folder: Path) -> None:
     """Give the lock back, if this process has it."""
-    handle = _held.pop(folder.absolute(), None)
-    if handle is not None:
-        os.close(handle)
+    file = _held.pop(folder.absolute(), None)
+    if file is not None:
+        file.close()

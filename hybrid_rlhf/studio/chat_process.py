@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from hybrid_rlhf.core.file_lock import is_locked, take_lock
 from hybrid_rlhf.core.own_files import fresh_path, is_unfinished
 from hybrid_rlhf.core.text_safety import shortened
 from hybrid_rlhf.inference.server.serve import KEY_VARIABLE
 from hybrid_rlhf.studio.jobs import module_code
 from hybrid_rlhf.studio.run_files import newest_checkpoint, step_of
-from hybrid_rlhf.studio.studio import is_locked, take_lock
 
 COMMAND = (sys.executable, "-c", module_code("hybrid_rlhf.studio.chat_process", "main"))
 LIMITS = ("--max_batch", "8", "--max_queue", "16")  # one person's questions

@@ -30,9 +30,10 @@ from pathlib import Path
 
 import psutil
 
+from hybrid_rlhf.core.file_lock import is_locked, take_lock
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.text_safety import escape_control, shortened
-from hybrid_rlhf.studio.studio import is_locked, read_bytes, read_json, take_lock
+from hybrid_rlhf.studio.studio import read_bytes, read_json
 
 FACTS, SETTINGS, LOCK, OUTPUT, PROCESS = "job.json", "settings.yaml", "lock", "out.log", "process.json"
 STOP, STOP_NOW, END = "stop", "stop_now", "end.json"

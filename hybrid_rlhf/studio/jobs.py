@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybrid_rlhf.core.errors import UserError
+from hybrid_rlhf.core.file_lock import take_lock
 from hybrid_rlhf.core.own_files import clear_unfinished, fresh_folder, write_file
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.studio.job import (
@@ -38,7 +39,7 @@ from hybrid_rlhf.studio.job import (
     request_stop,
     start,
 )
-from hybrid_rlhf.studio.studio import Refused, Studio, own_folder, read_json, refused, take_lock
+from hybrid_rlhf.studio.studio import Refused, Studio, own_folder, read_json, refused
 
 SHOWN = 100  # of the newest jobs
 LOOK_SECONDS, RETRY_SECONDS = 0.3, 5.0

@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from hybrid_rlhf.core.file_lock import take_lock
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.strict_json import to_json
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused, take_lock
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused
 
 KINDS = ("pairs", "thumbs")
 MAX_FILE = 2**26  # bytes

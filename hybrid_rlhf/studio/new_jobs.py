@@ -13,11 +13,12 @@ from pathlib import Path
 
 import yaml
 
+from hybrid_rlhf.core.file_lock import is_locked
 from hybrid_rlhf.studio.exports import EXPORTS, export_words
 from hybrid_rlhf.studio.job import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.settings_text import block, check_names
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, is_locked, read_bytes, read_json
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_bytes, read_json
 from hybrid_rlhf.training.registry import STAGES
 
 RUN_FILE, SETTINGS_FILE = "run.json", "config.yaml"

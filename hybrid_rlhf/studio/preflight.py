@@ -71,10 +71,15 @@ def routes(studio: Studio, look: Look) -> list[Route]:
             ask("plan", "stage", "settings", "card", "memory")]
 
 
+def may_have_card() -> bool:
+    """Whether there is a GPU of NVIDIA or AMD, as far as files say it."""
+    return sys.platform != "darwin" and any(map(os.path.exists, _CARD_FILES))
+
+
 def find_card() -> str:
     """The preset for this machine's first GPU, or cpu. Asked of a process of its own, which holds nothing of the card
     afterwards; not where there is none."""
-    if sys.platform == "darwin" or not any(os.path.exists(path) for path in _CARD_FILES):
+    if not may_have_card():
         return "cpu"
     look = Look()
     try:

@@ -14,11 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybrid_rlhf.core.file_lock import is_locked
 from hybrid_rlhf.report.alarms import Alarm
 from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.run_files import ANSWERS, CHECKPOINTS, METRICS, MODEL, RECORD, SETTINGS, Unreadable, mark
 from hybrid_rlhf.studio.run_history import ALARM_READ, Histories, alarms_of
-from hybrid_rlhf.studio.studio import Refused, Studio, is_locked
+from hybrid_rlhf.studio.studio import Refused, Studio
 
 STATUSES = ("running", "finished", "stopped", "failed")
 DEPTH, MAX_FOLDERS = 4, 20_000  # of the folders that are searched for runs

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
-import math
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from hybrid_rlhf.core.disk import refusal
 
 HOME = ".studio"  # of the outputs folder: uploads, jobs and marks
 MAX_NEWS = 256  # events that wait for a tab; one that reads more slowly is told to reload
 MAX_FILE = 2**20  # bytes of a small file that is read at once
-_LOCK_SECONDS = 0.02  # between two tries to take a lock
 
 
 class Refused(Exception):
@@ -152,37 +148,3 @@ def read_json(path: Path) -> dict | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
-
-
-def take_lock(path: Path, seconds: float = math.inf) -> BinaryIO:
-    """Lock a file (flock), made where it is missing, for one thread of one process; closing it, or the end of the
-    process, gives the lock back. TimeoutError where another one holds it for `seconds`. A file system without locks is
-    taken as it is."""
-    file, end = path.open("ab"), time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                file.close()
-                raise TimeoutError(f"{path} is locked") from None
-            time.sleep(_LOCK_SECONDS)
-            continue
-        except OSError:  # a file system without locks
-            pass
-        return file
-
-
-def is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock of a file; None where the file system cannot tell. Nothing is created, and the
-    lock is shared for an instant, in which `take_lock` waits."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
-    return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from hybrid_rlhf.inference.server import page_policy
 from hybrid_rlhf.studio import chat_process
 from hybrid_rlhf.studio.chat_process import ChatProcess, Choice, Talkable
+from hybrid_rlhf.studio.preflight import may_have_card
 from hybrid_rlhf.studio.run_files import MODEL, newest_checkpoint, step_of
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder
@@ -30,7 +30,6 @@ MAX_BODY = 2**20  # bytes: the server's own limit
 SILENCE_SECONDS = 330.0  # the server's patience with an answer is 300
 POLICY, REWARD = "policy", "reward model"
 SHARED = Path(page_policy.__file__).parent / "page" / "chat_stream.js"  # what both chat pages do
-_CARDS = ("/proc/driver/nvidia/version", "/dev/kfd")
 _RETURNED = ("content-type", "content-length", "retry-after")  # headers of an answer that are passed on
 
 
@@ -124,7 +123,7 @@ class Talk:
                 "reward": bool(process and process.choice.reward), "doing": process.doing if process else "",
                 "notes": [*([self._note] if self._note else []), *(process.notes if process else [])],
                 "is_on_cpu": bool(process and process.choice.is_on_cpu),
-                "has_card": any(os.path.exists(path) for path in _CARDS)}
+                "has_card": may_have_card()}
 
     def open(self, body: dict) -> dict:
         """{"models": [ids], "reward": id or null, "is_on_cpu"}: the state. The same choice stays open; another one is

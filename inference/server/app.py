@@ -59,7 +59,7 @@ def make_app(models: list[Served], worker: Worker, limits: Limits, *, scorer: Sc
     app.post("/v1/completions")(server.complete)
     if scorer is not None:
         app.post("/score")(server.score)
-    for kind in (ApiError, HTTPException, Exception):
+    for kind in (ApiError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, _refused)
     app.mount("/", with_policy(StaticFiles(directory=PAGE, html=True)))
     return Guard(app, api_key, is_local, limits.max_body_bytes)

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybrid_rlhf.core.file_lock import take_lock
 from hybrid_rlhf.studio import job
 from hybrid_rlhf.studio.job import find_process, process_note, read_facts, read_job, read_output
-from hybrid_rlhf.studio.studio import take_lock
 from tests.factories.studio_jobs import until
 
 

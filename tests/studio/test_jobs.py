@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from hybrid_rlhf.core.file_lock import take_lock
 from hybrid_rlhf.studio import job as job_module
 from hybrid_rlhf.studio import jobs
-from hybrid_rlhf.studio.studio import Studio, take_lock
+from hybrid_rlhf.studio.studio import Studio
 from tests.factories.studio_jobs import (
     ended,
     look,
@@ -236,6 +238,7 @@ def test_ten_threads_hold_a_lock_one_at_a_time(tmp_path):
         with take_lock(tmp_path / "lock"):
             inside.append(number)
             most.append(len(inside))
+            time.sleep(0.002)
             inside.remove(number)
 
     with ThreadPoolExecutor(10) as pool:

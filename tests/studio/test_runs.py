@@ -9,11 +9,12 @@ from datetime import timedelta
 
 import pytest
 
+from hybrid_rlhf.core.file_lock import is_locked
 from hybrid_rlhf.run import lock
 from hybrid_rlhf.studio import run_history, runs
 from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.runs import RunList
-from hybrid_rlhf.studio.studio import Refused, Studio, is_locked
+from hybrid_rlhf.studio.studio import Refused, Studio
 from tests.factories.studio_runs import START, make_run
 
 needs_rights = pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

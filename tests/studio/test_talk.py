@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from hybrid_rlhf.core.file_lock import take_lock
 from hybrid_rlhf.core.own_files import fresh_path
 from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.runs import RunList
-from hybrid_rlhf.studio.studio import Refused, Studio, take_lock
+from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.studio.studio_app import make_app
 from hybrid_rlhf.studio.talk import Talk, routes
 from tests.factories.studio_runs import make_run

@@ -22,7 +22,7 @@ def test_the_agreement_by_hand_leaves_out_equal_answers():
 
 def test_an_agreement_near_a_coin_s_is_called_so():
     found = {"agreement": 0.7, "pairs": 16, "held_out": 0.9375}  # 0.5 + 1 / sqrt(16) is 0.75
-    assert may_be_chance(found) and not may_be_chance(found | {"agreement": 0.8})
+    assert may_be_chance(0.7, 16) and not may_be_chance(0.8, 16) and not may_be_chance(None, 0)
     assert "agreed in 70% of 16 pairs" in line(found) and "94% on held-out pairs" in line(found)
 
 
@@ -52,7 +52,7 @@ def test_halves_agree_on_held_out_pairs_where_pairs_are_clear_and_not_on_noise(p
                      "--train.max_steps", "24", "--train.learning_rate", "1e-3", "--data.max_length", "64",
                      "--reward.own_samples", "16", "--data.eval_fraction", "0.3"]) == 0
         found[name] = json.loads((place / "runs" / name / "run.json").read_text())["facts"]["own_samples"]
-        assert f"reward.own_samples: {line(found[name])}" in capfd.readouterr().err
+        assert "reward.own_samples: two models of half the data each agreed in " in capfd.readouterr().err
     assert found["clear"]["held_out"] > 0.9 > 0.75 > found["noise"]["held_out"]
 
 
@@ -60,4 +60,4 @@ def test_a_run_that_was_stopped_trains_nothing_more(capsys):
     opened = SimpleNamespace(config=SimpleNamespace(reward=SimpleNamespace(own_samples=8)), steps=10)
     measured = agreement(opened, lambda _opened: pytest.fail("it trains"), 3)
     assert measured == {"own_samples": {"why": "the run ended after step 3 of 10; let it finish"}}
-    assert "reward.own_samples: not measured: the run ended after step 3 of 10" in capsys.readouterr().err
+    assert "own start were not measured: the run ended after step 3 of 10" in capsys.readouterr().err

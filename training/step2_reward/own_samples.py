@@ -50,17 +50,17 @@ def agreement(opened: supervised.Opened, open_reward: Open, num_steps: int) -> d
 def line(measured: dict) -> str:
     """What was measured, or why it was not, in words."""
     if "why" in measured:
-        return f"not measured: {measured['why']}"
+        return f"answers of its own start were not measured: {measured['why']}"
     if measured["agreement"] is None:
-        return "not measured: both answers to each prompt got equal scores"
+        return "answers of its own start were not measured: both to each prompt got equal scores"
     beside = "" if measured["held_out"] is None else f", in {measured['held_out']:.0%} on held-out pairs"
     return (f"two models of half the data each agreed in {measured['agreement']:.0%} of {measured['pairs']} pairs of "
             f"the starting model's own answers{beside} (50% is chance)")
 
 
-def may_be_chance(measured: dict) -> bool:
-    """Whether the agreement is within two standard errors (1 / sqrt(n)) of a coin's."""
-    return measured.get("agreement") is not None and measured["agreement"] - measured["pairs"] ** -0.5 < 0.5
+def may_be_chance(share: float | None, count: int) -> bool:
+    """Whether a share of `count` pairs is within two standard errors (1 / sqrt(n)) of a coin's."""
+    return share is not None and share - count ** -0.5 < 0.5
 
 
 def _measured(opened: supervised.Opened, open_reward: Open, num_prompts: int) -> dict:
