@@ -24,6 +24,7 @@ from hybrid_rlhf.core import function_worker
 from hybrid_rlhf.core.errors import UserError, check, present
 from hybrid_rlhf.rewards.deadline import Overdue
 
+_LATE = "whose time was up"
 _START_SECONDS = 10.0  # a new process has at least: no response is to blame for how long it takes
 
 
@@ -111,24 +112,24 @@ class WorkerProcess:
         except (EOFError, OSError):
             how = self.end()
             if how == "SIGALRM" and seconds is not None and time.monotonic() - began > seconds:  # its own timer's
-                self._end_late()
+                self._end_early(_LATE)
                 raise Overdue(f"no answer within {seconds:g} s") from None
             what = f"ended its process ({how})"
             self.how_it_ended = f"an earlier call {what}"
             raise CallFailed(what) from None
-        except BaseException:  # Ctrl-C: an answer that was not read would be taken for that to the next request
-            self.how_it_ended = "it was ended with an earlier call, which was interrupted"
-            self.end()
+        except BaseException as error:  # an answer that was not read would be taken for that to the next request
+            is_late = not isinstance(error, KeyboardInterrupt)  # by the clock of environments/calls.py
+            self._end_early(_LATE if is_late else "which was interrupted")
             raise
         if reply is None:
-            self._end_late()
+            self._end_early(_LATE)
             raise Overdue(f"no answer within {seconds:g} s")
         if "error" in reply:
             raise CallFailed(reply["error"], reply["is_type_error"])
         return reply["answer"]
 
-    def _end_late(self) -> None:
-        self.how_it_ended = "it was ended with an earlier call, whose time was up"
+    def _end_early(self, why: str) -> None:
+        self.how_it_ended = f"it was ended with an earlier call, {why}"
         self.end()
 
 

@@ -261,6 +261,8 @@ def test_with_no_workers_calls_follow_one_another_in_one_process(path):
         asked(pool, second, "wait", seconds=1.5)
     assert not is_alive(pid)  # nobody may take the answer for that to the next request
     assert outcomes(pool, second, partial(second.reset, {}))[0].error is None
+    assert asked(CallPool(0, 0.2), second, "wait", seconds=1.5).is_late  # by the pool's clock, before the process's
+    assert "whose time was up" in asked(pool, second, "add", times=1).error
 
 
 @pytest.mark.parametrize(("factory", "tools", "options", "says"), [

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from hybrid_rlhf.core.file_lock import is_locked
 from hybrid_rlhf.studio import job as job_module
-from hybrid_rlhf.studio.studio import is_locked
 from tests.factories.studio_jobs import (
     StudioProcess,
     ended,
