@@ -27,8 +27,6 @@ RUNTIME = [
     "safetensors>=0.8",
     "tokenizers>=0.23",
     "numpy>=2.0",
-    "jsonargparse[signatures]>=4.53",
-    "ruamel.yaml>=0.18.10",  # comments in --print_config=comments
     "jinja2>=3.1",
     "rich>=15.0",
     "pyyaml>=6.0.3",

@@ -16,7 +16,7 @@ from hybrid_rlhf.core.errors import UserError
 # The newest release of each distribution whose private parts are used here that all tests passed with (`make test`,
 # `make test-newest`). The upper bounds in setup.py are the next minor releases.
 TESTED = {"torch": "2.15.0", "transformers": "5.24.0", "deepspeed": "0.19.8", "peft": "0.21.2",
-          "bitsandbytes": "0.50.2", "jsonargparse": "4.53.0"}
+          "bitsandbytes": "0.50.2"}
 
 
 def newer_than_tested(name: str) -> str | None:

@@ -1,36 +1,37 @@
-"""The one way a command line becomes frozen dataclasses."""
+"""The one way a command line and files of settings become frozen dataclasses."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import inspect
 import re
-from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import textwrap
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
 
-from hybrid_rlhf.core import jsonargparse_compat
+import yaml
+
 from hybrid_rlhf.core.errors import UserError, check, nearest
 from hybrid_rlhf.core.given_paths import check_file, expanded, with_homes
-from hybrid_rlhf.core.options import (
-    WORDS,
-    SettingsT,
-    free_mappings,
-    is_text,
-    may_be_null,
-    misfit,
-    nulls_in,
-    type_of,
-    value_of,
-    with_value,
-)
+from hybrid_rlhf.core.options import in_words, is_text, kinds_of, may_be_null, type_of
 
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+_SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
+             "check_signal": "Print whether there is anything to learn from: the scores of several responses to "
+                             "each of a few prompts, and the time of a step; then stop.",
+             "plan": "Print the memory that the run needs, by role and phase, before any weight is loaded, and stop."}
+_VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-batches, checkpointing, offload and "
+                     "quantisation that fit.",
+           "cards": "With --plan: count for NVIDIA cards that need not be here, hosts x cards x memory of each, such "
+                    "as 2x8x80GiB or 24GiB; 97% of that memory, what torch finds of a card, is planned with."}
+_TOO_DEEP = "the settings refer to themselves, or are nested too deeply; write them flatter"
+
+
+# -- commands beside the stages ----------------------------------------------------------------------------------------
 
 
 def command_flags(name: str, description: str) -> argparse.ArgumentParser:
@@ -53,184 +54,330 @@ def parse_command(flags: argparse.ArgumentParser, argv: list[str] | None) -> arg
     return options
 
 
+# -- settings of a stage -----------------------------------------------------------------------------------------------
+
+
 def parse(config_class: type, argv: list[str], *, prog: str, description: str = "",
           default_config: str | None = None, extra: Iterable[str] = (), unused: Mapping[str, str] = MappingProxyType({})
           ) -> tuple[object, dict]:
     """Command line -> (a frozen `config_class`, {flag: its value}).
 
     Later wins: the class's defaults, `default_config` (a YAML file), `--config FILE` and dotted overrides in the order
-    of the command line. `extra` names flags of the entry point's own: switches (bool) and those of _VALUES (text, None
-    if not given). unused: options or sections that this stage never reads -> what is meant instead; they are not in the
-    help, and an error where they are given. none stands for null wherever null may stand, and ~ for the home folder in
-    what names files and folders.
+    of the command line. A list or a mapping replaces the one before it; --OPTION+ VALUE adds to a list, and
+    --OPTION.KEY VALUE to a mapping. `extra` names flags of the entry point's own: switches (bool) and those of _VALUES
+    (text, None if not given). unused: options or sections that this stage never reads -> what is meant instead; they
+    are not in the help, and an error where they are given. none stands for null wherever null may stand, and ~ for the
+    home folder in what names files and folders.
 
-    Raises UserError, in one line and with the nearest name, for unknown keys, wrong types and values that a part's own
-    check refuses.
+    --help and --print_config[=comments] print, and raise SystemExit(0). Raises UserError, in one line and with the
+    nearest name, for unknown keys, wrong types and values that a part's own check refuses.
     """
-    parser = _parser(config_class, prog, description, default_config, tuple(extra), tuple(unused))
-    known = jsonargparse_compat.option_names(parser)
-    _check_shapes(config_class, argv, extra, lambda name: _unknown(name, known, unused, prog))
+    stage = _Stage(config_class, prog, tuple(extra), unused)
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(stage.help(description))
+        raise SystemExit(0)
+    given = _Given(stage)
     try:
-        values = parser.parse_args(_with_nulls(config_class, _emptied_first(argv)))
-        parts = dict(vars(parser.instantiate(values)))
-    except UserError:
-        raise
+        if default_config is not None:
+            given.read_file(default_config)
+        given.read_words(argv)
+        config: Any = config_class(**_fields(config_class, given.values))
     except RecursionError as error:
         raise UserError(_TOO_DEEP) from error
-    except (ArgumentError, OSError, ValueError, TypeError) as error:
-        raise UserError(_one_line(error, known, unused, prog)) from error
-    parts.pop("config", None)
-    config = config_class(**{k: v for k, v in parts.items() if k not in extra})
-    return with_homes(_with_texts(config, argv)), {k: parts[k] for k in extra}
-
-
-def _with_texts(config: SettingsT, argv: list[str]) -> SettingsT:
-    """Text in mappings of anything (dict[str, object]) as the files have it: the parser reads it as YAML once more, and
-    "yes" would be true, "####" null. What the command line says of such a mapping stays as it was read."""
-    for option in free_mappings(type(config)):
-        texts: dict[str, str] = {}
-        for word, after in zip(argv, [*argv, ""][1:], strict=True):
-            key, has_value, value = word.partition("=")
-            if key == "--config" and (value := value if has_value else after):
-                inner: Any = _read_yaml(value)
-                for name in option.split("."):
-                    inner = (inner or {}).get(name)
-                texts |= {k: v for k, v in (inner or {}).items() if isinstance(v, str)}
-            elif key == f"--{option}" or key.startswith(f"--{option}."):
-                texts = {}
-        found: Any = value_of(config, option)
-        kept = {name: text for name, text in texts.items() if not isinstance(found.get(name, text), str)}
-        config = with_value(config, option, found | kept) if kept else config
-    return config
+    if given.printed is not None:
+        print(stage.as_yaml(given, description), end="")
+        raise SystemExit(0)
+    return with_homes(config), given.flags
 
 
 def help_of_options(config_class: type, unused: Iterable[str] = ()) -> dict[str, str]:
     """Dotted option -> what its help says, in the order of --help; sections are left out. unused: as in `parse`."""
-    parser = _parser(config_class, "", "", None, (), tuple(unused))
-    return {name: text for name, text in jsonargparse_compat.texts(parser).items()
-            if (kind := type_of(config_class, name)) is not None and not dataclasses.is_dataclass(kind)}
+    return {name: option.text for name, option in _options(config_class).items()
+            if not option.is_section and not _is_below(name, unused)}
+
+
+class _Option(NamedTuple):
+    """An option or a section. text: what its class's docstring says of it."""
+
+    name: str
+    kind: Any
+    text: str
+    default: Any
+
+    @property
+    def is_section(self) -> bool:
+        return dataclasses.is_dataclass(self.kind)
+
+    @property
+    def explained(self) -> str:
+        default = "null" if self.default is None else self.default
+        kind = getattr(self.kind, "__name__", str(self.kind)) if typing.get_origin(self.kind) is None else self.kind
+        return f"{self.text} (type: {str(kind).replace('None', 'null')}, default: {default})"
 
 
 @cache
-def _parser(config_class: type, prog: str, description: str, default_config: str | None,
-            extra: tuple[str, ...], unused: tuple[str, ...]) -> ArgumentParser:
-    """Made once: a program that starts several runs, or the studio, parses often, and most of that is this."""
-    from jsonargparse import ActionConfigFile, ArgumentParser
+def _options(config_class: type) -> dict[str, _Option]:
+    """All options of nested settings by their dotted names, each section before its own."""
+    defaults = {field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+                for field in dataclasses.fields(config_class)}
+    return {option.name: option for option in _below(config_class, SimpleNamespace(**defaults), "")}
 
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False,
-                            default_config_files=[default_config] if default_config else [])
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below.")
-    for name in extra:
-        if name in _VALUES:
-            parser.add_argument(f"--{name}", type=str, default=None, help=_VALUES[name])
-        else:
-            parser.add_argument(f"--{name}", action="store_true", help=_SWITCHES.get(name, ""))
-    parser.add_class_arguments(config_class)
-    jsonargparse_compat.hide(parser, lambda name: _is_below(name, unused))
-    return parser
+
+def _below(section: type, defaults: object, prefix: str) -> Iterator[_Option]:
+    texts = _texts(section)
+    for name, kind in typing.get_type_hints(section).items():
+        yield _Option(f"{prefix}{name}", kind, texts.get(name, ""), default := getattr(defaults, name))
+        if dataclasses.is_dataclass(kind):
+            yield from _below(kind, default, f"{prefix}{name}.")  # type: ignore[arg-type]  # a class
+
+
+def _texts(section: type) -> dict[str, str]:
+    """What the docstring of a dataclass says of its fields, under Attributes."""
+    text = inspect.cleandoc(section.__doc__ or "").partition("Attributes:\n")[2]
+    return {name: " ".join(words.split()) for name, words in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.M)}
 
 
 def _is_below(name: str, options: Iterable[str]) -> bool:
     return any(name == option or name.startswith(f"{option}.") for option in options)
 
 
-def _with_nulls(config_class: type, argv: list[str]) -> list[str]:
-    """argv, and the files that it names, with null for every none that stands where null may stand."""
-    out = []
-    for word, before in zip(argv, ["", *argv], strict=False):
-        key, has_value, value = word.partition("=")
-        if not (word.startswith("--") and has_value):
-            key, value = before, word
-        if key == "--config" and value != key and (has_value or before == "--config"):
-            settings = _read_yaml(value)
-            changed = nulls_in(config_class, settings)
-            value = expanded(value) if changed == settings else json.dumps(changed, default=str)
-        elif value.lower() == "none" and may_be_null(config_class, key.removeprefix("--")):
-            value = "null"
-        out.append(f"{key}={value}" if word.startswith("--") and has_value else value)
-    return out
+class _Stage(NamedTuple):
+    """What may be given; as in `parse`."""
+
+    config_class: type
+    prog: str
+    extra: tuple[str, ...]
+    unused: Mapping[str, str]
+
+    @property
+    def options(self) -> list[_Option]:
+        return [option for name, option in _options(self.config_class).items() if not _is_below(name, self.unused)]
+
+    def kind_of(self, name: str) -> Any:
+        """The type of an option or a section. UserError for one that there is not here."""
+        kind = type_of(self.config_class, name)
+        if kind is None or _is_below(name, self.unused):
+            raise UserError(self._unknown(name))
+        return kind
+
+    def _unknown(self, name: str) -> str:
+        program = self.prog[max(self.prog.find("--stage"), 0):]
+        if meant := next((text for option, text in self.unused.items() if _is_below(name, (option,))), None):
+            return f"{name} is not used by {program}; {meant}"
+        known = [*self.extra, *(option.name for option in self.options)]
+        section, close = name.partition(".")[0], nearest(name, known)
+        if not close and section != name and section not in known:
+            return f"unknown option {name}: {program} has no {section} options; --help lists its own"
+        return f"unknown option {name}{close or '; --help lists all options'}"
+
+    def help(self, description: str) -> str:
+        """What --help prints."""
+        parser = argparse.ArgumentParser(self.prog, f"{self.prog} [--config FILE.yaml] [--OPTION VALUE ...]",
+                                         description, add_help=False)
+        group: Any = parser.add_argument_group("options")
+        group.add_argument("-h", "--help", action="store_true", help="Print this.")
+        group.add_argument("--config", metavar="FILE", help="YAML file with any of the options below.")
+        group.add_argument("--print_config", action="store_true", help="Print the settings as such a file, and stop; "
+                           "--print_config=comments with what each option means.")
+        for name in self.extra:
+            if name in _VALUES:
+                group.add_argument(f"--{name}", help=_VALUES[name].replace("%", "%%"))
+            else:
+                group.add_argument(f"--{name}", action="store_true", help=_SWITCHES.get(name, ""))
+        groups = {"": parser.add_argument_group((self.config_class.__doc__ or "").partition("\n")[0].rstrip("."))}
+        for option in self.options:
+            if option.is_section:
+                groups[option.name] = parser.add_argument_group(option.text.rstrip("."))
+            else:
+                section, _, name = option.name.rpartition(".")
+                metavar = "{true,false}" if option.kind is bool else name.upper()
+                groups[section].add_argument(f"--{option.name}", metavar=metavar,
+                                             help=option.explained.replace("%", "%%"))
+        return parser.format_help().rstrip()
+
+    def as_yaml(self, given: _Given, description: str) -> str:
+        """What --print_config prints: a file with the settings, which `parse` reads as the same ones."""
+        has_comments = given.printed == "comments"
+        lines = [f"# {description}"] if has_comments else []
+        flags = [_Option(name, str | None, _VALUES[name], value) if name in _VALUES else
+                 _Option(name, bool, _SWITCHES.get(name, ""), value) for name, value in given.flags.items()]
+        for option in [*flags, *self.options]:
+            indent = "  " * option.name.count(".")
+            name = option.name.rpartition(".")[2]
+            if has_comments:
+                text = option.text if option.is_section else option.explained
+                lines += ["", *textwrap.wrap(text, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")]
+            line = f"{name}:\n" if option.is_section else yaml.safe_dump(
+                {name: given.values.get(option.name, option.default)}, sort_keys=False, allow_unicode=True, width=10**6)
+            lines.append(textwrap.indent(line, indent).rstrip("\n"))
+        return "\n".join([*lines, ""])
 
 
-def _check_shapes(config_class: type, argv: list[str], extra: Iterable[str], unknown: Callable[[str], str]) -> None:
-    """UserError for settings that have not the shape of their options, before the parser sees them: it takes a mapping
-    with class_path, and a text where a section stands, for the name of a class to import or of another file.
+class _Given:
+    """What was given so far. values: by dotted option; flags: of the entry point's own; printed: what follows
+    --print_config, if that was given."""
 
-    unknown: the message for an option that there is not.
-    """
-    for word, after in zip(argv, [*argv, ""][1:], strict=True):
-        key, has_value, value = word.partition("=")
-        value = value if has_value else after
-        if key == "--config":
-            _check_shape_of_file(config_class, _read_yaml(value) if value else {}, f"--config {value}", extra, unknown)
-        elif key.startswith("--") and (kind := type_of(config_class, name := key[2:].removesuffix("+"))) is not None:
-            found = None if is_text(kind) else _loaded(value)
-            fault = misfit(kind, value if found is None else found, name)
-            check(fault is None, f"{key}: {fault}")
-            if isinstance(found, dict) and dataclasses.is_dataclass(kind):
-                _check_shape_of_file(config_class, found, key, (), unknown, f"{name}.")
+    def __init__(self, stage: _Stage) -> None:
+        self.values: dict[str, Any] = {}
+        self.flags: dict[str, Any] = {name: None if name in _VALUES else False for name in stage.extra}
+        self.printed: str | None = None
+        self._stage = stage
+
+    def read_file(self, path: str) -> None:
+        """Take what a YAML file says."""
+        self._take_section(_read_yaml(path), "", f"--config {path}: ")
+
+    def read_words(self, argv: Iterable[str]) -> None:
+        """Take what a command line says."""
+        words = iter(argv)
+        for word in words:
+            name, has_value, value = word.removeprefix("--").partition("=")
+            is_switch = name == "print_config" or (name in self.flags and name not in _VALUES)
+            if not word.startswith("--") or not (is_switch or name == "config" or name in self.flags):
+                self._option_of(name if word.startswith("--") and name else word.lstrip("-") or word)
+            if is_switch:
+                check(not has_value or (name, value) == ("print_config", "comments"), f"{word}: give --{name} alone")
+                if name == "print_config":
+                    self.printed = value
+                else:
+                    self.flags[name] = True
+                continue
+            value = value if has_value else next(words, "--")
+            check(has_value or not value.startswith("--"), f"--{name} needs a value")
+            if name == "config":
+                self.read_file(value)
+            elif name in self.flags:
+                self.flags[name] = value
+            else:
+                self._take_word(name, value)
+
+    def _option_of(self, word: str) -> tuple[str, list[str]]:
+        """The option that a word names, and the keys in its mapping. UserError for one that there is not."""
+        parts = word.removesuffix("+").split(".")
+        for i in range(len(parts) - 1, 0, -1):
+            kind = type_of(self._stage.config_class, name := ".".join(parts[:i]))
+            if kind is not None and any((typing.get_origin(k) or k) is dict for k in kinds_of(kind)):
+                self._stage.kind_of(name)
+                return name, parts[i:]
+        self._stage.kind_of(word.removesuffix("+"))
+        return word.removesuffix("+"), []
+
+    def _take_word(self, word: str, text: str) -> None:
+        name, keys = self._option_of(word)
+        before = self.values.get(name, _options(self._stage.config_class)[name].default)
+        value = (_with_key(before, keys, _loaded(text, word)) if keys else
+                 _value_of_word(type_of(self._stage.config_class, name), name, text))
+        if word.endswith("+"):
+            value = [*(before if isinstance(before, list) else [before] if before else []),
+                     *(value if isinstance(value, list) else [value])]
+        self._take(name, value, "")
+
+    def _take(self, name: str, value: Any, where: str) -> None:
+        kind = type_of(self._stage.config_class, name)
+        if dataclasses.is_dataclass(kind):  # one that is not used may stand there, empty
+            check(value is None or isinstance(value, dict),
+                  f"{where}{name} is a section; give a mapping of its options, or --{name}.OPTION")
+            self._take_section(value or {}, f"{name}.", where)
+        else:
+            kind = self._stage.kind_of(name)
+            is_none = isinstance(value, str) and value.lower() == "none" and may_be_null(kind, name)
+            self.values[name] = _fitted(kind, None if is_none else value, name, where)
+
+    def _take_section(self, settings: dict, prefix: str, where: str) -> None:
+        for key, value in settings.items():
+            check(isinstance(key, str),
+                  f"{where}{prefix[:-1] or 'the file'} has the key {key!r:.60}; a key must be text")
+            name = f"{prefix}{key}"
+            check(name != "config", f"{where}a file of settings cannot name another; give --config once for each")
+            if name in self.flags:
+                self.flags[name] = _fitted(str | None if name in _VALUES else bool, value, name, where)
+            else:
+                self._take(name, value, where)
 
 
-def _check_shape_of_file(config_class: type, settings: dict, where: str, extra: Iterable[str],
-                         unknown: Callable[[str], str], prefix: str = "") -> None:
-    """The same of the mapping in a file, or of a section (whose dotted name is `prefix`)."""
-    fault = misfit(config_class, settings, prefix[:-1])
-    check(fault is None, f"{where}: {fault}")
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        check(name != "config", f"{where}: a file of settings cannot name another; give --config once for each")
-        kind = str if name in extra else type_of(config_class, name)
-        if kind is None:
-            raise UserError(unknown(name))
-        fault = misfit(kind, value, name)
-        check(fault is None, f"{where}: {fault}")
-        if dataclasses.is_dataclass(kind):
-            _check_shape_of_file(config_class, value or {}, where, (), unknown, f"{name}.")
+def _fields(config_class: type, values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """What is given of a section (a dotted name and a point): field -> value. A section in it is its default, which may
+    differ from its class's, with what is given. What its own check refuses is a UserError."""
+    options, fields = _options(config_class), {}
+    for name in dict.fromkeys(given.removeprefix(section).partition(".")[0] for given in values
+                              if given.startswith(section)):
+        option = options[f"{section}{name}"]
+        fields[name] = values[option.name] if not option.is_section else dataclasses.replace(
+            option.default, **_fields(config_class, values, f"{option.name}."))
+    return fields
 
 
-def _loaded(text: str) -> object:
-    """A value of the command line as YAML reads it; what it cannot read is the parser's to refuse."""
-    import yaml
+# -- values ------------------------------------------------------------------------------------------------------------
 
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError):
+
+def _with_key(before: object, keys: Sequence[str], value: Any) -> Any:
+    """The mapping before it, with a value at these nested keys."""
+    if not keys:
+        return value
+    there = before if isinstance(before, dict) else {}
+    return there | {keys[0]: _with_key(there.get(keys[0]), keys[1:], value)}
+
+
+def _value_of_word(kind: Any, name: str, text: str) -> Any:
+    """A word of the command line as a value of that type: text as it stands, everything else as YAML reads it."""
+    if (text.lower() in ("null", "~") and type(None) in kinds_of(kind)) or (
+            text.lower() == "none" and may_be_null(kind, name)):
         return None
+    if is_text(kind) and bool not in kinds_of(kind):
+        return text
+    value = _loaded(text, name)
+    return value if str not in kinds_of(kind) or isinstance(value, (list, dict, bool)) else text
 
 
-def _emptied_first(argv: list[str]) -> list[str]:
-    """argv with `--key=[]` before every list, on the command line or in a file: a list replaces the one before it.
+def _fitted(kind: Any, value: Any, name: str, where: str) -> Any:
+    """The value as one of that type. UserError where it is none."""
+    kinds = kinds_of(kind)
+    for each in kinds:
+        inner = (typing.get_args(each) or (object,))[-1]
+        if isinstance(value, list) and (typing.get_origin(each) or each) is list:
+            return [_fitted(inner, item, f"{name}[{i}]", where) for i, item in enumerate(value)]
+        if isinstance(value, dict) and (typing.get_origin(each) or each) is dict:
+            wrong = next((key for key in value if not isinstance(key, str)), None)
+            check(wrong is None, f"{where}{name} has the key {wrong!r:.60}; a key must be text")
+            return {key: _fitted(inner, item, f"{name}[{key[:60]}]", where) for key, item in value.items()}
+        if each == list[str] and isinstance(value, str) and str not in kinds:
+            return [value]
+        if each is float and type(value) is int:
+            return float(value)
+        if each is object or type(value) is each:
+            return value
+    shown = in_words(type(value)) if value is None or isinstance(value, (list, dict)) else (
+        str(value).lower() if isinstance(value, bool) else repr(value)[:60])
+    raise UserError(f"{where}{name} is {shown}; it must be {' or '.join(map(in_words, kinds))}")
 
-    jsonargparse merges two lists of equal length item by item: a source would keep the columns of the one it replaces.
-    """
-    out = []
-    for word, after in zip(argv, [*argv, ""][1:], strict=True):
-        key, has_value, value = word.partition("=")
-        value = value if has_value else after
-        if key == "--config" and value:
-            out += [f"--{name}=[]" for name in _lists(_read_yaml(value))]
-        elif key.startswith("--") and not key.endswith("+") and value.lstrip().startswith("["):
-            out.append(f"{key}=[]")
-        out.append(word)
-    return out
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's, which takes {a: b?}
+    """As YAML 1.2: 1e-5 is a number, and 2020-01-01 text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - never changed
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 
 
-def _lists(settings: dict, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the lists in nested settings."""
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _lists(value, f"{prefix}{key}.")
-        elif isinstance(value, list):
-            yield f"{prefix}{key}"
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+\.?\d*[eE][-+]?\d+$"), [*"-+0123456789"])
+
+
+def _loaded(text: str, name: str) -> Any:
+    """A word as YAML reads it, or as it stands where that cannot. UserError for a list or a mapping that is broken."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        check(not text.startswith(("[", "{")), f"{name}: {text[:60]} is not valid YAML "
+                                               f"({getattr(error, 'problem', None) or 'nested too deeply'}); fix it")
+        return text
 
 
 def _read_yaml(path: str) -> dict:
-    """UserError with file and line for a file that is no YAML mapping: the parser's own message names neither."""
-    import yaml
-
+    """UserError with file and line for a file that is no YAML mapping."""
     path = expanded(path)
     check_file(path, "--config")
     try:
-        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        value = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UserError(f"cannot read --config {path}: {error.strerror}; give a YAML file") from error
     except UnicodeDecodeError as error:
@@ -243,67 +390,6 @@ def _read_yaml(path: str) -> dict:
     except (RecursionError, ValueError) as error:  # ValueError: a date of month 13, a number of thousands of digits
         raise UserError(f"--config {path}: not valid YAML ({str(error)[:100] or 'nested too deeply'}); "
                         "fix it") from error
-    check(_is_small(value), f"--config {path}: {_TOO_DEEP}")
     check(isinstance(value, dict), f"--config {path}: a mapping of options such as seed: 1 is needed, found "
-                                   f"{'nothing' if value is None else type(value).__name__}")
+                                   f"{'nothing' if value is None else in_words(type(value))}")
     return value
-
-
-_TOO_DEEP = "the settings refer to themselves, or are nested too deeply; write them flatter"
-
-
-def _is_small(value: object) -> bool:
-    """Whether a value is no deeper and no larger than settings are, aliases written out: ten lines of YAML can say
-    more than a machine holds."""
-    waiting, count = [(value, 1)], 0
-    while waiting:
-        outer, depth = waiting.pop()
-        count += 1
-        if isinstance(outer, (dict, list)):
-            waiting += [(inner, depth + 1) for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        if depth > 30 or count + len(waiting) > 10**5:
-            return False
-    return True
-
-
-_SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
-             "check_signal": "Print whether there is anything to learn from: the scores of several responses to "
-                             "each of a few prompts, and the time of a step; then stop.",
-             "plan": "Print the memory that the run needs, by role and phase, before any weight is loaded, and stop."}
-_VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-batches, checkpointing, offload and "
-                     "quantisation that fit.",
-           "cards": "With --plan: count for NVIDIA cards that need not be here, hosts x cards x memory of each, such "
-                    "as 2x8x80GiB or 24GiB; 97% of that memory, what torch finds of a card, is planned with."}
-
-
-_KINDS = {kind.__name__: words for kind, words in WORDS.items()}  # as jsonargparse names them
-
-
-def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], prog: str) -> str:
-    """jsonargparse's message as one line, with the nearest known key where a key is unknown."""
-    text = re.sub(r"\s+", " ", str(error)).strip().replace("Parser key ", "option ")
-    text = re.sub(r"<class '(\w+)'>", r"\1", text)
-    text = re.sub(r"Expected a (\w+)\. Got value: (.*)", lambda m: f"{m[2]} is not {_KINDS.get(m[1], m[1])}", text)
-    union = re.search(r"Does not validate against any of the Union subtypes Subtypes: \[(.*?)\] Errors:.* "
-                      r"Given value type: \w+ Given value: (.*)", text)
-    if union:
-        kinds = " or ".join(_KINDS.get(kind, kind) for kind in union.group(1).split(", "))
-        return f"{text[:union.start()]}{union.group(2)} is not {kinds}"
-    unknown = re.search(r"[Uu]nrecognized arguments?: -*([\w.\-+]+)|does not accept option '([^']+)'|"
-                        r"Option '([^']+)' is not accepted", text)
-    if not unknown:
-        return text
-    group = re.search(r"Group '([^']+)'", text)
-    name = next(g for g in unknown.groups() if g)
-    return _unknown(f"{group.group(1)}.{name}" if group else name, known, unused, prog)
-
-
-def _unknown(name: str, known: list[str], unused: Mapping[str, str], prog: str) -> str:
-    """The message for an option that there is not; known: those that there are."""
-    program = prog[max(prog.find("--stage"), 0):]
-    if meant := next((text for option, text in unused.items() if _is_below(name, (option,))), None):
-        return f"{name} is not used by {program}; {meant}"
-    section, close = name.partition(".")[0], nearest(name, known)
-    if not close and section != name and not any(option.startswith(f"{section}.") for option in known):
-        return f"unknown option {name}: {program} has no {section} options; --help lists its own"
-    return f"unknown option {name}{close or '; --help lists all options'}"

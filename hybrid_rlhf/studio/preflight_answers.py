@@ -81,7 +81,6 @@ def settings(asked: dict) -> dict:
         result["yaml"] = settings_text(stage, chosen, defaults, card)
         config = _read(stage, chosen)
         result["settings"] = plain_settings(config)
-        _check_kept(chosen, result["settings"])
         check_start(config)
     except UserError as error:
         option = getattr(error, "option", None) or _option_in(str(error), result["settings"])
@@ -323,14 +322,6 @@ def _names(asked: Mapping) -> set[str]:
     stage, options = asked.get("stage"), asked.get("settings")
     known = _defaults(stage) if isinstance(stage, str) and stage in STAGES else ()
     return {*known, *(options if isinstance(options, dict) else ())}
-
-
-def _check_kept(chosen: Mapping[str, object], read: Mapping[str, object]) -> None:
-    """UserError for text that the launcher would read as nothing: YAML of it is null, such as '#a' and '~'."""
-    for name, value in chosen.items():
-        is_lost = isinstance(value, str) and read.get(name, value) is None
-        check(not is_lost or str(value).lower() in ("none", "null"),
-              f"{name}: {value!r:.60} would be read as null; write it otherwise, such as ./ before a path")
 
 
 def _option_in(text: str, known: Iterable[str]) -> str | None:

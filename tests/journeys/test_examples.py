@@ -52,7 +52,7 @@ def test_thirty_lines_of_python_run_the_three_stages_without_the_launcher(exampl
 def test_every_yaml_of_the_examples_is_a_valid_configuration(stage, file, capsys):
     from hybrid_rlhf.cli import main
 
-    with pytest.raises(SystemExit) as done:  # jsonargparse prints and leaves
+    with pytest.raises(SystemExit) as done:
         main(["--stage", stage, "--config", str(SCRIPT.parent / file), "--print_config"])
     assert done.value.code == 0
     assert "data:" in capsys.readouterr().out

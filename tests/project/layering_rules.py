@@ -58,7 +58,6 @@ DEPENDENCIES = {
     "gguf": (f"{H}.export.gguf",),
     "httpx": (f"{H}.studio.talk",),
     "huggingface_hub": (f"{H}.commands.export", f"{H}.models.carried"),
-    "jsonargparse": (f"{H}.cli", f"{H}.core.config", f"{H}.core.jsonargparse_compat"),
     "matplotlib": (f"{H}.report.plots",),
     "packaging": (f"{H}.commands.doctor",),
     "peft": (f"{H}.models.lora", f"{H}.models.peft_compat"),

@@ -31,10 +31,10 @@ from tests.factories.tiny import save_tiny
     ({"ppo.estimator": "rloo"}, "ppo.estimator", "is --stage ppo with ppo.estimator grpo"),
     ({"stage": "ppo2"}, "stage", "there is no such stage"), ({"config": "x"}, None, "cannot name another"),
     ({"print_config": "x"}, "print_config", "unknown option print_config"), ({"plan": True}, None, ""),
-    ({"data.chat_template": "#a"}, "data.chat_template", "would be read as null"),
+    ({"data.chat_template": "#a"}, None, ""),
     ({"a\nb": 1}, None, "unknown option"), ({"model": {"class_path": "os.system"}}, "model", "both given"),
-    ({"train": {"class_path": "subprocess.Popen", "init_args": {"args": "true"}}}, None, "settings name no classes"),
-    ({"reward.options": {"numeric_match": {"class_path": "os.system"}}}, None, "settings name no classes"),
+    ({"train": {"class_path": "subprocess.Popen"}}, None, "unknown option train.class_path"),
+    ({"reward.options": {"numeric_match": {"class_path": "os.system"}}}, None, "there is no class_path"),
     ({"reward.judge.model": "a", "reward.judge.url": "http://b"}, "reward.judge.model", "choose one"),
     ({"seed": 10**400}, None, ""), ({"data.eval_fraction": 2}, "data.eval_fraction", "must lie in"),
 ])

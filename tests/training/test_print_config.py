@@ -9,7 +9,7 @@ from hybrid_rlhf.training.registry import STAGES
 
 
 def printed(capsys, *words: str) -> str:
-    with pytest.raises(SystemExit):  # jsonargparse prints and leaves
+    with pytest.raises(SystemExit):
         main(list(words))
     return capsys.readouterr().out
 
