@@ -13,6 +13,7 @@ import numpy as np
 
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import world_size
+from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.core.startup import restore_gc
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.labels import Labels
@@ -73,26 +74,20 @@ class EvaluateConfig:
 
     models: list[str] = field(default_factory=list)
     labels: str | None = None
-    num_labels: int | None = None
+    num_labels: int | None = within(None, "[1,")
     reference: str | None = None
-    rows: str = "auto"
-    num_prompts: int | None = None
-    batch_size: int = 256
+    rows: str = one_of("auto", ROWS)
+    num_prompts: int | None = within(None, "[1,")
+    batch_size: int = within(256, "[1,")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    checker: str | None = None
+    checker: str | None = one_of(None, scored_answers.CHECKERS)
     prompt_templates: dict[str, str] = field(default_factory=dict)
-    num_examples: int = 8
-    confidence: float = 0.95
-    num_resamples: int = 10_000
+    num_examples: int = within(8, "[0,")
+    confidence: float = within(0.95, "(0, 1)")
+    num_resamples: int = within(10_000, "[1,")
 
     def __post_init__(self) -> None:
-        scored_answers.check_checker(self.checker, "evaluate.checker")
-        check(self.rows in ROWS, f"evaluate.rows is {self.rows!r}; choose {', '.join(ROWS)}")
-        for name in ("num_labels", "num_prompts", "batch_size", "num_resamples"):
-            value = getattr(self, name)
-            check(value is None or value >= 1, f"evaluate.{name} is {value}; it must be at least 1")
-        check(self.num_examples >= 0, f"evaluate.num_examples is {self.num_examples}; it must not be negative")
-        check(0 < self.confidence < 1, f"evaluate.confidence is {self.confidence}; it must lie in (0, 1), such as 0.95")
+        check_values(self, "evaluate.")
         for name, template in self.prompt_templates.items():
             check(template.count("{prompt}") == 1, f"evaluate.prompt_templates: {name} is {template!r}; it must hold "
                                                    "{prompt} once")

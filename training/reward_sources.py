@@ -10,6 +10,7 @@ from pathlib import PurePath
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.open import source_of
 from hybrid_rlhf.environments.settings import EnvironmentConfig
@@ -61,15 +62,13 @@ class RewardConfig:
     url: str | None = None
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     weights: list[float] | None = None
-    timeout: float = 60.0
+    timeout: float = within(60.0, "(0,")
     isolate: bool = False
-    retries: int = 3
-    batch_size: int = 64
+    retries: int = within(3, "[0,")
+    batch_size: int = within(64, "[1,")
 
     def __post_init__(self) -> None:
-        check(self.timeout > 0, f"reward.timeout is {self.timeout}; it must be positive (seconds)")
-        check(self.retries >= 0, f"reward.retries is {self.retries}; it must not be negative")
-        check(self.batch_size >= 1, f"reward.batch_size is {self.batch_size}; it must be at least 1")
+        check_values(self, "reward.")
         check(not self.options or bool(self.functions or self.models),
               "reward.options are those of reward.functions and reward.models; there are none")
 

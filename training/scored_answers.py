@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.examples import with_score
@@ -26,12 +26,6 @@ from hybrid_rlhf.training import builders
 CHECKERS = {"demo": "hybrid_rlhf.data.demo:is_correct"}
 
 NO_VERDICT, UNSCORED = "answers_without_a_verdict_of_the_judge", "answers_without_a_score"  # facts of evaluate.json
-
-
-def check_checker(name: str | None, option: str) -> None:
-    """UserError for a checker that there is none of."""
-    check(name is None or name in CHECKERS,
-          f"{option} is {name!r}; there are {', '.join(CHECKERS)}{nearest(name or '', CHECKERS)}")
 
 
 def open_actor(model: ModelConfig, tokenizer) -> Actor:  # noqa: ANN001

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.options import check_values, one_of
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.tensors import masked_mean
 from hybrid_rlhf.data import collate, datasets
@@ -21,7 +22,7 @@ from hybrid_rlhf.roles import Reference, Reward
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders, step1_sft
 from hybrid_rlhf.training.registry import READS
-from hybrid_rlhf.training.scored_answers import check_checker, is_right, judge, open_actor, respond, share
+from hybrid_rlhf.training.scored_answers import CHECKERS, is_right, judge, open_actor, respond, share
 
 NUM_SHOWN = 8  # prompts whose answers the report shows side by side
 
@@ -36,12 +37,12 @@ class CompareConfig:
         longer_sft: Also continue SFT for as long as PPO took, and compare with that: the honest alternative.
     """
 
-    checker: str | None = None
+    checker: str | None = one_of(None, CHECKERS)
     num_prompts: int = 256
     longer_sft: bool = False
 
     def __post_init__(self) -> None:
-        check_checker(self.checker, "compare.checker")
+        check_values(self, "compare.")
 
 
 def run(config, configs: dict, seconds: dict[str, float], command: str) -> dict:  # noqa: ANN001

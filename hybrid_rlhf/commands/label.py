@@ -17,6 +17,7 @@ from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.data.sources import Source, as_sources
@@ -78,15 +79,15 @@ class LabelConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     max_new_tokens: int = 256
-    max_prompt_length: int = 1024
+    max_prompt_length: int = within(1024, "[2,")
     raw: bool = False
     judge: JudgeConfig = field(default_factory=lambda: JudgeConfig(mode=PAIRWISE))
     reward_model: str | None = None
-    keep: str = "all"
-    min_margin: float = 0.0
+    keep: str = one_of("all", KEEPS)
+    min_margin: float = within(0.0, "[0,")
     margin: bool = False
-    num_prompts: int | None = None
-    batch_size: int = 16
+    num_prompts: int | None = within(None, "[1,")
+    batch_size: int = within(16, "[1,")
     partial: bool = False
     seed: int = 0
 
@@ -98,12 +99,7 @@ class LabelConfig:
         check(self.judge.is_given != bool(self.reward_model),
               "nobody judges; give --judge.model, --judge.url or --reward_model" if not self.reward_model else
               "judge and reward_model are both given; choose one")
-        check(self.keep in KEEPS, f"keep is {self.keep!r}; choose {', '.join(KEEPS)}")
-        for name in ("num_prompts", "batch_size"):
-            check(getattr(self, name) is None or getattr(self, name) >= 1,
-                  f"{name} is {getattr(self, name)}; it must be at least 1")
-        check(self.max_prompt_length >= 2, f"max_prompt_length is {self.max_prompt_length}; it must be at least 2")
-        check(self.min_margin >= 0, f"min_margin is {self.min_margin}; it must not be negative")
+        check_values(self, "")
         if self.model:
             check(self.num_samples > 1 or self.responses is not None,
                   "num_samples is 1, and a pair has two responses; sample more, or name columns by responses")

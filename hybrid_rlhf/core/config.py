@@ -90,19 +90,15 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     return with_homes(config), given.flags
 
 
-def help_of_options(config_class: type, unused: Iterable[str] = ()) -> dict[str, str]:
-    """Dotted option -> what its help says, in the order of --help; sections are left out. unused: as in `parse`."""
-    return {name: option.text for name, option in _options(config_class).items()
-            if not option.is_section and not _is_below(name, unused)}
-
-
-class _Option(NamedTuple):
-    """An option or a section. text: what its class's docstring says of it."""
+class Option(NamedTuple):
+    """An option or a section. text: what its class's docstring says of it; choices: what its value may be, if that is
+    one of a few."""
 
     name: str
     kind: Any
     text: str
     default: Any
+    choices: tuple[str, ...] = ()
 
     @property
     def is_section(self) -> bool:
@@ -115,18 +111,25 @@ class _Option(NamedTuple):
         return f"{self.text} (type: {str(kind).replace('None', 'null')}, default: {default})"
 
 
+def options_of(config_class: type, unused: Iterable[str] = ()) -> list[Option]:
+    """The options of nested settings, in the order of --help; sections are left out. unused: as in `parse`."""
+    return [option for name, option in _options(config_class).items()
+            if not option.is_section and not _is_below(name, unused)]
+
+
 @cache
-def _options(config_class: type) -> dict[str, _Option]:
+def _options(config_class: type) -> dict[str, Option]:
     """All options of nested settings by their dotted names, each section before its own."""
     defaults = {field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
                 for field in dataclasses.fields(config_class)}
     return {option.name: option for option in _below(config_class, SimpleNamespace(**defaults), "")}
 
 
-def _below(section: type, defaults: object, prefix: str) -> Iterator[_Option]:
-    texts = _texts(section)
-    for name, kind in typing.get_type_hints(section).items():
-        yield _Option(f"{prefix}{name}", kind, texts.get(name, ""), default := getattr(defaults, name))
+def _below(section: type, defaults: object, prefix: str) -> Iterator[Option]:
+    texts, kinds = _texts(section), typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        name, kind, default = field.name, kinds[field.name], getattr(defaults, field.name)
+        yield Option(f"{prefix}{name}", kind, texts.get(name, ""), default, field.metadata.get("choices", ()))
         if dataclasses.is_dataclass(kind):
             yield from _below(kind, default, f"{prefix}{name}.")  # type: ignore[arg-type]  # a class
 
@@ -150,7 +153,7 @@ class _Stage(NamedTuple):
     unused: Mapping[str, str]
 
     @property
-    def options(self) -> list[_Option]:
+    def options(self) -> list[Option]:
         return [option for name, option in _options(self.config_class).items() if not _is_below(name, self.unused)]
 
     def kind_of(self, name: str) -> Any:
@@ -199,8 +202,8 @@ class _Stage(NamedTuple):
         """What --print_config prints: a file with the settings, which `parse` reads as the same ones."""
         has_comments = given.printed == "comments"
         lines = [f"# {description}"] if has_comments else []
-        flags = [_Option(name, str | None, _VALUES[name], value) if name in _VALUES else
-                 _Option(name, bool, _SWITCHES.get(name, ""), value) for name, value in given.flags.items()]
+        flags = [Option(name, str | None, _VALUES[name], value) if name in _VALUES else
+                 Option(name, bool, _SWITCHES.get(name, ""), value) for name, value in given.flags.items()]
         for option in [*flags, *self.options]:
             indent = "  " * option.name.count(".")
             name = option.name.rpartition(".")[2]

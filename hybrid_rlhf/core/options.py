@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Iterable
 from functools import cache, reduce
 from typing import Any, ClassVar, Protocol, TypeVar
+
+from hybrid_rlhf.core.errors import check, nearest
 
 _WITH_NONE = ("quantize",)  # none: not quantised, whatever the model's own setting; null: as that says
 _WORDS = {dict: "a mapping", list: "a list", str: "text", int: "a whole number", float: "a number",
@@ -20,6 +23,45 @@ class Settings(Protocol):
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def one_of(default: Any, choices: Iterable[str]) -> Any:
+    """A field whose value is one of these."""
+    return dataclasses.field(default=default, metadata={"choices": tuple(choices)})
+
+
+def within(default: Any, interval: str) -> Any:
+    """A field whose value is a number in an interval such as "[0, 1)", or "[1,", which has no upper end."""
+    return dataclasses.field(default=default, metadata={"interval": interval})
+
+
+def check_values(section: Settings, prefix: str) -> None:
+    """UserError for a field whose value is none of its choices, or out of its interval. Null is where its type is.
+
+    prefix: of the section's options, such as "train.".
+    """
+    for field in dataclasses.fields(section):
+        value, or_null = getattr(section, field.name), "None" in str(field.type)
+        if value is None and or_null:
+            continue
+        choices, interval = field.metadata.get("choices"), field.metadata.get("interval")
+        check(choices is None or value in choices, f"{prefix}{field.name} is {value!r}; choose "
+                                                   f"{', '.join(choices or ())}{nearest(str(value), choices or ())}")
+        check(interval is None or _is_in(value, interval or ""),
+              f"{prefix}{field.name} is {value}; it {_range(interval or '')}{', or null' if or_null else ''}")
+
+
+def _is_in(value: float, interval: str) -> bool:
+    low, high = (part.strip() for part in interval[1:].rstrip(")]").split(","))
+    is_above = value >= float(low) if interval[0] == "[" else value > float(low)
+    return is_above and (not high or (value <= float(high) if interval[-1] == "]" else value < float(high)))
+
+
+def _range(interval: str) -> str:
+    low, _, high = interval.partition(",")
+    if high.strip() not in ("", "inf)"):
+        return f"must lie in {interval}"
+    return {"[0": "must not be negative", "(0": "must be positive"}.get(low, f"must be at least {low[1:]}")
 
 
 def value_of(config: Settings, option: str) -> object:

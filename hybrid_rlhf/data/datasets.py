@@ -10,6 +10,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.chat import SkipRow
@@ -69,20 +70,21 @@ class DataConfig:
     sources: list[dict | str] | dict | str | None = field(default_factory=list, metadata={"items": Source})
     split: list[float] | None = None
     eval_sources: list[dict | str] | dict | str | None = field(default_factory=list, metadata={"items": Source})
-    eval_fraction: float = 0.05
-    max_length: int = 1024
-    max_prompt_length: int = 256
+    eval_fraction: float = within(0.05, "[0, 1)")
+    max_length: int = within(1024, "[2,")
+    max_prompt_length: int = within(256, "[2,")
     raw: bool = False
-    train_on: str = "response"
+    train_on: str = one_of("response", ("response", "all"))
     append_eos: bool = True
     packing: bool = False
-    max_samples: int | None = None
+    max_samples: int | None = within(None, "[1,")
     cache_dir: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
     score_template: str = "Score {score:g}. {prompt}"
 
     def __post_init__(self) -> None:
+        check_values(self, "data.")
         object.__setattr__(self, "sources", as_sources(self.sources))
         object.__setattr__(self, "eval_sources", as_sources(self.eval_sources, "data.eval_sources"))
         check(all(s.weight is None for s in self.eval_sources),
@@ -90,14 +92,8 @@ class DataConfig:
         split = self.split or [1.0] * 3
         check(len(split) == 3 and all(0 <= s < float("inf") for s in split) and sum(split) > 0,
               f"data.split is {self.split}; it needs three shares (sft, reward, ppo), none negative, or null")
-        check(0 <= self.eval_fraction < 1, f"data.eval_fraction is {self.eval_fraction}; it must lie in [0, 1)")
-        for name in ("max_length", "max_prompt_length"):
-            check(getattr(self, name) >= 2, f"data.{name} is {getattr(self, name)}; it must be at least 2")
-        check(self.train_on in ("response", "all"), f"data.train_on is {self.train_on!r}; choose response or all")
         check(_asks_for_a_score(self.score_template), f"data.score_template is {self.score_template!r}; it must hold "
               "{prompt} and {score}, or {score:g} and its like")
-        check(self.max_samples is None or self.max_samples >= 1,
-              f"data.max_samples is {self.max_samples}; it must be at least 1, or null")
         if self.chat_template_kwargs is not None:
             check_kwargs(self.chat_template_kwargs, "data.chat_template_kwargs")
         given = [s.weight is not None for s in self.sources]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.options import check_values, within
 
 
 @dataclass(frozen=True)
@@ -35,25 +36,16 @@ class EnvironmentConfig:
     factory: str | dict[str, str] | None = None
     tools: list[str] | str = field(default_factory=list)
     options: dict[str, object] = field(default_factory=dict)
-    max_turns: int = 10
-    max_new_tokens_per_turn: int | None = None
-    timeout: float = 30.0
-    num_workers: int = 16
+    max_turns: int = within(10, "[1,")
+    max_new_tokens_per_turn: int | None = within(None, "[1,")
+    timeout: float = within(30.0, "(0, inf)")
+    num_workers: int = within(16, "[0,")
     isolate: bool = False
-    max_answer_chars: int = 4000
-    malformed_penalty: float = 0.0
+    max_answer_chars: int = within(4000, "[1,")
+    malformed_penalty: float = within(0.0, "[0, inf)")
 
     def __post_init__(self) -> None:
-        check(self.max_turns >= 1, f"environment.max_turns is {self.max_turns}; it must be at least 1")
-        most = self.max_new_tokens_per_turn
-        check(most is None or most >= 1, f"environment.max_new_tokens_per_turn is {most}; it must be at least 1, or "
-                                         "null")
-        check(0 < self.timeout < float("inf"), f"environment.timeout is {self.timeout}; it must be positive (seconds)")
-        check(self.num_workers >= 0, f"environment.num_workers is {self.num_workers}; it must not be negative")
-        check(self.max_answer_chars >= 1,
-              f"environment.max_answer_chars is {self.max_answer_chars}; it must be at least 1")
-        check(0 <= self.malformed_penalty < float("inf"),
-              f"environment.malformed_penalty is {self.malformed_penalty}; it must not be negative")
+        check_values(self, "environment.")
         check(bool(self.factory) or not self.options, "environment.options are those of environment.factory; there is "
                                                       "none")
 

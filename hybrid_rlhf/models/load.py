@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.core import hub, nvidia
-from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
+from hybrid_rlhf.core.options import check_values, one_of
 from hybrid_rlhf.models import complete, folder_files, quantize, weight_parts, weights
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
 from hybrid_rlhf.models.text_part import reads_text, towers
@@ -65,11 +66,11 @@ class ModelConfig:
     """
 
     model_name_or_path: str | None = None
-    preset: str | None = None
+    preset: str | None = one_of(None, PRESETS)
     tokenizer_name_or_path: str | None = None
     vocab_size: int = 512
-    dtype: str = "auto"
-    attn_implementation: str = "auto"
+    dtype: str = one_of("auto", ("auto", *DTYPES))
+    attn_implementation: str = one_of("auto", ATTENTIONS)
     gradient_checkpointing: bool = False
     freeze: list[str] = field(default_factory=list)
     trust_remote_code: bool = False
@@ -79,11 +80,7 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
-        check(self.dtype in ("auto", *DTYPES), f"model.dtype is {self.dtype!r}; choose auto, {', '.join(DTYPES)}")
-        check(self.attn_implementation in ATTENTIONS, f"model.attn_implementation is {self.attn_implementation!r}; "
-              f"choose {', '.join(ATTENTIONS)}{nearest(self.attn_implementation, ATTENTIONS)}")
-        check(self.preset is None or self.preset in PRESETS,
-              f"model.preset is {self.preset!r}; there are {', '.join(PRESETS)}{nearest(self.preset or '', PRESETS)}")
+        check_values(self, "model.")
         for pattern in self.freeze:
             check(_compiles(pattern), f"model.freeze: {pattern!r} is no regular expression; "
                   "fix it, for names such as layers\\.0")

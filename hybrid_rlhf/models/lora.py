@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.models import added_rows, peft_compat
 from hybrid_rlhf.models.folder_files import check_files, read_object, refusing
 from hybrid_rlhf.models.text_part import reads_text, towers
@@ -44,12 +45,12 @@ class LoraConfig:
 
     r: int | None = None
     alpha: float | None = None
-    dropout: float = 0.0
+    dropout: float = within(0.0, "[0, 1)")
     target_modules: list[str] | str = "all-linear"
 
     def __post_init__(self) -> None:
         check(self.r is None or self.r >= 0, f"lora.r is {self.r}; it must be 0 (off) or a positive rank such as 8")
-        check(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; it must lie in [0, 1)")
+        check_values(self, "lora.")
         if isinstance(self.target_modules, str):
             _check_expression(self.target_modules)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.options import check_values, one_of, within
 
 ROLES = ("actor", "ref", "critic", "reward", "teacher")
 TRAINED = ("actor", "critic")
@@ -38,31 +39,23 @@ class RoleConfig:
     """
 
     model_name_or_path: str | None = None
-    learning_rate: float | None = None
+    learning_rate: float | None = within(None, "[0,")
     zero_stage: int | None = None
-    tp: int | None = None
-    kind: str = "auto"
-    dtype: str | None = None
-    quantize: str | None = None
+    tp: int | None = within(None, "[1,")
+    kind: str = one_of("auto", CRITIC_KINDS)
+    dtype: str | None = one_of(None, DTYPE_NAMES)
+    quantize: str | None = one_of(None, QUANTIZATIONS)
     offload: bool = False
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: int | None = within(None, "[1,")
 
 
 def _check_role(config: RoleConfig, role: str) -> None:
-    check((config.learning_rate or 0) >= 0,
-          f"roles.{role}.learning_rate is {config.learning_rate}; it must not be negative")
-    for name in ("tp", "micro_batch_tokens"):
-        value = getattr(config, name)
-        check(value is None or value >= 1, f"roles.{role}.{name} is {value}; it must be at least 1")
+    check_values(config, f"roles.{role}.")
     check(config.zero_stage in (None, 0, 1, 2, 3),
           f"roles.{role}.zero_stage is {config.zero_stage}; choose 0, 1, 2 or 3")
     check(role in TRAINED or config.zero_stage in (None, 0, 3),
           f"roles.{role}.zero_stage is {config.zero_stage} for a role that is not trained; 0 keeps its weights whole, "
           "3 shards them")
-    for name, choices in (("kind", CRITIC_KINDS), ("dtype", DTYPE_NAMES), ("quantize", QUANTIZATIONS)):
-        value = getattr(config, name)
-        check(value is None or value in choices,
-              f"roles.{role}.{name} is {value!r}; choose {', '.join(choices)}{nearest(value or '', choices)}")
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ class RolesConfig:
             or a run trained by LoRA on the actor's own base, which is then that adapter on the base that is shared.
     """
 
-    share_base: bool | str = "auto"
+    share_base: bool | str = one_of("auto", SHARING)
     actor: RoleConfig = field(default_factory=RoleConfig)
     ref: RoleConfig = field(default_factory=RoleConfig)
     critic: RoleConfig = field(default_factory=RoleConfig)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid_rlhf.algorithms.schedule import KINDS
-from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.errors import check
+from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.engine.train.optimizers import OPTIMIZERS
 
 
@@ -47,59 +48,38 @@ class TrainConfig:
         max_failed_saves: So many checkpoints in a row that the disk refuses end the run; before, it is warned.
     """
 
-    learning_rate: float | None = None
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    optim: str = "adamw"
-    max_grad_norm: float = 1.0
-    max_skipped_updates: int = 20
-    lr_scheduler_type: str = "cosine"
-    warmup_ratio: float = 0.03
-    num_train_epochs: float | None = None
+    learning_rate: float | None = within(None, "[0,")
+    weight_decay: float = within(0.0, "[0,")
+    adam_beta1: float = within(0.9, "[0, 1)")
+    adam_beta2: float = within(0.999, "[0, 1)")
+    adam_epsilon: float = within(1e-8, "(0,")
+    optim: str = one_of("adamw", OPTIMIZERS)
+    max_grad_norm: float = within(1.0, "(0,")
+    max_skipped_updates: int = within(20, "[1,")
+    lr_scheduler_type: str = one_of("cosine", KINDS)
+    warmup_ratio: float = within(0.03, "[0, 1]")
+    num_train_epochs: float | None = within(None, "(0,")
     max_steps: int = -1
-    max_seconds: float | None = None
-    per_device_train_batch_size: int | None = None
-    gradient_accumulation_steps: int = 1
-    per_device_eval_batch_size: int = 8
-    logging_steps: int = 10
-    eval_steps: int = 0
-    max_eval_batches: int | None = None
-    num_fixed_prompts: int = 4
-    save_steps: int = 0
-    save_minutes: float = 15.0
-    save_total_limit: int = 2
+    max_seconds: float | None = within(None, "(0,")
+    per_device_train_batch_size: int | None = within(None, "[1,")
+    gradient_accumulation_steps: int = within(1, "[1,")
+    per_device_eval_batch_size: int = within(8, "[1,")
+    logging_steps: int = within(10, "[1,")
+    eval_steps: int = within(0, "[0,")
+    max_eval_batches: int | None = within(None, "[1,")
+    num_fixed_prompts: int = within(4, "[0,")
+    save_steps: int = within(0, "[0,")
+    save_minutes: float = within(15.0, "[0,")
+    save_total_limit: int = within(2, "[1,")
     save_best: str | None = None
-    max_failed_saves: int = 3
+    max_failed_saves: int = within(3, "[1,")
 
     def __post_init__(self) -> None:
-        check(self.lr_scheduler_type in KINDS,
-              f"train.lr_scheduler_type is {self.lr_scheduler_type!r}; choose one of {', '.join(KINDS)}"
-              f"{nearest(self.lr_scheduler_type, KINDS)}")
-        check(self.optim in OPTIMIZERS, f"train.optim is {self.optim!r}; choose {', '.join(OPTIMIZERS)}"
-                                        f"{nearest(self.optim, OPTIMIZERS)}")
-        for name in ("learning_rate", "weight_decay", "eval_steps", "save_steps", "save_minutes", "num_fixed_prompts"):
-            check((getattr(self, name) or 0) >= 0, f"train.{name} is {getattr(self, name)}; it must not be negative")
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size",
-                     "logging_steps", "save_total_limit", "max_failed_saves", "max_skipped_updates"):
-            check(getattr(self, name) is None or getattr(self, name) >= 1,
-                  f"train.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("max_grad_norm", "num_train_epochs"):
-            check(getattr(self, name) is None or getattr(self, name) > 0,
-                  f"train.{name} is {getattr(self, name)}; it must be positive")
-        for name in ("adam_beta1", "adam_beta2"):
-            check(0 <= getattr(self, name) < 1, f"train.{name} is {getattr(self, name)}; it must lie in [0, 1)")
-        check(self.adam_epsilon > 0, f"train.adam_epsilon is {self.adam_epsilon}; it must be positive")
+        check_values(self, "train.")
         check(self.max_steps == -1 or self.max_steps >= 1,
               f"train.max_steps is {self.max_steps}; it must be at least 1, or -1 to go by train.num_train_epochs")
-        check(self.max_eval_batches is None or self.max_eval_batches >= 1,
-              f"train.max_eval_batches is {self.max_eval_batches}; it must be at least 1, or null for all")
-        check(0 <= self.warmup_ratio <= 1, f"train.warmup_ratio is {self.warmup_ratio}; it must lie in [0, 1]")
         check(self.save_best is None or (self.save_best.startswith("eval/") and len(self.save_best) > 5),
               f"train.save_best is {self.save_best!r}; give the name of a held-out metric, such as eval/loss")
-        check(self.max_seconds is None or self.max_seconds > 0,
-              f"train.max_seconds is {self.max_seconds}; it must be positive, or null")
 
     @property
     def rows_per_step(self) -> int:

@@ -20,6 +20,7 @@ from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import place_over_ranks
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.core.tensors import SequenceBatch, masked_mean, scatter
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
@@ -29,7 +30,6 @@ from hybrid_rlhf.roles.role_state import schedule_at
 from hybrid_rlhf.rollout import Prompts, Rollout, Totals
 from hybrid_rlhf.rollout.best_of_n import BestOfNSampler
 from hybrid_rlhf.rollout.collect import collect
-from hybrid_rlhf.trainers.ppo_config import check_divergence
 
 POLICY_GRADIENT = "policy_gradient"
 CLIPRANGE = (0.2, 0.2)  # of the ratio in policy_gradient, where a rollout has several updates: PPO's
@@ -55,19 +55,16 @@ class DistillConfig:
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    lmbda: float = 1.0
-    divergence: str = "reverse_kl"
-    beta: float = 0.5
-    temperature: float = 1.0
-    top_k: int = 0
-    num_epochs: int = 1
-    num_minibatches: int = 1
+    lmbda: float = within(1.0, "[0, 1]")
+    divergence: str = one_of("reverse_kl", (*KINDS, POLICY_GRADIENT))
+    beta: float = within(0.5, "(0, 1)")
+    temperature: float = within(1.0, "(0,")
+    top_k: int = within(0, "[0,")
+    num_epochs: int = within(1, "[1,")
+    num_minibatches: int = within(1, "[1,")
 
     def __post_init__(self) -> None:
-        check(0 <= self.lmbda <= 1, f"distill.lmbda is {self.lmbda}; it is a share and must lie in [0, 1]")
-        check_divergence(self.divergence, (*KINDS, POLICY_GRADIENT), self.beta, self.temperature, self.top_k)
-        for name in ("num_epochs", "num_minibatches"):
-            check(getattr(self, name) >= 1, f"distill.{name} is {getattr(self, name)}; it must be at least 1")
+        check_values(self, "distill.")
         check(self.divergence != POLICY_GRADIENT or self.lmbda == 1,
               f"distill.divergence policy_gradient learns from the student's own samples alone, and distill.lmbda is "
               f"{self.lmbda}; leave it out, or choose reverse_kl")

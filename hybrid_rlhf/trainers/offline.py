@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hybrid_rlhf.algorithms.preference import LOSSES, kto_kl
 from hybrid_rlhf.core.distributed import sum_over_ranks
-from hybrid_rlhf.core.errors import check, nearest, present
+from hybrid_rlhf.core.errors import check, present
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.core.tensors import SequenceBatch, to_device
 from hybrid_rlhf.data.collate import LabelledBatch, PairBatch
 from hybrid_rlhf.roles import Actor, Reference
@@ -35,24 +36,17 @@ class DPOConfig:
         undesirable_weight: KTO's weight of undesirable responses.
     """
 
-    loss_type: str = "sigmoid"
-    beta: float | None = None
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 1.0
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    loss_type: str = one_of("sigmoid", LOSSES)
+    beta: float | None = within(None, "(0, inf)")
+    label_smoothing: float = within(0.0, "[0, 0.5)")
+    simpo_gamma: float = within(1.0, "[0,")
+    desirable_weight: float = within(1.0, "[0,")
+    undesirable_weight: float = within(1.0, "[0,")
 
     def __post_init__(self) -> None:
-        check(self.loss_type in LOSSES, f"dpo.loss_type is {self.loss_type!r}; choose {', '.join(LOSSES)}"
-                                        f"{nearest(self.loss_type, LOSSES)}")
-        check(self.beta is None or 0 < self.beta < float("inf"), f"dpo.beta is {self.beta}; it must be positive, such "
-                                                                 f"as {LOSSES[self.loss_type].beta}")
-        check(0 <= self.label_smoothing < 0.5,
-              f"dpo.label_smoothing is {self.label_smoothing}; it must lie in [0, 0.5)")
+        check_values(self, "dpo.")
         check(not self.label_smoothing or self.loss_type in SMOOTHED,
               f"dpo.label_smoothing: the {self.loss_type} loss has none; leave it out, or take {' or '.join(SMOOTHED)}")
-        for name in ("simpo_gamma", "desirable_weight", "undesirable_weight"):
-            check(getattr(self, name) >= 0, f"dpo.{name} is {getattr(self, name)}; it must not be negative")
 
 
 class OfflineTrainer:

@@ -13,6 +13,7 @@ from hybrid_rlhf.algorithms.preference import best_and_worst
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import sum_over_ranks
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.data.collate import LabelledBatch, PairBatch, mismatches
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rewards import RewardSource
@@ -32,14 +33,13 @@ class OnlineConfig:
     """
 
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(num_samples=2))
-    missing_eos_penalty: float = 0.0
+    missing_eos_penalty: float = within(0.0, "[0,")
 
     def __post_init__(self) -> None:
+        check_values(self, "online.")
         check(self.sampling.num_samples >= 2, f"online.sampling.num_samples is {self.sampling.num_samples}; a pair is "
                                               "made of two responses or more")
         self.sampling.check_groups("online")
-        check(self.missing_eos_penalty >= 0,
-              f"online.missing_eos_penalty is {self.missing_eos_penalty}; it must not be negative")
 
 
 class PairLearner(Protocol):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.algorithms import kl
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.algorithms.divergence import KINDS, Divergence
 from hybrid_rlhf.algorithms.policy import AGGREGATIONS, POLICY_LOSSES
-from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rollout.old_logprobs import OLD_LOGPROBS
 
@@ -93,68 +93,52 @@ class PPOConfig:
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    estimator: str = "gae"
-    policy_loss: str = "ppo"
-    aggregation: str | None = None
-    max_refills: int = 0
-    num_ppo_epochs: int | None = None
-    num_minibatches: int | None = None
-    minibatch_size: int | None = None
-    kl_coef: float | None = None
-    kl_in: str | None = None
-    kl_estimator: str | None = None
-    kl_target: float | None = None
-    kl_horizon: int = 10000
-    cliprange: float = 0.2
-    cliprange_low: float | None = None
-    cliprange_high: float | None = None
+    estimator: str = one_of("gae", ESTIMATORS)
+    policy_loss: str = one_of("ppo", POLICY_LOSSES)
+    aggregation: str | None = one_of(None, AGGREGATIONS)
+    max_refills: int = within(0, "[0,")
+    num_ppo_epochs: int | None = within(None, "[1,")
+    num_minibatches: int | None = within(None, "[1,")
+    minibatch_size: int | None = within(None, "[1,")
+    kl_coef: float | None = within(None, "[0,")
+    kl_in: str | None = one_of(None, ("reward", "loss"))
+    kl_estimator: str | None = one_of(None, kl.ESTIMATORS)
+    kl_target: float | None = within(None, "(0,")
+    kl_horizon: int = within(10000, "(0,")
+    cliprange: float = within(0.2, "(0,")
+    cliprange_low: float | None = within(None, "(0,")
+    cliprange_high: float | None = within(None, "(0,")
     dual_clip: float | None = None
-    cliprange_value: float = 0.2
+    cliprange_value: float = within(0.2, "(0,")
     vf_coef: float = 1.0
-    entropy_coef: float = 0.0
-    gamma: float = 1.0
-    lam: float = 0.95
+    entropy_coef: float = within(0.0, "[0,")
+    gamma: float = within(1.0, "[0, 1]")
+    lam: float = within(0.95, "[0, 1]")
     whiten_advantages: bool | None = None
-    critic_warmup_steps: int | None = None
-    early_stop_kl: float | None = None
-    update_kl: float | None = None
+    critic_warmup_steps: int | None = within(None, "[0,")
+    early_stop_kl: float | None = within(None, "[0,")
+    update_kl: float | None = within(None, "[0,")
     normalise_scores: bool = True
     score_clip: float | None = 5.0
     missing_eos_penalty: float | None = None
-    overlong_penalty: float = 0.0
+    overlong_penalty: float = within(0.0, "[0,")
     overlong_buffer: int = 16
-    old_logprobs: str = "auto"
+    old_logprobs: str = one_of("auto", OLD_LOGPROBS)
     max_logprob_drift: float = 0.02
-    importance: str = "none"
-    importance_cap: float = 2.0
-    importance_low: float | None = None
+    importance: str = one_of("none", ("none", "token", "sequence", "masked"))
+    importance_cap: float = within(2.0, "(0,")
+    importance_low: float | None = within(None, "(0,")
     replay_truncation: bool = True
-    ptx_coef: float = 0.0
-    ptx_scale: str = "fixed"
-    ptx_batch_size: int | None = None
+    ptx_coef: float = within(0.0, "[0,")
+    ptx_scale: str = one_of("fixed", ("fixed", "relative"))
+    ptx_batch_size: int | None = within(None, "[1,")
     ema: bool = False
-    ema_decay: float = 0.992
+    ema_decay: float = within(0.992, "[0, 1)")
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            check(getattr(self, name) in known, _unknown(name, getattr(self, name), known))
-        for name in ("num_ppo_epochs", "num_minibatches", "minibatch_size", "ptx_batch_size"):
-            check(getattr(self, name) is None or getattr(self, name) >= 1,
-                  f"ppo.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("gamma", "lam"):
-            check(0 <= getattr(self, name) <= 1, f"ppo.{name} is {getattr(self, name)}; it must lie in [0, 1]")
-        for name in ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value", "importance_cap",
-                     "importance_low"):
-            check(getattr(self, name) is None or getattr(self, name) > 0,
-                  f"ppo.{name} is {getattr(self, name)}; it must be positive")
-        for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps", "max_refills", "ptx_coef",
-                     "update_kl", "early_stop_kl"):
-            check((getattr(self, name) or 0) >= 0, f"ppo.{name} is {getattr(self, name)}; it must not be negative")
-        check(self.kl_target is None or self.kl_target > 0,
-              f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")
+        check_values(self, "ppo.")
         check(self.kl_target is None or self.kl_coef != 0,
               f"ppo.kl_target is {self.kl_target}, but a ppo.kl_coef of 0 stays 0; give a start value such as 0.05")
-        check(self.kl_horizon > 0, f"ppo.kl_horizon is {self.kl_horizon}; it must be positive (sequences)")
         self._check_method()
 
     def _check_method(self) -> None:
@@ -185,7 +169,6 @@ class PPOConfig:
               f"{longest}]")
         check(self.ptx_coef > 0 or (self.ptx_scale == "fixed" and self.ptx_batch_size is None),
               "ppo.ptx_scale and ppo.ptx_batch_size are the pretraining loss's, and ppo.ptx_coef is 0; give it too")
-        check(0 <= self.ema_decay < 1, f"ppo.ema_decay is {self.ema_decay}; it must lie in [0, 1)")
         check(self.ema or self.ema_decay == 0.992, f"ppo.ema_decay is {self.ema_decay}, and no average is kept; give "
                                                    "ppo.ema true too")
         check(self.importance == "none" or self.old_logprobs != "sampler",
@@ -251,35 +234,15 @@ class DistillTerm:
             whose weights are in parts; 0 takes the whole vocabulary.
     """
 
-    coef: float = 0.0
-    divergence: str = "reverse_kl"
-    beta: float = 0.5
-    temperature: float = 1.0
-    top_k: int = 0
+    coef: float = within(0.0, "[0,")
+    divergence: str = one_of("reverse_kl", KINDS)
+    beta: float = within(0.5, "(0, 1)")
+    temperature: float = within(1.0, "(0,")
+    top_k: int = within(0, "[0,")
 
     def __post_init__(self) -> None:
-        check(self.coef >= 0, f"distill.coef is {self.coef}; it must not be negative")
-        check_divergence(self.divergence, KINDS, self.beta, self.temperature, self.top_k)
+        check_values(self, "distill.")
 
     @property
     def kind(self) -> Divergence:
         return Divergence(self.divergence, beta=self.beta, temperature=self.temperature)
-
-
-def check_divergence(kind: str, known: tuple[str, ...], beta: float, temperature: float, top_k: int) -> None:
-    """UserError for settings of a `distill` section that are no divergence."""
-    check(kind in known, f"distill.divergence is {kind!r}; choose {', '.join(known)}{nearest(kind, known)}")
-    check(0 < beta < 1, f"distill.beta is {beta}; it must lie between 0 (where jsd is forward_kl) and 1 (reverse_kl)")
-    check(temperature > 0, f"distill.temperature is {temperature}; it must be positive")
-    check(top_k >= 0, f"distill.top_k is {top_k}; it must be 0 (the whole vocabulary) or a number of words such as 64")
-
-
-CHOICES: dict[str, tuple] = {
-    "estimator": tuple(ESTIMATORS), "policy_loss": tuple(POLICY_LOSSES), "aggregation": (None, *AGGREGATIONS),
-    "kl_in": (None, "reward", "loss"), "kl_estimator": (None, *kl.ESTIMATORS), "old_logprobs": OLD_LOGPROBS,
-    "importance": ("none", "token", "sequence", "masked"), "ptx_scale": ("fixed", "relative")}
-
-
-def _unknown(name: str, value: object, known: Iterable) -> str:
-    names = [k for k in known if k]
-    return f"ppo.{name} is {value!r}; choose {', '.join(names)}{nearest(str(value), names)}"

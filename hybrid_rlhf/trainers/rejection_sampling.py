@@ -14,6 +14,7 @@ from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import place_over_ranks
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.roles import Roles, TokenScores
@@ -38,21 +39,18 @@ class RejectionConfig:
 
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(num_samples=8))
     min_score: float | None = None
-    num_epochs: int = 1
-    num_minibatches: int = 1
-    missing_eos_penalty: float = 0.0
+    num_epochs: int = within(1, "[1,")
+    num_minibatches: int = within(1, "[1,")
+    missing_eos_penalty: float = within(0.0, "[0,")
     measure_kl: bool = True
 
     def __post_init__(self) -> None:
+        check_values(self, "rejection.")
         size = self.sampling.num_samples
         check(size >= 2 or self.min_score is not None,
               f"rejection.sampling.num_samples is {size}, and of one response none is the best; give 2 or more, or "
               "rejection.min_score")
         self.sampling.check_groups("rejection")
-        for name in ("num_epochs", "num_minibatches"):
-            check(getattr(self, name) >= 1, f"rejection.{name} is {getattr(self, name)}; it must be at least 1")
-        check(self.missing_eos_penalty >= 0,
-              f"rejection.missing_eos_penalty is {self.missing_eos_penalty}; it must not be negative")
 
 
 class RejectionTrainer:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hybrid_rlhf.core.config import UserError, parse
+from hybrid_rlhf.core.options import check_values, one_of, within
 
 
 @dataclass(frozen=True)
@@ -87,3 +88,46 @@ def test_a_number_is_one_in_a_file_and_on_the_command_line(tmp_path):
     path.write_text("free: {a: 1e-5, b: '1e-5', c: 1E5, d: 1.5e3, day: 2020-01-01}")
     given = parse(Config, ["--config", str(path), "--free.e", "1e-5", "--free.f.g", "[2]"], prog="x")[0]
     assert given.free == {"a": 1e-5, "b": "1e-5", "c": 1e5, "d": 1.5e3, "day": "2020-01-01", "e": 1e-5, "f": {"g": [2]}}
+
+
+@dataclass(frozen=True)
+class Values:
+    """Settings.
+
+    Attributes:
+        share: A share.
+        count: A count.
+        rate: A rate.
+        limit: A limit.
+        kind: A kind.
+        other: A kind.
+    """
+
+    share: float = within(0.5, "[0, 1)")
+    count: int = within(1, "[1,")
+    rate: float = within(0.0, "[0,")
+    limit: float | None = within(None, "(0, inf)")
+    kind: str = one_of("a", ("a", "bcd"))
+    other: str | None = one_of(None, ["x"])
+
+    def __post_init__(self) -> None:
+        check_values(self, "part.")
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"share": 1.0}, "part.share is 1.0; it must lie in [0, 1)"), ({"share": -0.1}, "it must lie in [0, 1)"),
+    ({"share": float("nan")}, "part.share is nan; it must lie in [0, 1)"),
+    ({"count": 0}, "part.count is 0; it must be at least 1"),
+    ({"rate": -1}, "part.rate is -1; it must not be negative"),
+    ({"limit": 0.0}, "part.limit is 0.0; it must be positive, or null"),
+    ({"limit": float("inf")}, "part.limit is inf; it must be positive, or null"),
+    ({"kind": "bcc"}, "part.kind is 'bcc'; choose a, bcd (did you mean bcd?)"),
+    ({"kind": None}, "part.kind is None; choose a, bcd"), ({"other": "y"}, "part.other is 'y'; choose x")])
+def test_a_value_that_is_none_of_the_choices_or_out_of_its_interval_is_refused(given, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        Values(**given)
+
+
+def test_values_at_the_ends_of_their_intervals_are_taken():
+    assert Values(0.0, 1, 0.0, 1e-9, "bcd", "x").share == 0.0
+    assert Values(0.999, 10**9, float("inf"), None, "a", None).limit is None

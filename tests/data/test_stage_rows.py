@@ -289,7 +289,7 @@ def test_raw_texts_are_those_of_the_stage_without_the_held_out_ones(written):
     ({"split": [1, 2]}, "data.split is"), ({"split": [1, -1, 1]}, "data.split is"),
     ({"split": [0, 0, 0]}, "data.split is"),
     ({"eval_fraction": 1.0}, "data.eval_fraction is 1.0"), ({"max_length": 1}, "data.max_length is 1"),
-    ({"train_on": "prompt"}, "choose response or all"), ({"max_samples": 0}, "data.max_samples is 0"),
+    ({"train_on": "prompt"}, "choose response, all"), ({"max_samples": 0}, "data.max_samples is 0"),
     ({"sources": [Source("a", weight=1.0), Source("b")]}, "give it to all or none"),
 ])
 def test_a_wrong_setting_is_a_user_error(change, said):

@@ -139,9 +139,9 @@ def test_only_a_role_with_a_base_of_its_own_can_wait_elsewhere():
 
 
 @pytest.mark.parametrize(("role", "settings", "told"), [
-    ("actor", {"learning_rate": -1e-9}, "roles.actor.learning_rate is -1e-09; it must not be negative"),
-    ("ref", {"tp": 0}, "roles.ref.tp is 0; it must be at least 1"),
-    ("critic", {"micro_batch_tokens": 0}, "roles.critic.micro_batch_tokens is 0; it must be at least 1"),
+    ("actor", {"learning_rate": -1e-9}, "roles.actor.learning_rate is -1e-09; it must not be negative, or null"),
+    ("ref", {"tp": 0}, "roles.ref.tp is 0; it must be at least 1, or null"),
+    ("critic", {"micro_batch_tokens": 0}, "roles.critic.micro_batch_tokens is 0; it must be at least 1, or null"),
     ("critic", {"zero_stage": 4}, "roles.critic.zero_stage is 4; choose 0, 1, 2 or 3"),
     ("reward", {"zero_stage": 2}, "roles.reward.zero_stage is 2 for a role that is not trained; 0 keeps its weights "
                                   "whole, 3 shards them"),

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.preview import Preview
@@ -37,13 +37,12 @@ class RewardConfig:
             It takes as long as the training did, and memory for a second one beside it; 0 leaves it out.
     """
 
-    center_coef: float = 0.01
+    center_coef: float = within(0.01, "[0,")
     head_std: float | None = None
-    own_samples: int = 0
+    own_samples: int = within(0, "[0,")
 
     def __post_init__(self) -> None:
-        check(self.own_samples >= 0, f"reward.own_samples is {self.own_samples}; it must not be negative")
-        check(self.center_coef >= 0, f"reward.center_coef is {self.center_coef}; it must not be negative")
+        check_values(self, "reward.")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.options import check_values, within
 
 _MOST = 2**31 - 1  # what kernels count with
 
@@ -27,27 +28,20 @@ class SamplingConfig:
         stop_token_ids: Further tokens that end a response, beside the model's own.
     """
 
-    max_new_tokens: int = 256
+    max_new_tokens: int = within(256, f"[1, {_MOST}]")
     min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    num_samples: int = 1
+    temperature: float = within(1.0, "[0,")
+    top_k: int = within(0, f"[0, {_MOST}]")
+    top_p: float = within(1.0, "(0, 1]")
+    min_p: float = within(0.0, "[0, 1)")
+    repetition_penalty: float = within(1.0, "(0,")
+    num_samples: int = within(1, "[1,")
     stop_token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check(1 <= self.max_new_tokens <= _MOST,
-              f"max_new_tokens is {self.max_new_tokens}; it must lie in [1, {_MOST}]")
+        check_values(self, "")
         check(0 <= self.min_new_tokens <= self.max_new_tokens,
               f"min_new_tokens is {self.min_new_tokens}; it must lie in [0, max_new_tokens {self.max_new_tokens}]")
-        check(self.temperature >= 0, f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
-        check(0 <= self.top_k <= _MOST, f"top_k is {self.top_k}; it must be 0 (off) or lie in [1, {_MOST}]")
-        check(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1]")
-        check(0 <= self.min_p < 1, f"min_p is {self.min_p}; it must lie in [0, 1)")
-        check(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}; it must be positive")
-        check(self.num_samples >= 1, f"num_samples is {self.num_samples}; at least one response per prompt")
 
     def check_groups(self, section: str) -> None:
         """UserError where several responses to one prompt are to be compared and all of them will be the same."""

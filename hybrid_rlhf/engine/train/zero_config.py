@@ -8,6 +8,7 @@ import torch
 
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import world_size
+from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.engine.train.optimizers import MASTERED
 
 OFFLOADS = {"optimizer": 1, "parameters": 3, "activations": 0}  # what -> the lowest ZeRO stage that can
@@ -30,7 +31,7 @@ class ZeroConfig:
 
     zero_stage: int | None = None
     offload: list[str] = field(default_factory=list)
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = within(8192, "[1,")
 
     def __post_init__(self) -> None:
         check(self.zero_stage in (None, 0, 1, 2, 3), f"engine.zero_stage is {self.zero_stage}; choose 0, 1, 2 or 3")
@@ -39,8 +40,7 @@ class ZeroConfig:
                                     f"{nearest(name, OFFLOADS)}")
             check(self.zero_stage is None or self.zero_stage >= OFFLOADS[name],
                   f"engine.offload: {name} need engine.zero_stage {OFFLOADS[name]} or more, not {self.zero_stage}")
-        check(self.micro_batch_tokens >= 1,
-              f"engine.micro_batch_tokens is {self.micro_batch_tokens}; it must be positive")
+        check_values(self, "engine.")
 
     @property
     def cuts_weights(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.options import check_values, one_of, within
 
 ABSOLUTE, PAIRWISE, RANKING = "absolute", "pairwise", "ranking"
 MODES = (ABSOLUTE, PAIRWISE, RANKING)
@@ -58,38 +59,28 @@ class JudgeConfig:
     api_options: dict[str, object] = field(default_factory=dict)
     rubric: dict | str | None = None
     template: str | None = None
-    mode: str = ABSOLUTE
-    score: str = VERDICT
-    opponents: int | None = None
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    retries: int = 1
-    on_failure: str = "mean"
-    dtype: str = "auto"
+    mode: str = one_of(ABSOLUTE, MODES)
+    score: str = one_of(VERDICT, (VERDICT, PROBABILITY))
+    opponents: int | None = within(None, "[1,")
+    max_new_tokens: int = within(512, "[1,")
+    temperature: float = within(0.0, "[0,")
+    retries: int = within(1, "[0,")
+    on_failure: str = one_of("mean", ON_FAILURE)
+    dtype: str = one_of("auto", DTYPES)
     load_in_4bit: bool = False
-    batch_size: int = 16
-    concurrency: int = 8
-    timeout: float = 60.0
-    http_retries: int = 3
-    max_calls: int | None = None
-    max_cost: float | None = None
-    cost_per_1m_input: float = 0.0
-    cost_per_1m_output: float = 0.0
+    batch_size: int = within(16, "[1,")
+    concurrency: int = within(8, "[1,")
+    timeout: float = within(60.0, "(0,")
+    http_retries: int = within(3, "[0,")
+    max_calls: int | None = within(None, "[1,")
+    max_cost: float | None = within(None, "[0,")
+    cost_per_1m_input: float = within(0.0, "[0,")
+    cost_per_1m_output: float = within(0.0, "[0,")
     cache: str | None = None
 
     def __post_init__(self) -> None:
         check(not (self.model and self.url), "reward.judge.model and reward.judge.url are both given; choose one")
-        for name, known in (("mode", MODES), ("score", (VERDICT, PROBABILITY)), ("on_failure", ON_FAILURE),
-                            ("dtype", DTYPES)):
-            value = getattr(self, name)
-            check(value in known, f"reward.judge.{name} is {value!r}; choose {', '.join(known)}{nearest(value, known)}")
-        for name in ("opponents", "max_new_tokens", "batch_size", "concurrency", "max_calls"):
-            value = getattr(self, name)
-            check(value is None or value >= 1, f"reward.judge.{name} is {value}; it must be at least 1")
-        for name in ("temperature", "retries", "http_retries", "max_cost", "cost_per_1m_input", "cost_per_1m_output"):
-            value = getattr(self, name)
-            check(value is None or value >= 0, f"reward.judge.{name} is {value}; it must not be negative")
-        check(self.timeout > 0, f"reward.judge.timeout is {self.timeout}; it must be positive (seconds)")
+        check_values(self, "reward.judge.")
         # not shown: it may be the key itself
         check(self.api_key_env is None or re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", self.api_key_env) is not None,
               "reward.judge.api_key_env is no name of an environment variable in capitals; give the name, such as "
