@@ -68,7 +68,6 @@ class LabelConfig:
         seed: Seed of the samples, and of the judge.
     """
 
-    # plain types: a class here would have the parser import what a setting names
     data: list[dict | str] | dict | str | None = field(default=None, metadata={"items": Source})
     output: str | None = None
     responses: list[str] | str | None = None

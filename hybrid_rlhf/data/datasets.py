@@ -66,7 +66,6 @@ class DataConfig:
         score_template: How conditional_sft writes an answer's score into its prompt (into the last user turn).
     """
 
-    # plain types: a class here would have the parser import what a setting names
     sources: list[dict | str] | dict | str | None = field(default_factory=list, metadata={"items": Source})
     split: list[float] | None = None
     eval_sources: list[dict | str] | dict | str | None = field(default_factory=list, metadata={"items": Source})
