@@ -63,6 +63,9 @@ def leaves(leaving: Leaving | None, saver: Saver, reporter: Reporter,
         doing, is_stopped = activity.now(), isinstance(error, Stopped)
         why = one_line(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}", 500)
         state = f"{error}." if is_stopped else f"failed after step {saver.step} of {saver.total_steps}: {why}"
+        if is_stopped and saver.held_out and not any(name.startswith("eval/") for name in saver.values):
+            reporter.say("the held-out rows were not measured; the run does so when it goes on and ends")
+            state += " The held-out rows were not measured."
         is_whole = leaving and saver.step and saver.num_updates == leaving.num_updates()
         if is_whole and (is_stopped or (world_size() == 1 and not isinstance(error, NotFinite))):
             _leave_model(leaving, saver, reporter, answers)

@@ -41,13 +41,13 @@ class Left:
 @pytest.fixture
 def go(tmp_path):
     def run(at=None, steps: int = 9, resume: str = "auto", on_export=lambda: None, command: str = "train.py --x 1",  # noqa: ANN001, ANN202
-            **train):  # noqa: ANN003
+            held_out=None, **train):  # noqa: ANN001, ANN003
         config = Config(str(tmp_path), resume, train=TrainConfig(**dict(logging_steps=4) | train))
         record = runfile.start(config.output_dir, "sft", config, command)
         left = Left(tmp_path, Trainer(at), on_export)
         left.record = record
         run.left = left
-        fit(left.trainer, Loader(), None, config.train, record, steps, lambda: [{"prompt": "p", "completion": "c"}],
+        fit(left.trainer, Loader(), held_out, config.train, record, steps, lambda: [{"prompt": "p", "completion": "c"}],
             leaving=left.leaving())
         return left
 
@@ -76,6 +76,13 @@ def test_a_stopped_run_leaves_model_report_samples_and_answers_of_its_last_step(
     assert error.value.__notes__ == [
         f"model: {tmp_path}/model (of step 3 of 9)", f"report: {tmp_path}/report.html",
         f"checkpoint: {tmp_path}/checkpoints/step-00000003", "go on: train.py --x 1"]
+
+
+def test_a_stopped_run_says_that_its_held_out_rows_were_not_measured(go, tmp_path, capfd):
+    with pytest.raises(Stopped):
+        go({3: interrupt}, held_out=Loader())
+    assert "**Stopped after step 3 of 9. The held-out rows were not measured.**" in (tmp_path / "report.md").read_text()
+    assert capfd.readouterr().err.count("the held-out rows were not measured") == 1
 
 
 def test_the_run_that_goes_on_replaces_all_of_it(go, tmp_path):
