@@ -1,4 +1,4 @@
-"""The three stages in order, in one process, and a table of what each one brought."""
+"""Run the three stages in order, in one process, and compare the models that they leave."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hybrid_rlhf.training import (
     unread_options,
 )
 from hybrid_rlhf.training.registry import READS
-from hybrid_rlhf.training.step2_reward import RewardConfig
+from hybrid_rlhf.training.step2_reward import RewardModelConfig
 
 ORDER = ("sft", "reward", "ppo")
 DEMO = Path(__file__).parent / "presets" / "demo.yaml"
@@ -69,8 +69,8 @@ class Config:
         stages: The schedule of each stage.
         reward: The reward model's own settings.
         roles: The four roles of PPO.
-        reward_sources: PPO's reward sources beside the model that stage 2 leaves (`reward` of stage ppo); that model
-            comes first in reward_sources.weights. To do without it, leave reward out of run_stages.
+        reward_sources: PPO's reward sources beside the model of stage 2 (`reward` of stage ppo); that model comes
+            first in reward_sources.weights. To do without it, leave reward out of run_stages.
         ppo: PPO's own settings.
         compare: The table at the end.
     """
@@ -85,7 +85,7 @@ class Config:
     data: DataConfig = field(default_factory=lambda: DataConfig(split=[2.0, 4.0, 4.0]))
     engine: ZeroConfig = field(default_factory=ZeroConfig)
     stages: StagesConfig = field(default_factory=StagesConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward: RewardModelConfig = field(default_factory=RewardModelConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
     reward_sources: reward_sources.RewardConfig = field(default_factory=reward_sources.RewardConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
@@ -99,7 +99,7 @@ class Config:
 
 
 def default_config(argv: list[str]) -> str | None:
-    """The embedded demo, for a command line that names no configuration, model or data of its own."""
+    """The embedded demo, for a command line without a configuration, model or data."""
     if any(word.startswith(("--config", "--model", "--data", "--run_stages")) for word in argv):
         return None
     return str(DEMO)
@@ -117,15 +117,15 @@ def stage_configs(config: Config) -> dict[str, object]:
         fields = {f.name for f in dataclasses.fields(recipes[name].Config)}
         shared = {k: getattr(config, k) for k in fields if hasattr(config, k)}
         if name == "ppo":  # `reward` is stage 2's section here
-            shared |= {"reward": config.reward_sources, "roles": _paying(config)}
+            shared |= {"reward": config.reward_sources, "roles": _ppo_roles(config)}
         shared |= {"stage": name, "output_dir": str(Path(config.output_dir) / name),
                    "model": models.get(name, later), "train": getattr(config.stages, name)}
         out[name] = recipes[name].Config(**unread_options.without(name, shared))
     return out
 
 
-def _paying(config: Config) -> RolesConfig:
-    """PPO's roles; the model of stage 2 is named where other sources would else take its place."""
+def _ppo_roles(config: Config) -> RolesConfig:
+    """PPO's roles, with the path of stage 2's model where other reward sources would otherwise replace it."""
     roles = config.roles
     if "reward" not in config.run_stages or config.reward_sources.has_model(roles):
         return roles
@@ -134,14 +134,14 @@ def _paying(config: Config) -> RolesConfig:
 
 
 def previews(config: Config) -> Iterator[Preview]:
-    """Rendered examples of every stage's data. The later stages are shown in stage 1's tokens."""
+    """Rendered examples of every stage's data, all in stage 1's tokens."""
     for name in config.run_stages:
         tokenizer = builders.open_tokenizer(config.model, config.data, READS["sft"], config.seed)
         yield look(config.data, READS[name], tokenizer)
 
 
 def check_all(config: Config, configs: dict[str, object]) -> None:
-    """What a later stage would refuse, before the first one has trained: missing data, lengths beyond the model."""
+    """Raise before the first stage trains what a later one would refuse: missing data, lengths beyond the model."""
     lengths = {"data.max_length": min(each.data.max_length for each in (config, *configs.values()))}
     if "ppo" in configs:
         lengths["data.max_prompt_length + ppo.sampling.max_new_tokens"] = (
@@ -157,7 +157,7 @@ def check_all(config: Config, configs: dict[str, object]) -> None:
 
 
 def run(config: Config, command: str = "") -> dict:
-    """Run the stages, then compare what they left; returns the summary (also in output_dir/summary.json)."""
+    """Run the stages, then compare their models; returns the summary (also in output_dir/summary.json)."""
     recipes = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo}
     configs = {name: defaults.resolve(stage, config.model) for name, stage in stage_configs(config).items()}
     seconds = {}

@@ -1,4 +1,4 @@
-"""What a run says of itself on stderr before its first step and after its last: what it is, and what comes next."""
+"""Print a summary of a run to stderr before its first step, and the commands for what comes next after its last."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders, defaults, machine_defaults
 from hybrid_rlhf.training.registry import STAGES
 
-# Settings that a later stage is given as the earlier one had them: without them it would need another machine.
+# Settings that the proposed next stage takes over from this one: memory and data layout depend on them.
 CARRIED = ("model.lora.r", "model.load_in_4bit", "model.load_in_8bit", "model.dtype", "model.trust_remote_code",
            "data.split", "data.raw")
-PLACEHOLDERS = {"reward": "PAIRS.jsonl", "ppo": "PROMPTS.jsonl"}  # where the run's own data does not serve
+PLACEHOLDERS = {"reward": "PAIRS.jsonl", "ppo": "PROMPTS.jsonl"}  # where the run's data has no such rows
 
 
 def before(record: runfile.RunRecord, config: object, engines: Mapping[str, HybridEngine], start: str, num_steps: int,
            loader: Loader, learns_from: Iterable[str | None] = ()) -> None:
-    """Print the lines of the model, of the device, of the settings that go by the method, and of the run; the report
-    begins with them. engines: what is trained, by role; start: the run or model that it starts from; learns_from: lines
-    of a teacher and a reward model."""
+    """Print lines about the model, the device, the method's settings and the run; the report begins with them.
+    engines: of the trained roles; start: the run or model that the run starts from; learns_from: lines about a teacher
+    and a reward model."""
     decoding = _decoding_line(engines["actor"], config.method.sampling) if hasattr(config, "method") else None
     lines = [_model_line(config, engines, start), *learns_from, device_line(), releases_line(), decoding,
-             f"settings: {defaults.told(config)}", _run_line(config, num_steps, loader)]
+             f"settings: {defaults.settings_line(config)}", _run_line(config, num_steps, loader)]
     lines = [line for line in [*lines, record.resumes_from and f"resuming from {record.resumes_from}"] if line]
     record.facts["header"] = [*record.facts.get("header", []), *lines]
     record.write()
@@ -65,8 +65,8 @@ def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str)
 
 
 def _decoding_line(engine: HybridEngine, sampling: SamplingConfig) -> str:
-    """How the policy generates, which the first entry into inference mode finds out; a warning where models of its
-    type decode natively with the tested releases; and how it samples, which generation_config.json has no part in."""
+    """How the policy generates, which is known after its first entry into inference mode, with a warning where models
+    of its type decode natively with the tested releases; and its sampling, which ignores generation_config.json."""
     with explained("while generating"), engine.inference():
         pass
     ways = engine.describe()
@@ -86,12 +86,12 @@ def _decoding_line(engine: HybridEngine, sampling: SamplingConfig) -> str:
 
 
 def teacher_line(path: str, engine: HybridEngine, student: HybridEngine, quantize: str | None) -> str:
-    """Who the teacher is, how large, and how it is held."""
+    """One line with the teacher's path, its size, and its dtype or the base that it shares."""
     shares_base = engine.module.model is student.module.model
     kind = str(next(engine.module.parameters()).dtype).removeprefix("torch.")
-    held = "an adapter on the student's own base" if shares_base else (
+    what = "an adapter on the student's own base" if shares_base else (
         f"{_millions(count_parameters(engine)[1])} parameters; {f'{quantize} base' if quantize else kind}")
-    return f"teacher: {path}; {held}"
+    return f"teacher: {path}; {what}"
 
 
 def _run_line(config: object, num_steps: int, loader: Loader) -> str:
@@ -106,7 +106,7 @@ def _run_line(config: object, num_steps: int, loader: Loader) -> str:
 
 
 def _last_batch(loader: Loader, what: str) -> str:
-    """What becomes of the rows of an epoch that fill no batch."""
+    """What happens to the rows of an epoch that do not fill a batch."""
     if not loader.num_left:
         return ""
     if loader.drop_last:
@@ -115,7 +115,7 @@ def _last_batch(loader: Loader, what: str) -> str:
 
 
 def _tokens(loader: Loader, max_length: int) -> str:
-    """About how many tokens a packed batch has: of 512 rows at most, spread over all."""
+    """About how many tokens a packed batch has, estimated from at most 512 rows spread over the data."""
     num_rows = len(loader.rows)
     some = [len(loader.rows[i]["input_ids"]) for i in range(0, num_rows, -(-num_rows // 512))]
     tokens = loader.batch_size * loader.world * sum(some) / len(some)
@@ -142,7 +142,7 @@ def _millions(number: int) -> str:
 def after(config: object, program: str) -> None:
     """Print where the model and the report of a finished run are, and the commands for what comes next.
 
-    program: what the user started, as sys.argv has it.
+    program: the program that the user started, sys.argv[0].
     """
     folder = Path(config.output_dir)
     if not is_main() or not (folder / runfile.RUN_FILE).exists() or config.stage in ("evaluate", "all"):
@@ -161,16 +161,16 @@ def _started_by(program: str) -> str:
 
 
 def _chat(record: runfile.RunRecord) -> str:
-    """A chat with the model, beside the run that it started from and with the reward model's scores where there are
-    such runs; of a reward model, with that run."""
-    own, parent = str(Path(record.output_dir)), _run_or_none(record.facts.get("base_model"))
+    """Arguments of a chat with the model, beside the run that it started from and with the reward model's scores where
+    there are such runs; for a reward model, of a chat with its parent run, scored by it."""
+    path, parent = str(Path(record.output_dir)), _run_or_none(record.facts.get("base_model"))
     if record.stage == "reward":
         model = parent or builders.model_folder(record.facts["base_model"])
-        return f"chat --model {shlex.quote(model)} --reward_model {shlex.quote(own)}"
+        return f"chat --model {shlex.quote(model)} --reward_model {shlex.quote(path)}"
     reward = _run_or_none(record.facts.get("reward_model"))
-    names = {Path(path).name: path for path in (parent, own) if path}
-    models = " ".join(shlex.quote(f"{name}={path}") for name, path in names.items()) if len(names) > 1 else (
-        shlex.quote(own))
+    names = {Path(run).name: run for run in (parent, path) if run}
+    models = " ".join(shlex.quote(f"{name}={run}") for name, run in names.items()) if len(names) > 1 else (
+        shlex.quote(path))
     return f"chat --model {models}" + (f" --reward_model {shlex.quote(reward)}" if reward else "")
 
 
@@ -179,7 +179,7 @@ def _run_or_none(path: str | None) -> str | None:
 
 
 def _next(config: object, record: runfile.RunRecord) -> str:
-    """The next stage of the three, or the export of what the last one left."""
+    """Arguments of the next stage of the three, or after the last stage of an export."""
     folder = Path(record.output_dir)
     stage = STAGES[record.stage].followed_by if record.stage in STAGES else None
     if stage is None:
@@ -206,12 +206,12 @@ def _model_type(folder: Path) -> str | None:
 
 
 def _is_found(path: str | Path, target: Path, name: str) -> bool:
-    """Whether a run that goes to `target` finds `path` by itself, as the folder `name` beside it."""
+    """Whether a run in `target` finds `path` by default, as the folder `name` beside it."""
     return Path(path) == target.parent / name
 
 
 def _sources(data: DataConfig, stage: str) -> str:
-    """The run's own sources as far as they serve the next stage, else a name to fill in."""
+    """The run's data sources that have rows for the next stage, else a placeholder."""
     try:
         serving = [each.source for each in datasets.open_sources(data, STAGES[stage].reads)]
     except UserError:
@@ -221,7 +221,7 @@ def _sources(data: DataConfig, stage: str) -> str:
 
 
 def _named(source: Source) -> str | dict:
-    """A source as settings name it: by its path alone where nothing else is said."""
+    """A source as written in settings: its path alone where all else is at its default."""
     plain = Source(source.path)
     changed = {f.name: value for f in dataclasses.fields(source)
                if (value := getattr(source, f.name)) != getattr(plain, f.name)}
@@ -229,7 +229,7 @@ def _named(source: Source) -> str | dict:
 
 
 def _carried(config: object, option: str) -> list[str]:
-    """The option and its value, where the run did not have the default."""
+    """The option and its value, where the run's value was not the default."""
     section, _, name = option.partition(".")
     value, default = getattr(config, section), getattr(type(config)(), section)
     for part in name.split("."):

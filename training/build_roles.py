@@ -1,4 +1,4 @@
-"""The roles of an on-policy method: where each starts, who shares a base with whom, and their engines."""
+"""Build the roles of an on-policy method: the weights each starts from, shared bases, and engines."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ POLICIES = ("actor", "ref", "teacher")  # the roles that are language models
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the roles' weights come from: run folders or models. reads_text: whether the reward model has another
-    tokenizer or template than the actor, and reads text. reward is None where no reward model is among the sources,
-    the others where the method has none."""
+    """Where the roles' weights come from: run folders or models; None for a role that the run does not have.
+    reads_text: whether the reward model has another tokenizer or template than the actor, and reads text."""
 
     actor: str
     reward: str | None
@@ -63,8 +62,8 @@ class RoleInputs:
 
 
 def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dict[str, Start]:
-    """The start of each role there is. A reward model or a teacher that was trained as an adapter on the actor's own
-    base is that adapter."""
+    """The start of each role of the run. A reward model or a teacher that was trained as an adapter on the actor's base
+    is loaded as that adapter."""
     folders = {role: builders.model_folder(path) for role in ROLES if (path := getattr(sources, role)) is not None}
     adapter, reason = _adapter_on(sources.reward, folders["actor"]) if model.lora.r and sources.reward else (None, "")
     starts = {role: Start(folders[role]) for role in ("actor", "ref") if role in folders}
@@ -76,17 +75,17 @@ def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dic
             has_head = load.has_score(folders[role], model.trust_remote_code)
             starts[role] = Start(folders[role], head=folders[role] if has_head else None)
     if sources.teacher:
-        found, _ = _adapter_on(sources.teacher, folders["actor"]) if model.lora.r else (None, "")
-        starts["teacher"] = Start(folders["actor"] if found else folders["teacher"], found)
+        teacher_adapter, _ = _adapter_on(sources.teacher, folders["actor"]) if model.lora.r else (None, "")
+        starts["teacher"] = Start(folders["actor"] if teacher_adapter else folders["teacher"], teacher_adapter)
     return {role: replace(start, dtype=roles[role].dtype or model.dtype,
                           quantize=roles[role].quantize or model.quantize or "none") for role, start in starts.items()}
 
 
 def _adapter_on(run: str, base: str) -> tuple[str | None, str]:
-    """The adapter of a reward model's or a teacher's run if it was trained on the weights in `base`, or None and why
+    """The adapter of a reward model's or a teacher's run if it was trained on the weights in `base`, else None and why
     not."""
     if not (Path(run) / runfile.RUN_FILE).exists():
-        return None, "a reward model that is no run"
+        return None, "a reward model that is not a run"
     folder = Path(run) / "adapter"
     if not is_adapter(folder):
         return None, "its run trained all weights; train it with model.lora.r"
@@ -96,16 +95,16 @@ def _adapter_on(run: str, base: str) -> tuple[str | None, str]:
 
 
 def check_roles(parts: RoleInputs, sources: Sources) -> tuple[dict[str, Start], Layout]:
-    """Starts and layout, checked. Raises UserError for what cannot be built; reads no weights to speak of."""
+    """Starts and layout, checked. Raises UserError for roles that cannot be built; reads at most single tensors."""
     starts = find_starts(sources, parts.model, parts.roles)
     layout, line = resolve(parts.roles, starts, bool(parts.model.lora.r))
     for role in starts:
-        held = load_config_for(parts, starts[role])
-        builders.check_dtype(held)
-        builders.check_quantized_once(held)
+        settings = load_config_for(parts, starts[role])
+        builders.check_dtype(settings)
+        builders.check_quantized_once(settings)
         if role == "actor" or (role == "critic" and layout.kind != "head"):
-            load.check_lora(held, f"roles.{role}.quantize {starts[role].quantize}")
-        stage, dtype = layout_of(parts, role).zero_stage, load.resolve_dtype(held.dtype, device())
+            load.check_lora(settings, f"roles.{role}.quantize {starts[role].quantize}")
+        stage, dtype = layout_of(parts, role).zero_stage, load.resolve_dtype(settings.dtype, device())
         check(role not in TRAINED or stage != 0 or parts.model.lora.r
               or not lowest_stage(dtype, world_size(), parts.train.optim),
               f"roles.{role}: zero_stage 0 with {dtype} weights, where DeepSpeed takes a wrong first step; choose 1")
@@ -118,13 +117,13 @@ def check_roles(parts: RoleInputs, sources: Sources) -> tuple[dict[str, Start], 
 
 
 def load_config_for(parts: RoleInputs, start: Start) -> ModelConfig:
-    """The settings by which a role's base is loaded."""
+    """The model settings that a role's base is loaded with."""
     return replace(parts.model, model_name_or_path=start.base, dtype=start.dtype, preset=None,
                    load_in_4bit=start.quantize == "4bit", load_in_8bit=start.quantize == "8bit")
 
 
 def layout_of(parts: RoleInputs, role: str) -> ZeroConfig:
-    """How a role's training is laid out: its own settings over those of `engine`."""
+    """A role's engine settings: its own over those of section `engine`."""
     settings = parts.roles[role]
     return replace(parts.engine, micro_batch_tokens=settings.micro_batch_tokens or parts.engine.micro_batch_tokens,
                    zero_stage=parts.engine.zero_stage if settings.zero_stage is None else settings.zero_stage)
@@ -170,7 +169,7 @@ class Backbone:
 
     def _head(self, role: str) -> nn.Module:
         """The scalar head of a role: the model's own where all of it is trained, else one in fp32 beside it. A critic's
-        new one is of zeros: it predicts 0 until it has learned better, whatever the scale of the hidden states."""
+        new head is zero: it predicts 0 before it is trained, whatever the scale of the hidden states."""
         start, is_trained = self.starts[role], role == "critic"
         if not self.is_frozen:
             return self.model.score
@@ -181,7 +180,7 @@ class Backbone:
         return zero_head(self.model.config.get_text_config().hidden_size, is_trained=is_trained).to(device())
 
     def _adapt(self, role: str, seed: int) -> None:
-        """A role's adapter: the one it starts from, or, to be trained, a new one that changes nothing yet."""
+        """Add a role's adapter: the one it starts from, or for a trained role a new one, which is zero at first."""
         start = self.starts[role]
         if role == "ref" or (role == "critic" and self.kind == "head"):
             return
@@ -189,7 +188,7 @@ class Backbone:
             load_adapter(self.model, start.adapter, role)
         elif role in TRAINED and self.lora.r:
             with torch.random.fork_rng(devices=[]):  # the same adapter whatever else was drawn before it
-                torch.manual_seed(seed * 4 + ROLES.index(role))  # 4: of old, so that a seed gives what it gave
+                torch.manual_seed(seed * 4 + ROLES.index(role))  # 4: as in earlier releases, to reproduce their runs
                 add_lora(self.model, self.lora, role, self.new_ids)
 
     def turn(self, role: str) -> Callable:
@@ -200,12 +199,12 @@ class Backbone:
         return partial(self.adapters.use, reads if reads in self.adapters.names else None)
 
     def parameters(self, role: str) -> dict[str, nn.Parameter] | None:
-        """What a role trains, where that is not all of the model's trainable parameters (None)."""
+        """The parameters that a role trains; None for all trainable ones of the model."""
         if not self.is_frozen:
             return None
-        found = {} if self.adapters is None else self.adapters.parameters(role)
+        adapter = {} if self.adapters is None else self.adapters.parameters(role)
         head = {"score.weight": self.heads[role].weight} if role in self.heads else {}
-        return found | head
+        return adapter | head
 
     def scalar(self, role: str) -> nn.Module:
         """The model of a role with a head."""
@@ -214,8 +213,8 @@ class Backbone:
 
 def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], parts: RoleInputs,
              num_updates: Mapping[str, int], base: Backbone, takes_head: bool) -> None:
-    """Put a role's engine under its optimizer, cut its weights, let it wait elsewhere: as its settings say. takes_head:
-    whether the teacher's head is read in the actor's turn."""
+    """Make a role's optimizer, shard its weights or offload it, by its settings. takes_head: whether the actor's update
+    reads the teacher's head."""
     if role in TRAINED:
         engine.prepare_training(builders.optimizer_of(parts.train, parts.roles[role].learning_rate),
                                 builders.schedule_of(parts.train, num_updates[role]), layout_of(parts, role),
@@ -229,12 +228,12 @@ def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], parts: Rol
 def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
           num_updates: Mapping[str, int], scale: Scale | None, reward_tokenizer=None,  # noqa: ANN001
           takes_head: bool = True, is_mixed: bool = False) -> tuple[Roles, Reward | None]:
-    """The roles in their engines; actor and critic under an optimizer, dropout off everywhere.
+    """The roles in their engines; actor and critic with an optimizer, dropout off everywhere.
 
-    num_updates: of each trained role, over the run. scale: what scores are put on, which a critic with the reward's
-    head is too (None: nothing). reward_tokenizer: the reward model's own, where it reads text. takes_head: as
-    in on_policy.Method. is_mixed: whether the reward model's score is weighed, or one of several: a critic with its
-    head, and one with another model's, then finds the scale of the first scores.
+    num_updates: of each trained role, over the run. scale: normalises scores, and the values of a critic with the
+    reward model's head (None: neither). reward_tokenizer: the reward model's own, where it reads text. takes_head: as
+    in on_policy.Method. is_mixed: whether the reward model's score is weighted, or one of several: a critic with its
+    head, or another model's, is then rescaled by the first scores.
     """
     engines: dict[str, HybridEngine] = {}
     head = starts["reward"].head if "reward" in starts else None
@@ -243,16 +242,16 @@ def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer
     is_copy = head is not None and "critic" in starts and starts["critic"].head == head and not is_mixed
     is_rescaled = "critic" in starts and starts["critic"].head is not None and not is_copy
     for group in layout.bases:
-        own = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
+        role_tokenizer = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
         with explained(f"while loading the model of {' and '.join(group)}"):
-            base = Backbone(group, parts, starts, layout, own)
+            base = Backbone(group, parts, starts, layout, role_tokenizer)
         for role in group:
             if role in POLICIES:
                 tp = (parts.roles.actor.tp or 1) if role == "actor" else 1
                 engine = builders.policy_engine(base.model, tokenizer, tp, base.turn(role))
             else:
                 numbers = (scale.mean, scale.std) if role == "critic" and is_copy and scale else ()
-                engine = builders.scalar_engine(base.scalar(role), own, *numbers, adapter=base.turn(role))
+                engine = builders.scalar_engine(base.scalar(role), role_tokenizer, *numbers, adapter=base.turn(role))
             with explained(f"while {'making the optimizer of' if role in TRAINED else 'placing'} the {role}"):
                 _lay_out(engine, role, group, parts, num_updates, base, takes_head)
             engines[role] = engine

@@ -1,4 +1,4 @@
-"""What the recipes share: opening tokenizers and models, putting engines around them, leaving a model behind."""
+"""Shared code of the recipes: open tokenizers and models, build engines, loaders and schedules, check settings."""
 
 from __future__ import annotations
 
@@ -42,31 +42,32 @@ from hybrid_rlhf.report.pace import EXPORT, REPORT, SAVE
 from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
-from hybrid_rlhf.training.plain_prompts import tell_other_form
+from hybrid_rlhf.training.plain_prompts import print_other_form
 from hybrid_rlhf.training.registry import PTX, STAGES
 
 MODEL_FOLDER = "model"
-# Assumed until measured: bytes a second of writing weights, seconds of a report with its plots, and seconds of a CPU's
-# optimizer for each trained weight.
+# Assumed until measured: bytes per second of writing weights, seconds of a report with its plots, and seconds per
+# trained weight of the optimizer on a CPU.
 DISK, REPORT_SECONDS, UPDATE_SECONDS = 5e8, 1.3, 4e-9
-# What to do where there was memory for the training and is none for the export.
+# Advice for running out of memory at the export, after the training.
 EXPORT_LATER = ("the training is kept in the last checkpoint: close what else uses the memory, and the same command "
                 f"goes on with the export. For the next run, {SMALLER}")
 
 
-def parent_run(given: str | None, output_dir: str, stage: str, option: str) -> str:
-    """The run folder or model of an earlier stage: as given, else the folder `stage` beside this run's output_dir.
+def parent_run(named: str | None, output_dir: str, stage: str, option: str) -> str:
+    """The run folder or model of an earlier stage: the `named` one, else the folder `stage` beside this run's
+    output_dir.
 
-    In place of sft the run given may be of any stage that leaves a policy. Raises UserError when there is neither, or
-    when the run found is of another stage or not finished.
+    In place of sft the named run may be of any stage that leaves a policy. Raises UserError when there is neither, or
+    when the run is of another stage or not finished. option: the option that names it, for messages.
     """
-    path = given or str(Path(output_dir).parent / stage)
+    path = named or str(Path(output_dir).parent / stage)
     if (Path(path) / runfile.RUN_FILE).exists():
-        found = runfile.read_run(path).stage if given and stage == "sft" else stage
-        is_policy = found not in STAGES or STAGES[found].leaves == "policy"  # a stage of the user's own leaves one
-        runfile.require_finished(path, found if is_policy else stage)
+        actual = runfile.read_run(path).stage if named and stage == "sft" else stage
+        is_policy = actual not in STAGES or STAGES[actual].leaves == "policy"  # a stage of the user's own leaves one
+        runfile.require_finished(path, actual if is_policy else stage)
         return path
-    check(given is not None, f"no finished {stage} run: {path} does not exist or holds none; run --stage {stage} "
+    check(named is not None, f"no finished {stage} run: {path} does not exist or holds none; run --stage {stage} "
                              f"--output_dir {path} first, or give {option}")
     return path
 
@@ -84,7 +85,7 @@ def open_tokenizer(model: ModelConfig, data: DataConfig, reads: Reads, seed: int
         path = model.tokenizer_name_or_path or model.model_name_or_path
         check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
         tokenizer = load_tokenizer(path, model.trust_remote_code)
-        tell_other_form(path, data, reads)
+        print_other_form(path, data, reads)
     had_none = not tokenizer.chat_template and not model.preset
     give_template(tokenizer, data, reads)
     if had_none and tokenizer.chat_template and not data.chat_template and is_main():
@@ -94,8 +95,8 @@ def open_tokenizer(model: ModelConfig, data: DataConfig, reads: Reads, seed: int
 
 
 def give_template(tokenizer, data: DataConfig, reads: Reads) -> None:  # noqa: ANN001
-    """A chat template where messages are to be rendered, and where SFT makes an assistant of questions and answers in
-    plain text (not data.raw). Text that goes on needs none and gets no new tokens."""
+    """Set a chat template where messages are to be rendered, and where SFT trains on questions and answers in plain
+    text (not data.raw). Plain continuation of text needs none and gets no new tokens."""
     is_sft = reads.kind == "demonstration" and reads != PTX
     is_dialogue = is_sft and not data.raw and datasets.has_plain_prompts(data, reads)
     if data.chat_template or data.chat_template_kwargs or is_dialogue or datasets.is_conversational(data, reads):
@@ -103,21 +104,21 @@ def give_template(tokenizer, data: DataConfig, reads: Reads) -> None:  # noqa: A
 
 
 def seed_everything(seed: int) -> None:
-    """New heads, new adapters and dropout draw from torch's global generator, and functions of the user's perhaps from
-    others; this makes them the run's own."""
+    """Seed the global generators of torch (new heads, new adapters, dropout), numpy and Python (functions of the
+    user's)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def seed_dropout(seed: int) -> None:
-    """From here on each process draws masks of its own; what was drawn before, new weights, is the same on all."""
+    """Give each process its own dropout masks from here on; new weights, drawn before, are the same on all."""
     if rank():
         torch.manual_seed(seed + 1_000_003 * rank())
 
 
 def check_lengths(model: ModelConfig, **lengths: int) -> None:
-    """UserError if a length (named as its option) exceeds what the model has positions for. Reads no weights."""
+    """UserError if a length (keyword: its option, `__` for a dot) exceeds the model's positions. Reads no weights."""
     limit = load.configured_positions(model)
     which = model.preset or model.model_name_or_path
     for option, length in lengths.items():
@@ -128,7 +129,7 @@ def check_lengths(model: ModelConfig, **lengths: int) -> None:
 
 
 def check_model(model: ModelConfig, engine: ZeroConfig, optim: str = "adamw") -> None:
-    """UserError for weights that cannot be trained here, and for adapters that match nothing. Reads no weights."""
+    """UserError for weights that cannot be trained here, and for adapters that match no module. Reads no weights."""
     check_dtype(model)
     if not model.lora.r:  # adapters may have another dtype than their base
         engine.stage(load.resolve_dtype(model.dtype, device()), optim)
@@ -137,9 +138,9 @@ def check_model(model: ModelConfig, engine: ZeroConfig, optim: str = "adamw") ->
 
 
 def check_quantized_once(model: ModelConfig) -> None:
-    """UserError for quantising what a run over a quantised base has merged into what the quantisation had left: those
-    weights lie on its grid, and an adapter much smaller than its steps is rounded away (one of 1% of the weight keeps
-    2%). Merged into the original weights, as it is where they are at hand, it keeps 99%."""
+    """UserError for quantising again a model whose adapter was merged into dequantised weights, as the originals were
+    missing: those weights lie on the quantisation grid, and an adapter much smaller than its steps is rounded away (an
+    update of 1% of the weight keeps 2%; merged into the original weights it keeps 99%)."""
     run = Path(model.model_name_or_path or "").parent
     if not model.quantize or not (run / runfile.RUN_FILE).exists():
         return
@@ -150,7 +151,7 @@ def check_quantized_once(model: ModelConfig) -> None:
 
 
 def check_dtype(model: ModelConfig) -> None:
-    """UserError for weights that DeepSpeed does not train on this device, or an attention that does not run on it."""
+    """UserError for a dtype that DeepSpeed does not train on this device, or an attention that does not run on it."""
     check(model.dtype != "float16" or device().type != "cpu",
           "model.dtype is float16, which needs an accelerator; choose float32 or bfloat16 on a CPU")
     if model.attn_implementation == "flash_attention_2":
@@ -160,25 +161,25 @@ def check_dtype(model: ModelConfig) -> None:
 
 
 def prepare(model: nn.Module, config: ModelConfig, tokenizer) -> list[int]:  # noqa: ANN001
-    """Make `model` one of the tokenizer's tokens; returns the ids of those that it did not know, whose rows are to be
-    trained with adapters: the chat template's markers where it had none. One line says so."""
+    """Fit the model's embeddings to the tokenizer; returns the ids of new tokens (markers of a new chat template),
+    whose rows are trained with adapters, and prints a line about them."""
     size = model.get_input_embeddings().num_embeddings
     load.prepare(model, config, len(tokenizer))
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # a composite model's is its text part's
     if (kept := towers(model)) and is_main():
         print(f"{type(model).__name__}: the text part is trained; frozen: {', '.join(kept)}", file=sys.stderr)
-    found = sorted({*added_ids(tokenizer), *range(size, len(tokenizer))} - {tokenizer.pad_token_id})
-    if found and config.lora.r and is_main():
-        few = ", ".join(tokenizer.convert_ids_to_tokens(found[:3])) + (", ..." if len(found) > 3 else "")
-        print(f"LoRA: the embedding rows of {len(found)} new token(s) ({few}) are trained too", file=sys.stderr)
-    return found
+    new_ids = sorted({*added_ids(tokenizer), *range(size, len(tokenizer))} - {tokenizer.pad_token_id})
+    if new_ids and config.lora.r and is_main():
+        few = ", ".join(tokenizer.convert_ids_to_tokens(new_ids[:3])) + (", ..." if len(new_ids) > 3 else "")
+        print(f"LoRA: the embedding rows of {len(new_ids)} new token(s) ({few}) are trained too", file=sys.stderr)
+    return new_ids
 
 
 @explained("while loading the model")
 def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool,  # noqa: ANN001
                 in_parts: bool = False) -> nn.Module:
-    """The causal model of a stage, adapters on if asked for, ready for an engine. in_parts: for one that then puts it
-    under ZeRO 3 (load_causal_lm)."""
+    """The causal model of a stage, with adapters if set, ready for an engine. in_parts: for an engine that shards it by
+    ZeRO 3 (load_causal_lm)."""
     check_dtype(model)
     causal = load.random_causal_lm(model, tokenizer, seed).to(device()) if model.preset else load.load_causal_lm(
         model, device(), in_parts=in_parts)
@@ -203,7 +204,7 @@ def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = N
     without_dropout(scalar)
     if model.lora.r:
         add_lora(scalar, model.lora, new_ids=new_ids)
-        scalar.score.to(adapter_dtype(scalar)).weight.requires_grad_(True)  # stepped with them: of their dtype
+        scalar.score.to(adapter_dtype(scalar)).weight.requires_grad_(True)  # trained with the adapters, in their dtype
     return scalar
 
 
@@ -235,7 +236,7 @@ def scalar_engine(model: nn.Module, tokenizer, mean: float = 0.0, std: float = 1
 
 
 def optimizer_of(train: TrainConfig, learning_rate: float) -> OptimizerConfig:
-    """The optimizer's part of `train`, at the rate of the role that it trains."""
+    """The optimizer settings of `train`, with the learning rate of the role that it trains."""
     names = [f.name for f in dataclasses.fields(OptimizerConfig) if f.name != "learning_rate"]
     return OptimizerConfig(learning_rate, **{name: getattr(train, name) for name in names})
 
@@ -264,13 +265,13 @@ def require_data(data: DataConfig, stage: str) -> None:
 
 def train_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Callable,
                  drop_last: bool | None = None) -> Loader:
-    """Endless shuffled batches; a step's batch is all that its optimizer step sees. drop_last: as Loader has it."""
+    """Endless shuffled batches, one for each trainer step. drop_last: as in Loader."""
     return Loader(rows, train.rows_per_step, collate, seed, rank=rank(), world=world_size(), drop_last=drop_last)
 
 
 def guesses(engines: Iterable[HybridEngine]) -> dict[str, float]:
-    """Seconds of what a run does beside its steps (report/pace.py) until they are measured, and of a step's updates: by
-    the numbers that are written, four bytes each, and moved."""
+    """Estimated seconds of a run's work beside its steps (report/pace.py), used until measured, and of a step's
+    updates: from the numbers that are written, four bytes each, and updated."""
     trained, total = (sum(column) for column in zip(*map(count_parameters, engines), strict=True))
     update = trained * UPDATE_SECONDS if device().type == "cpu" else 0.0
     return {SAVE: 12 * trained / DISK, EXPORT: 4 * total / DISK, REPORT: REPORT_SECONDS, "update": update}
@@ -286,14 +287,14 @@ def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Ca
 
 def start(config, command: str, data: datasets.StageData,  # noqa: ANN001
           more: Mapping[str, datasets.StageData] = MappingProxyType({})) -> runfile.RunRecord:
-    """Claim the run's folder, when nothing can be wrong with its input any more, and say what became of the rows: of
-    those in `more`, by name, what is not said of the first ones already."""
+    """Claim the run's folder, after all checks of its input, and print what happened to the rows; for the data in
+    `more`, by name, only the lines that differ."""
     record = runfile.start(config.output_dir, config.stage, config, command)
-    own = datasets.summary(data.report)
-    record.facts["header"] = own + [
+    summary = datasets.summary(data.report)
+    record.facts["header"] = summary + [
         named for name, each in more.items()
         for line, named in zip(datasets.summary(each.report), datasets.summary(each.report, name), strict=True)
-        if line not in own]
+        if line not in summary]
     if is_main():
         print(*record.facts["header"], sep="\n", file=sys.stderr)
     return record
@@ -303,7 +304,7 @@ def difference(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer
                trust_remote_code: bool = False) -> str | None:
     """What keeps `other` from reading the actor's token ids ("tokenizers" or "chat templates"), or None.
 
-    tokenizer: the actor's, where it is not its model's own. Two runs say it in their records. trust_remote_code:
+    tokenizer: the actor's, where it is not its model's own. Two runs are compared by their records. trust_remote_code:
     whether tokenizers may be code of their folders.
     """
     if tokenizer is None and all((Path(p) / runfile.RUN_FILE).exists() for p in (actor, other)):
@@ -319,41 +320,41 @@ def difference(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer
 
 def check_pair(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer: str | None = None, *,
                trust_remote_code: bool = False) -> None:
-    """UserError if the actor's tokens mean something else to the other model than they do to the actor."""
+    """UserError if the other model reads the actor's token ids differently."""
     what = difference(actor, other, data, reads, tokenizer, trust_remote_code=trust_remote_code)
     check(what is None,
           f"{actor} and {other} do not fit together: their {what} differ; train both from the same SFT run")
 
 
 def adapted_weights(model: ModelConfig) -> dict[str, str]:
-    """For the record of a run with adapters: the base that they belong to, so that a later run can put them on it."""
+    """For the record of a run with adapters: the identity of their base, by which a later run loads them on it."""
     path = model.model_name_or_path
     return {"base_weights": identity(path)} if model.lora.r and path else {}
 
 
 def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Sequence[Reads],
                      tokenizer: str | None = None, *, trust_remote_code: bool = False) -> None:
-    """UserError unless each of the student's tokens is the same one to the teacher, which reads ids. How a text is cut,
-    padding of the vocabulary and tokens that only the teacher has do not matter; another chat template is told, and
-    another end of an answer.
+    """UserError unless each of the student's tokens is the same for the teacher, which reads ids. Tokenization, padding
+    of the vocabulary and tokens that only the teacher has do not matter; a line is printed for another chat template,
+    and for another end of an answer.
 
     tokenizer: the student's, where it is not its model's own.
     """
-    own = load_tokenizer(tokenizer or model_folder(student), trust_remote_code)
+    ours = load_tokenizer(tokenizer or model_folder(student), trust_remote_code)
     other = load_tokenizer(model_folder(teacher), trust_remote_code, "give another roles.teacher.model_name_or_path")
     for reads in all_reads:
-        give_template(own, data, reads)
+        give_template(ours, data, reads)
     known = {number: text for text, number in other.get_vocab().items()}
-    unlike = sorted((number, text) for text, number in own.get_vocab().items() if known.get(number) != text)
+    unlike = sorted((number, text) for text, number in ours.get_vocab().items() if known.get(number) != text)
     if unlike:
         number, text = unlike[0]
         raise UserError(f"{student} and the teacher {teacher} have different tokenizers: token {number} is {text!r} to "
                         f"the student and {known.get(number, 'nothing')!r} to the teacher ({len(unlike)} such); a "
                         "teacher must have the student's tokens")
-    if own.chat_template != other.chat_template and own.chat_template and is_main():
+    if ours.chat_template != other.chat_template and ours.chat_template and is_main():
         print(f"the teacher {teacher} has another chat template; it reads what the student's template writes",
               file=sys.stderr)
-    stops = stop_ids(SimpleNamespace(generation_config=load.read_generation(model_folder(student))), own)
+    stops = stop_ids(SimpleNamespace(generation_config=load.read_generation(model_folder(student))), ours)
     ends = [i for i in turn_ends(other) or [other.eos_token_id] if i not in (None, *stops)]
     if ends and is_main():
         print(f"the teacher {teacher} ends its answers with {' or '.join(map(repr, map(known.get, ends)))}, which ends "
@@ -362,7 +363,7 @@ def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Se
 
 
 def score_statistics_of(reward: str) -> dict[str, float]:
-    """mean and std that the reward run measured on held-out pairs; empty for a reward model that is no run of ours."""
+    """mean and std that the reward run measured on held-out pairs; empty for a reward model without a run's record."""
     if not (Path(reward) / runfile.RUN_FILE).exists():
         return {}
     return runfile.read_run(reward).facts.get("score_statistics", {})

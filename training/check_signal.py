@@ -1,7 +1,7 @@
-"""--check_signal: whether a task can be learned at all, before anything is trained.
+"""--check_signal: check before training whether the rewards can teach a task.
 
-Several responses to each of a few prompts, what they score, and one training step for the time that it takes. Nothing
-is written: the weights that the step changes are those of this process.
+Samples several responses to each of a few prompts, scores them, and times training steps. Nothing is written: the steps
+change the weights of this process alone.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ WIDTH = 118  # of a sample's lines
 
 
 def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: on_policy.Config) -> RewardSignal:
-    """Sample, score, and print what that says; then take one step for its time. All processes take part, the main one
+    """Sample, score, and print figures and verdict; then time training steps. All processes take part, the main one
     prints."""
     config = on_policy.prepared(config)
     builders.seed_everything(config.seed)
     opened = on_policy.open_run(config)
     if opened.reward_line:
-        _say(opened.reward_line)
+        _print(opened.reward_line)
     trainer, sampling = make_trainer(opened), config.method.sampling
     sampling = replace(sampling, num_samples=max(sampling.num_samples, MIN_RESPONSES))
-    _say(f"{sampling.num_samples} responses to each of up to {NUM_PROMPTS} prompts ...")
+    _print(f"{sampling.num_samples} responses to each of up to {NUM_PROMPTS} prompts ...")
     began = time.perf_counter()
     rollout = _sample(opened, sampling, config.seed)
     signal = signal_of(rollout, sampling.num_samples)
-    _say(f"{len(rollout)} responses in {duration(time.perf_counter() - began)}")
+    _print(f"{len(rollout)} responses in {duration(time.perf_counter() - began)}")
     if is_main():
         lines = [*(f"{name:<18}{text}" for name, text in figures(signal).items()), *_calls(rollout), *_samples(rollout),
                  ""]
         print("\n".join([*lines, *(f"verdict: {text}" for text in verdict(signal))]), flush=True)
-    _say("now training steps, for the time that they take ...")
+    _print("now training steps, for the time that they take ...")
     text = _time_step(trainer, opened)
     if is_main():
         print(f"\n{'a training step':<18}{text}")
@@ -57,8 +57,8 @@ def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: on_po
 
 
 def _time_step(trainer: Trainer, opened: on_policy.RunContext) -> str:
-    """How long a step takes, and the run: measured on all prompts of a step, or on a part of many. Each further prompt
-    then takes as long as those by which the last two parts differ."""
+    """How long a step and the run take: measured on all prompts of a step, or extrapolated from parts of many prompts,
+    linearly from the last two parts."""
     batch, taken = opened.loader.next(), []
     if hasattr(trainer, "warmup_steps"):  # in which the actor would not be trained
         trainer.num_steps = trainer.warmup_steps
@@ -96,16 +96,17 @@ def _prompts(rows, seed: int) -> Iterator:  # noqa: ANN001
 
 
 def _calls(rollout: Rollout) -> list[str]:
-    """How often tools were called, and how often in vain, where there are tools."""
-    found = measure(rollout.episodes).compute() if rollout.episodes else {}
-    if "tools/call_frequency" not in found:
+    """How often tools were called, and how often a call failed, where there are tools."""
+    metrics = measure(rollout.episodes).compute() if rollout.episodes else {}
+    if "tools/call_frequency" not in metrics:
         return []
-    failed = f", {found['tools/failure_frequency']:.0%} of them failed" if "tools/failure_frequency" in found else ""
-    return [f"{'calls of tools':<18}{found['tools/call_frequency']:.2f} in an episode{failed}"]
+    has_failures = "tools/failure_frequency" in metrics
+    failed = f", {metrics['tools/failure_frequency']:.0%} of them failed" if has_failures else ""
+    return [f"{'calls of tools':<18}{metrics['tools/call_frequency']:.2f} in an episode{failed}"]
 
 
 def _samples(rollout: Rollout) -> list[str]:
-    """The best, the median and the worst response; three of any where none is better than another."""
+    """The best, the median and the worst response; any three where all have one score."""
     scored = sorted((i for i in range(len(rollout)) if not rollout.scores[i].isnan()),
                     key=lambda i: -float(rollout.scores[i]))
     is_constant = not scored or rollout.scores[scored[0]] == rollout.scores[scored[-1]]
@@ -117,6 +118,6 @@ def _samples(rollout: Rollout) -> list[str]:
     return lines
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if is_main():
         print(text, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""A run's model as it was at a checkpoint, before the run has left one: what the recipe would write if it ended there.
+"""Write the model of a checkpoint: what the recipe would export if the run ended there.
 
-A checkpoint holds what was trained (all weights, adapters, a head), the fp32 masters among it, and the settings of its
-run. So the recipe's own start is loaded again, what was trained is put into it by the code that resumes runs, and the
-export is the one at a run's end, which compares what it wrote with what it had.
+A checkpoint holds the trained weights (all, adapters, a head) with their fp32 masters, and the settings of its run. The
+model that the recipe started from is loaded again, the trained weights are restored by the code that resumes runs, and
+the export is that of a run's end, which verifies what it wrote.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hybrid_rlhf.training.registry import STAGES
 
 
 class Trained(NamedTuple):
-    """A model under its optimizer, as its recipe begins. ends: tokens that end an answer."""
+    """A model with its optimizer, as its recipe begins. ends: tokens that end an answer."""
 
     engine: HybridEngine
     model: nn.Module
@@ -43,15 +43,15 @@ class Trained(NamedTuple):
 
 
 def write(path: Path, folder: Path) -> None:
-    """The model at the checkpoint in `path` in the empty folder `folder`, as one that serves, exports and trains on,
-    with its tokenizer; with adapters the merged model, and in adapter/ they themselves.
+    """Write the model of the checkpoint in `path` into the empty folder `folder`, with its tokenizer, ready to serve,
+    export and train; with adapters the merged model, and in adapter/ the adapter alone.
 
-    Raises UserError for a damaged checkpoint, for one whose weights several processes hold in parts, for one that no
-    stage of ours made, and where what the run started from is not there any more.
+    Raises UserError for a damaged checkpoint, for one whose weights are sharded over several processes, for one of an
+    unknown stage, and where the model that the run started from is missing.
     """
     home = path.absolute().parent
     run = (home.parent if home.name == checkpoint.BEST else home).parent
-    with _held(path, folder) as (copy, beside):
+    with _copied(path, folder) as (copy, beside):
         trained = open_trained(copy, run)
         with trained.engine.active(), explained("while writing the model"):
             export(trained.model, trained.tokenizer, beside / "model", trained.ends)
@@ -60,34 +60,34 @@ def write(path: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _held(path: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """The checkpoint in a folder in `folder`, where the run, should it go on, does not remove it; and that folder. Both
-    go with the block. UserError where the run has removed it already, or the disk has no room."""
+def _copied(path: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
+    """A copy of the checkpoint in a temporary folder in `folder`, as the run may remove the original; and that folder.
+    Both are removed with the block. UserError where the run has removed it already, or the disk is full."""
     with own_files.fresh_folder(folder) as beside:
         copy = beside / path.name
         copy.mkdir()
         try:
             checkpoint.copy_files(path, copy)
         except OSError as error:
-            found = refusal(error)
-            raise UserError(f"cannot hold on to {path}: {found.words}; {found.remedy}" if found else
+            full = refusal(error)
+            raise UserError(f"cannot hold on to {path}: {full.words}; {full.remedy}" if full else
                             f"{path} has just been removed by its run; take a newer one") from error
         yield copy, beside
 
 
 def open_trained(path: Path, output_dir: Path) -> Trained:
-    """The model with the weights of the checkpoint in `path`. output_dir: the folder of its run, beside which earlier
-    stages are looked for. Raises UserError as `write` does."""
+    """The model with the weights of the checkpoint in `path`. output_dir: the folder of its run, beside which the runs
+    of earlier stages are. Raises UserError as `write` does."""
     wrong = checkpoint.damage(path)
     check(wrong is None, f"the checkpoint {path.name} is damaged ({wrong}); take another")
     made = resume.made_by(path)
     if made is None:
-        raise UserError(f"{path} is no checkpoint of a run; take another")
+        raise UserError(f"{path} is not a checkpoint of a run; take another")
     saved = checkpoint.read(path, of=0)["trainer"]
     stage, config = _settings(made, output_dir)
     role = "actor" if hasattr(config, "roles") else "policy" if STAGES[made["stage"]].leaves == "policy" else "reward"
     check(role in saved, f"{path.name} holds no {role}; take another checkpoint")
-    _check_whole(saved[role], made["world_size"])
+    _check_unsharded(saved[role], made["world_size"])
     trained = (_open_actor if role == "actor" else _open_learner)(stage, _as_trained(config, saved[role]))
     with trained.engine.active(), explained("while reading the checkpoint"):
         present(trained.engine.training, "its optimizer").load_shard(_weights_of(saved[role]))
@@ -105,29 +105,29 @@ def _settings(made: dict, output_dir: Path) -> tuple[ModuleType, Any]:
         file.flush()
         config, _ = parse(stage.Config, ["--config", file.name], prog=f"hybrid-rlhf --stage {name}",
                           unused=unread_options.of_stage(name))
-    for flag in ("trust_remote_code", "trust_pickled_weights"):  # who opens a folder has not said so, its maker has
+    for flag in ("trust_remote_code", "trust_pickled_weights"):  # the maker trusted it, the user who opens it may not
         check(not getattr(config.model, flag), f"the checkpoint's settings have model.{flag}; only the run itself may "
                                                "load it, at its end")
     return stage, replace(config, output_dir=str(output_dir))
 
 
-def _check_whole(saved: Mapping, num_processes: int) -> None:
-    """UserError where a process holds parts of the weights alone, which only as many processes put together."""
+def _check_unsharded(saved: Mapping, num_processes: int) -> None:
+    """UserError for sharded weights, which only as many processes can put together."""
     check(num_processes == 1 or not any(name.startswith("group ") for name in saved["optimizer"]),
           f"the checkpoint has the weights in parts of {num_processes} processes (engine.zero_stage 1 or more): only "
           "the run itself puts them together, at its end")
 
 
 def _as_trained(config: Any, saved: Mapping) -> Any:
-    """The settings with the dtype of the run, where that went by a card that may not be used now: only bfloat16 weights
-    have masters beside them."""
+    """The settings with the run's dtype, where auto chose it by a GPU that may be absent now: masters in the checkpoint
+    mean bfloat16 weights."""
     if config.model.dtype == "auto" and any("master" in each for each in saved["optimizer"].values()):
         return replace(config, model=replace(config.model, dtype="bfloat16"))
     return config
 
 
 def _open_learner(stage: ModuleType, config: Any) -> Trained:
-    """The policy or reward model of a recipe that learns from given rows."""
+    """The policy or reward model of an offline recipe."""
     builders.seed_everything(config.seed)
     _, model = stage.start_model(config)
     reads = stage.reads_of(config) if hasattr(stage, "reads_of") else STAGES[config.stage].reads
@@ -145,7 +145,7 @@ def _open_learner(stage: ModuleType, config: Any) -> Trained:
 
 
 def _open_actor(_stage: ModuleType, config: Any) -> Trained:
-    """The actor of a recipe that samples, without its other roles."""
+    """The actor of an on-policy recipe, without its other roles."""
     builders.seed_everything(config.seed)
     config = replace(config, roles=replace(config.roles, actor=replace(config.roles.actor, tp=None)))
     sources = Sources(on_policy.find_actor(config), None, None, None)
@@ -161,7 +161,7 @@ def _open_actor(_stage: ModuleType, config: Any) -> Trained:
 
 
 def _weights_of(saved: Mapping) -> dict:
-    """What ZeroTraining.load_shard takes, without the optimizer's moments: nothing is trained on."""
+    """The argument of ZeroTraining.load_shard, without the optimizer's moments, which only training needs."""
     masters = {name: {"master": each["master"]} if "master" in each else {}
                for name, each in saved["optimizer"].items()}
     return {key: saved[key] for key in saved if key != "optimizer"} | {"optimizer": masters}

@@ -1,6 +1,6 @@
-"""How `null` in the settings is filled in, by the method, LoRA and the model's size: the table is in registry.py.
+"""Fill in the settings that are `null`, by the method, LoRA and the model's size: the table is in registry.py.
 
-docs/guide/hyperparameters.md says which values are the literature's and which were measured.
+docs/guide/hyperparameters.md says which values come from the literature and which were measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders, machine_defaults, unread_options
 from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, By, Rate
 
-# Below so many parameters every rate of the table is multiplied by its own factor: GRPO of all weights takes 1e-5 for
-# 135 million (docs/results/smollm2.md), and nothing larger was measured; of a tiny model all by TINY_FACTOR.
+# Below SMALL_MODEL parameters every rate of the table is multiplied by its factor `small`: GRPO of all weights takes
+# 1e-5 for 135 million (docs/results/smollm2.md), and nothing larger was measured. Below TINY_MODEL: by TINY_FACTOR.
 SMALL_MODEL, TINY_MODEL, TINY_FACTOR = 200_000_000, 20_000_000, 10
 MAX_LENGTH = "data.max_length"
 # What null meant to runs that were made before the table had the option.
@@ -27,7 +27,7 @@ FORMERLY = {"ppo.update_kl": 0.0, "ppo.early_stop_kl": 0.0}
 
 
 def method_of(config: object) -> str:
-    """The stage whose defaults a recipe's settings go by: --stage ppo with ppo.estimator grpo is grpo."""
+    """The stage whose defaults apply to a recipe's settings: --stage ppo with ppo.estimator grpo is grpo."""
     if hasattr(config, "ppo"):
         ppo = config.ppo
         return "ppo" if ppo.needs_critic else ppo.policy_loss if ppo.policy_loss in ("gspo", "cispo") else ppo.estimator
@@ -37,8 +37,8 @@ def method_of(config: object) -> str:
 
 
 def of_method(config: object) -> dict:
-    """Option -> what null means there, for the method of these settings. One without a name of its own goes by its
-    stage, without the options that it does not read."""
+    """Option -> what null means there, for the method of these settings. A method that is not a stage has the defaults
+    of its stage, without the options that it does not read."""
     if row := STAGES.get(method_of(config)):
         return row.defaults
     stage = STAGES.get(config.stage)
@@ -50,10 +50,10 @@ def of_method(config: object) -> dict:
 def resolve(config: object, start: ModelConfig | None = None) -> object:
     """The settings with every null of the table filled in.
 
-    Settings without one are returned as they are, but for a default data.max_length beyond the model's positions. A
-    run that is found in output_dir keeps the values that it was made with.
+    Settings without a null are returned unchanged, except that a default data.max_length beyond the model's positions
+    is lowered. An existing run in output_dir keeps the values that it was made with.
 
-    start: the model that the run starts from, where an earlier stage of the same command has not left it yet.
+    start: the model that the run starts from, where an earlier stage of the same command has not written it yet.
     """
     config, recorded = _within_positions(config, start), of_run(config)
     before, trains = recorded.get("model", {}), hasattr(config, "train")
@@ -63,7 +63,7 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
     if trains and config.model.lora.r is None:
         rank = before.get("lora", {}).get("r")
         config = machine_defaults.with_rank(config, start or _start(config), rank)
-    row, found = of_method(config), {}
+    row, values = of_method(config), {}
     missing = _missing(config, row, recorded)
     if not missing:
         return config
@@ -78,14 +78,14 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
             weights = weights or machine_defaults.num_weights(start or _start(config)) or SMALL_MODEL
             value = (value.lora if config.model.lora.r else value.full) * _factor(value, weights)
             value = float(f"{value:.6g}")  # 1e-5, where the product is 9.999999999999999e-06
-        found[option] = value
-    for option, value in found.items():
+        values[option] = value
+    for option, value in values.items():
         config = with_value(config, option, value)
     return config
 
 
 def _within_positions(config: object, start: ModelConfig | None) -> object:
-    """The default data.max_length is lowered to a model that has fewer positions; another value is the user's."""
+    """Lower the default data.max_length to the positions of a model that has fewer; a value of the user's stays."""
     if not _reads_max_length(config) or config.data.max_length != DataConfig.max_length:
         return config
     limit = _positions(start or _start(config))
@@ -93,11 +93,11 @@ def _within_positions(config: object, start: ModelConfig | None) -> object:
 
 
 def _reads_max_length(config: object) -> bool:
-    return hasattr(config, "data") and not hasattr(config, "roles")  # who has roles samples: other lengths bound that
+    return hasattr(config, "data") and not hasattr(config, "roles")  # stages with roles sample: other lengths apply
 
 
 def _positions(model: ModelConfig) -> int | None:
-    """None where the model cannot be read: what opens it says what is wrong."""
+    """The model's positions; None where it cannot be read (the error is raised where it is opened)."""
     try:
         return configured_positions(model)
     except UserError:
@@ -105,8 +105,8 @@ def _positions(model: ModelConfig) -> int | None:
 
 
 def _missing(config: object, row: dict, recorded: dict) -> list[str]:
-    """The options of the row that are left open. A run's length is open where neither steps nor epochs are given, and
-    an earlier run of this folder may have gone by epochs."""
+    """The options of the row that are null. A run's length is open where neither steps nor epochs are given, and an
+    earlier run of this folder may have counted epochs."""
     missing = [option for option in row if value_of(config, option) is None]
     if MAX_STEPS in row and config.train.max_steps == -1 and config.train.num_train_epochs is None:
         by_epochs = recorded.get("train", {}).get("num_train_epochs") is not None
@@ -114,23 +114,23 @@ def _missing(config: object, row: dict, recorded: dict) -> list[str]:
     return missing
 
 
-def told(config: object) -> str:
-    """The values that the run goes by of all options that the table has for its method, given or filled in."""
-    found = {option: value_of(config, option) for option in of_method(config)}
-    if config.train.max_steps > 0:  # which goes before it
-        found.pop("train.num_train_epochs", None)
+def settings_line(config: object) -> str:
+    """The values of all options that the table has for the run's method, given or filled in, as one line."""
+    values = {option: value_of(config, option) for option in of_method(config)}
+    if config.train.max_steps > 0:  # max_steps takes precedence
+        values.pop("train.num_train_epochs", None)
     if _reads_max_length(config) and config.data.max_length < DataConfig.max_length:
-        found[MAX_LENGTH] = config.data.max_length
-    rates = [(of_method(config)[option], value) for option, value in found.items() if option.endswith("_rate")]
+        values[MAX_LENGTH] = config.data.max_length
+    rates = [(of_method(config)[option], value) for option, value in values.items() if option.endswith("_rate")]
     weights = (machine_defaults.num_weights(_start(config)) if rates else None) or SMALL_MODEL
     factors = [factor for rate, value in rates if (factor := _factor(rate, weights)) > 1 and math.isclose(
         value or 0, factor * (rate.lora if config.model.lora.r else rate.full))]
     note = f" (rates {max(factors):g} times the usual ones, for a model so small)" if factors else ""
-    return ", ".join(f"{option} {value:g}" for option, value in found.items() if value not in (None, -1)) + note
+    return ", ".join(f"{option} {value:g}" for option, value in values.items() if value not in (None, -1)) + note
 
 
 def of_run(config: object) -> dict:
-    """The settings of the run in output_dir, of the same stage, where this one is to go on with it."""
+    """The settings of the run of the same stage in output_dir that is to be resumed; {} where there is none."""
     if config.resume == "never" or not (Path(config.output_dir) / runfile.RUN_FILE).exists():
         return {}
     record = runfile.read_run(config.output_dir)
@@ -138,7 +138,7 @@ def of_run(config: object) -> dict:
 
 
 def _start(config: object) -> ModelConfig:
-    """The model that the policy starts from, whether it is there or not."""
+    """The model that the policy starts from, whether it exists or not."""
     if config.model.preset:
         return config.model
     actor = config.roles.actor.model_name_or_path if hasattr(config, "roles") else None

@@ -60,12 +60,12 @@ class Config:
 
     @property
     def method(self) -> on_policy.Method:
-        own = self.distill
+        distill = self.distill
         return on_policy.Method(
-            own.sampling, "distill", own.num_epochs * own.num_minibatches, _minibatch_size(self),
+            distill.sampling, "distill", distill.num_epochs * distill.num_minibatches, _minibatch_size(self),
             needs_ref=self.roles.ref.model_name_or_path is not None, has_entropy=True, reads=READS["distill"],
-            also_reads=(DEMONSTRATIONS,) if own.lmbda < 1 else (), needs_reward=False, needs_teacher=True,
-            takes_head=own.kind is not None and not own.top_k, keeps_words=own.kind is None)
+            also_reads=(DEMONSTRATIONS,) if distill.lmbda < 1 else (), needs_reward=False, needs_teacher=True,
+            takes_head=distill.kind is not None and not distill.top_k, keep_candidates=distill.kind is None)
 
 
 def _minibatch_size(config: Config) -> int:

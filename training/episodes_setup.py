@@ -1,4 +1,4 @@
-"""Tools and environments of a run: opened, checked against the model's template and lengths, and given to the actor."""
+"""Open the tools and environments of a run, and check them against the model's chat template and lengths."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ class Config(Protocol):
 
 
 def open_of(config: Config) -> Environments | None:
-    """What the settings name; None where a response is one turn. UserError for what cannot be had."""
-    own = config.environment
-    if not own.is_given:
+    """Open the environments that the settings name; None where there are none. UserError for what cannot be opened."""
+    section = config.environment
+    if not section.is_given:
         return None
     check(not config.data.raw, "data.raw is true, and what an environment says is written by the chat template; leave "
                                "data.raw out")
-    return open_isolated(own) if own.isolate else open_environments(own.factory, own.tool_list, own.options)
+    if section.isolate:
+        return open_isolated(section)
+    return open_environments(section.factory, section.tool_list, section.options)
 
 
 def player_of(config: Config, environments: Environments | None, tokenizer: Tokenizer) -> EpisodePlayer | None:
-    """What samples episodes with this tokenizer; UserError for a template that cannot write them."""
+    """The player that samples episodes with this tokenizer; UserError for a chat template that cannot write them."""
     if environments is None:
         return None
     check(bool(tokenizer.chat_template), "environment: the model has no chat template, by which messages are written; "
@@ -57,15 +59,15 @@ def player_of(config: Config, environments: Environments | None, tokenizer: Toke
 
 
 def first_rows(environments: Environments, rows: Sequence[Mapping]) -> dict[str, Mapping]:
-    """The first row of each kind of environment; one line where rows have tools that nobody calls. UserError where a
-    column is missing, or a row names an environment that there is not."""
+    """The first row of each kind of environment; a warning where rows have tools of their own, which are never called.
+    UserError where a column is missing, or a row names an unknown environment."""
     environments.check_columns([name for name in rows[0] if name not in ("prompt_ids", "text")])
     kinds = {environments.of(rows[0]).name: rows[0]}
     for each in rows if environments.is_chosen_by_row else ():
         kinds.setdefault(environments.of(each).name, each)
     for row in kinds.values():
-        own = row["prompt"][0].get("tools") if isinstance(row["prompt"], list) else None
-        if own and is_main():
+        row_tools = row["prompt"][0].get("tools") if isinstance(row["prompt"], list) else None
+        if row_tools and is_main():
             what = "are not shown" if environments.of(row).schemas else "are shown, and no call of theirs is made"
             print(f"warning: rows have tools of their own, which {what}: what the model may call is environment.tools "
                   "and the environment's methods; leave the column tools out", file=sys.stderr)
@@ -75,8 +77,8 @@ def first_rows(environments: Environments, rows: Sequence[Mapping]) -> dict[str,
 
 def check_rows(environments: Environments, data: StageData, tokenizer: Tokenizer, model: ModelConfig,
                longest: int, option: str) -> None:
-    """UserError where a row, a held-out one too, names no environment, where rows lack a column, or where a prompt with
-    the tools in it is too long. longest: tokens of a prompt and a response, as `option` has them."""
+    """UserError where a row, held-out or not, names no environment, where rows lack a column, or where a prompt with
+    the tools in it is too long. longest: tokens of a prompt and a response; option: its name in messages."""
     for row in data.held_out if environments.is_chosen_by_row else ():
         environments.of(row)
     for first in first_rows(environments, data.train).values():

@@ -1,5 +1,5 @@
-"""Several models on held-out prompts, side by side: scores, who wins, KL, lengths, diversity, and their answers; and
-what scores them beside labelled data."""
+"""Compare models on held-out prompts: scores, win rates, KL, lengths, diversity, and their answers; and compare reward
+sources with labelled data."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ from hybrid_rlhf.training.reward_sources import RewardConfig
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Who is compared, on what, and how it is told.
+    """Models to compare, on which prompts, and the report.
 
     Attributes:
         models: Two or more run folders or models, PATH or NAME=PATH; the first is what the others are compared with.
             None with labels: then only the reward sources are measured.
-        labels: File or folder of preferences (prompt, chosen, rejected) or of labelled answers, that say how far each
-            reward source can be trusted.
+        labels: File or folder of preferences (prompt, chosen, rejected) or of labelled answers, by which the agreement
+            of each reward source is measured.
         num_labels: At most so many rows of the labels are read, drawn by the seed; null reads all of them.
-        reference: Run folder or model that KL is measured to; null takes the first of models.
+        reference: Run folder or model that KL is measured against; null takes the first of models.
         rows: all (every prompt of the sources), held_out (those that training holds out), or auto: all, unless one of
             the models was trained on one of the sources; then those held out. Of the labels too, by what the reward
             models were trained on.
@@ -108,7 +108,7 @@ class Config:
         roles: roles.reward.model_name_or_path is the stage-2 model.
         reward: What answers are scored by.
         environment: Tools and environments, which make a response an episode of several turns.
-        evaluate: Who is compared, and how.
+        evaluate: Which models are compared, and how.
     """
 
     stage: str = "evaluate"
@@ -128,29 +128,29 @@ class Config:
 
 
 def contenders(config: Config) -> dict[str, str]:
-    """Name -> run folder or model, in the order given, none where there are only labels; UserError for fewer than two,
-    or two of one name."""
-    given, found = config.evaluate.models, {}
-    is_enough = len(given) >= 2 or (not given and config.evaluate.labels is not None)
-    check(is_enough, f"evaluate.models has {len(given)} models; give two or more, such as "
+    """Name -> run folder or model, in the order given ({} where there are only labels); UserError for fewer than two,
+    or for two of one name."""
+    entries, paths = config.evaluate.models, {}
+    is_enough = len(entries) >= 2 or (not entries and config.evaluate.labels is not None)
+    check(is_enough, f"evaluate.models has {len(entries)} models; give two or more, such as "
                      '--evaluate.models "[runs/sft, runs/ppo]", or none and evaluate.labels')
-    bare = [Path(entry) for entry in given if "=" not in entry]
-    for entry in given:
+    bare = [Path(entry) for entry in entries if "=" not in entry]
+    for entry in entries:
         name, has_name, path = entry.partition("=")
         path = path if has_name else name
         name = name if has_name else _own_name(Path(path), [p for p in bare if p != Path(path)])
         check(bool(name) and bool(path), f"evaluate.models: {entry!r} is neither PATH nor NAME=PATH; "
                                          "write it as one of them")
-        check(name not in found, f"evaluate.models: two are called {name}; name them, as in {name}_2={path}")
-        found[name] = builders.parent_run(path, config.output_dir, "sft", "evaluate.models")
+        check(name not in paths, f"evaluate.models: two are called {name}; name them, as in {name}_2={path}")
+        paths[name] = builders.parent_run(path, config.output_dir, "sft", "evaluate.models")
     for name in config.evaluate.prompt_templates:
-        check(name in found, f"evaluate.prompt_templates: no model is called {name}{nearest(name, found)}; there are "
-                             f"{', '.join(found)}")
-    return found
+        check(name in paths, f"evaluate.prompt_templates: no model is called {name}{nearest(name, paths)}; there are "
+                             f"{', '.join(paths)}")
+    return paths
 
 
 def _own_name(path: Path, others: list[Path]) -> str:
-    """The last parts of a path that no other one ends in: sft of runs/sft, a/sft where there is b/sft too."""
+    """The shortest end of a path that no other path has: sft of runs/sft, a/sft where there is b/sft too."""
     parts = [p for p in path.parts if p != "/"]
     for size in range(1, len(parts) + 1):
         tail = parts[-size:]
@@ -203,16 +203,16 @@ def run(config: Config, command: str = "") -> dict[str, float]:
             judges = _Judges(config, sources, how["reference_of_kl"])
             answered = [judges.answers(name, path, tokenizers[name], asked[name], players[name])
                         for name, path in models.items()]
-            how |= scored_answers.tell_unjudged(judges.unjudged, config.reward.judge.on_failure)
-            how |= scored_answers.tell_unscored(answered)
-        metrics = _tell(config, answered, next(iter(asked.values()), None), how, agreements)
+            how |= scored_answers.print_unjudged(judges.unjudged, config.reward.judge.on_failure)
+            how |= scored_answers.print_unscored(answered)
+        metrics = _report(config, answered, next(iter(asked.values()), None), how, agreements)
         record.finish(metrics, tokenizer=next(iter(tokenizers.values()), None))
     return metrics
 
 
 def _asked(config: Config, models: dict[str, str], tokenizers: dict, sources: _Sources, environments  # noqa: ANN001
            ) -> tuple[dict[str, Prompts], dict[str, str]]:
-    """By model the prompts that it answers, which the sources can score, and how they were chosen."""
+    """Model -> the prompts that it answers, which the sources can score; and how they were chosen."""
     reward_sources.check_groups(config.reward, config.evaluate.sampling.num_samples, "evaluate.sampling.num_samples")
     reference = config.evaluate.reference
     reference = builders.parent_run(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
@@ -221,8 +221,8 @@ def _asked(config: Config, models: dict[str, str], tokenizers: dict, sources: _S
     asked, report = evaluation_prompts.in_common(config.data, tokenizers, rows, config.evaluate.num_prompts,
                                                  config.seed)
     columns = next(iter(asked.values())).columns
-    given = {"environments": None} if environments and not config.environment.isolate else {}
-    reward_sources.check_columns(sources.others, {name: v[0] for name, v in columns.items()} | given,
+    extra = {"environments": None} if environments and not config.environment.isolate else {}
+    reward_sources.check_columns(sources.others, {name: v[0] for name, v in columns.items()} | extra,
                                  bool(environments))
     if environments is not None:
         check(not config.evaluate.prompt_templates, "evaluate.prompt_templates write the prompts, and so does "
@@ -230,7 +230,7 @@ def _asked(config: Config, models: dict[str, str], tokenizers: dict, sources: _S
         episodes_setup.first_rows(environments, [{name: values[i] for name, values in columns.items()}
                                                  for i in range(len(columns["prompt"]))])
     reward_sources.leave_unread(report, sources.others, environments)
-    evaluation_prompts.tell(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
+    evaluation_prompts.print_selection(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
     return asked, {"rows": rows.replace("_", " "), "reference_of_kl": reference}
 
 
@@ -243,14 +243,14 @@ def _reward_path(config: Config) -> str | None:
 
 
 def _tokenizer(config: Config, path: str):  # noqa: ANN202
-    """A model's tokenizer, once its settings and lengths are known to fit."""
+    """A model's tokenizer, after checks of its settings and lengths."""
     model = _settings(config, path)
     builders.check_dtype(model)
     if config.evaluate.models:
         longest = config.data.max_prompt_length + config.evaluate.sampling.max_new_tokens
         builders.check_lengths(model, **{"data.max_prompt_length + evaluate.sampling.max_new_tokens": longest})
     data = config.data
-    if not config.evaluate.models:  # what is rendered, and whether it needs a chat template, is in the labels
+    if not config.evaluate.models:  # only the labels are rendered, and decide whether a chat template is needed
         data = dataclasses.replace(data, sources=[config.evaluate.labels])
     return builders.open_tokenizer(model, data, READS["ppo"], config.seed)
 
@@ -270,47 +270,47 @@ class _Sources:
 
     def reading_text(self) -> list[RewardSource]:
         """Every source by itself, each reading text in its own tokens."""
-        own = [ModelSource(self.role, tokenizer=self.reader, raw=self.config.data.raw)] if self.role else []
-        return [*own, *self.others]
+        model = [ModelSource(self.role, tokenizer=self.reader, raw=self.config.data.raw)] if self.role else []
+        return [*model, *self.others]
 
     def of(self, path: str, tokenizer) -> RewardSource:  # noqa: ANN001
-        """What answers in this model's tokens are scored by; a reward model with another tokenizer reads text."""
+        """The source for answers in this model's tokens; a reward model with another tokenizer reads text."""
         model = None
         if self.role is not None:
             differs = builders.difference(path, self.reward, self.config.data, READS["ppo"],
                                           trust_remote_code=self.config.model.trust_remote_code)
             model = ModelSource(self.role, tokenizer=self.reader if differs else None, raw=self.config.data.raw)
-        found = builders.score_statistics_of(self.reward) if self.reward else {}
-        scale = Scale(found["mean"], found["std"]) if found else None
+        statistics = builders.score_statistics_of(self.reward) if self.reward else {}
+        scale = Scale(statistics["mean"], statistics["std"]) if statistics else None
         return reward_sources.combine(self.config.reward, model, self.others, scale, tokenizer)[0]
 
 
 def _labelled(config: Config, sources: _Sources, tokenizer) -> Labels | None:  # noqa: ANN001
-    """The labels, where there are any, known to be such as the sources can score."""
-    given = config.evaluate
-    if given.labels is None:
+    """The labels, if any, checked to be such as the sources can score."""
+    settings = config.evaluate
+    if settings.labels is None:
         return None
     check(not config.environment.is_given, "evaluate.labels are of answers in text, and environment makes episodes; "
                                            "leave one of them out")
     rows, why = evaluation_prompts.which_rows(
-        given.rows, dataclasses.replace(config.data, sources=[given.labels]),
+        settings.rows, dataclasses.replace(config.data, sources=[settings.labels]),
         [*([sources.reward] if sources.reward else []), *config.reward.model_list])
     held_out = config.data.eval_fraction if rows == "held_out" else None
-    found = label_agreement.read(given.labels, given.num_labels, config.seed, held_out, why)
-    label_agreement.check(found, sources.others, tokenizer or sources.reader)
-    return found
+    labelled = label_agreement.read(settings.labels, settings.num_labels, config.seed, held_out, why)
+    label_agreement.check(labelled, sources.others, tokenizer or sources.reader)
+    return labelled
 
 
 def _measured(config: Config, labelled: Labels | None, sources: _Sources, tokenizer) -> list[Agreement]:  # noqa: ANN001
-    """How far each source agrees with the labels, and the table of it, at once: answering may take long."""
+    """Measure and show how far each source agrees with the labels; before the models answer, which may take long."""
     if labelled is None:
         return []
     measured = sources.reading_text()
-    found = label_agreement.measure(labelled, measured, _method(config), tokenizer or sources.reader,
-                                    config.evaluate.batch_size)
-    agreement.show(found, _method(config))
-    label_agreement.check_verdicts(found, measured)
-    return found
+    agreements = label_agreement.measure(labelled, measured, _method(config), tokenizer or sources.reader,
+                                         config.evaluate.batch_size)
+    agreement.show(agreements, _method(config))
+    label_agreement.check_verdicts(agreements, measured)
+    return agreements
 
 
 def _method(config: Config) -> Method:
@@ -328,28 +328,28 @@ class _Judges:
 
     def answers(self, name: str, path: str, tokenizer, prompts: Prompts,  # noqa: ANN001
                 player: EpisodePlayer | None = None) -> Answered:
-        """One model's answers to the prompts, judged. The model is gone when this returns."""
-        given, source = self.config.evaluate, self.sources.of(path, tokenizer)
+        """One model's answers to the prompts, judged. The model is freed when this returns."""
+        settings, source = self.config.evaluate, self.sources.of(path, tokenizer)
         is_alike = builders.difference(path, self.reference, self.config.data, READS["ppo"],
                                        trust_remote_code=self.config.model.trust_remote_code) is None
         reference = Reference(self.engine) if is_alike else None
         actor = scored_answers.open_actor(_settings(self.config, path), tokenizer)
         actor.episodes = player
-        template, rollouts = given.prompt_templates.get(name), []
-        for first in range(0, len(prompts), given.batch_size):
-            some = prompts.rows(range(first, min(first + given.batch_size, len(prompts))))
+        template, rollouts = settings.prompt_templates.get(name), []
+        for first in range(0, len(prompts), settings.batch_size):
+            some = prompts.rows(range(first, min(first + settings.batch_size, len(prompts))))
             asked = scored_answers.in_words(some, template, tokenizer, self.config.data.raw) if template else None
-            rollouts.append(scored_answers.respond(actor, some, given.sampling, self.config.seed + first, asked))
+            rollouts.append(scored_answers.respond(actor, some, settings.sampling, self.config.seed + first, asked))
             scored_answers.judge(rollouts[-1], source, reference)
         self.unjudged[name] = scored_answers.unjudged(source)
         del actor
         gc.collect()
-        return _answered(name, path, rollouts, given)
+        return _answered(name, path, rollouts, settings)
 
 
-def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConfig) -> Answered:
+def _answered(name: str, path: str, rollouts: list[Rollout], settings: EvaluateConfig) -> Answered:
     """The record of one model's batches."""
-    size = given.sampling.num_samples
+    size = settings.sampling.num_samples
 
     def table(columns: list) -> np.ndarray:
         return np.concatenate([c.numpy() for c in columns]).astype(float).reshape(-1, size)
@@ -361,31 +361,32 @@ def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConf
         [texts[i : i + size] for i in range(0, len(texts), size)],
         [n for r in rollouts for n in r.action_mask.sum(1).tolist()], [e for r in rollouts for e in r.has_eos.tolist()],
         None if rollouts[0].ref_logprobs is None else [n for r in rollouts for n in scored_answers.nats_from(r)],
-        [right for r in rollouts for right in scored_answers.is_right(given.checker, r)] if given.checker else None)
+        [right for r in rollouts for right in scored_answers.is_right(settings.checker, r)]
+        if settings.checker else None)
 
 
-def _tell(config: Config, answered: list[Answered], prompts: Prompts | None, how: dict[str, str],
-          agreements: list[Agreement]) -> dict[str, float]:
-    """Write the comparison and the agreement, print the first, and return the score of each model and the accuracy of
-    each source."""
-    given, shown, facts = config.evaluate, [], {}
-    found = compare.compare(answered, _method(config))
+def _report(config: Config, answered: list[Answered], prompts: Prompts | None, how: dict[str, str],
+            agreements: list[Agreement]) -> dict[str, float]:
+    """Write the comparison and the agreement, print the comparison, and return the score of each model and the accuracy
+    of each source."""
+    settings, shown, facts = config.evaluate, [], {}
+    comparison = compare.compare(answered, _method(config))
     if prompts is not None:
-        facts = {"prompts": f"{len(prompts)} ({how['rows']})", "answers_per_prompt": given.sampling.num_samples,
-                 "temperature": given.sampling.temperature, "seed": config.seed,
+        facts = {"prompts": f"{len(prompts)} ({how['rows']})", "answers_per_prompt": settings.sampling.num_samples,
+                 "temperature": settings.sampling.temperature, "seed": config.seed,
                  "reward_sources": ", ".join(answered[0].parts), "reference_of_kl": how["reference_of_kl"]}
         facts |= {name: how[name] for name in (scored_answers.NO_VERDICT, scored_answers.UNSCORED) if name in how}
-        shown = compare.examples([words_of(p) for p in prompts.columns["prompt"]], answered, given.num_examples)
-        compare.show(found, shown[:3])  # before it is written: a full disk takes away neither
+        shown = compare.examples([words_of(p) for p in prompts.columns["prompt"]], answered, settings.num_examples)
+        compare.show(comparison, shown[:3])  # printed before writing, which a full disk may stop
     if agreements:
         facts |= {"labels": how["labels"]}
     more = agreement.section(agreements, _method(config)) if agreements else None
-    written = compare.write(Path(config.output_dir), found, shown, facts, more)
+    written = compare.write(Path(config.output_dir), comparison, shown, facts, more)
     print(f"written to {' and '.join(map(str, written))}")
     return {f"score/{model.name}": float(np.nanmean(model.scores)) for model in answered} | {
         f"agreement/{row.source}": row.accuracy for row in agreements if row.accuracy is not None}
 
 
 def words_of(prompt: str | list[dict]) -> str:
-    """A prompt for people: text as it is, of messages the last."""
+    """A prompt to display: the text itself, or the last message."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]

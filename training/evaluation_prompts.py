@@ -1,4 +1,4 @@
-"""Which prompts an evaluation asks: those of a file that is named, whole, unless a model has been trained on it."""
+"""Choose the prompts of an evaluation: all of a source, or its held-out ones if a model was trained on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEW = 20  # prompts: with fewer, only a very large difference between models sho
 
 
 def which_rows(rows: str, data: DataConfig, paths: Iterable[str]) -> tuple[str, str]:
-    """`rows` and nothing; auto becomes all, or held_out and why, where a model was trained on one of the sources."""
+    """(rows, why): auto becomes all, or held_out with the reason where a model was trained on one of the sources."""
     if rows != "auto":
         return rows, ""
     for path in paths:
@@ -32,7 +32,7 @@ def which_rows(rows: str, data: DataConfig, paths: Iterable[str]) -> tuple[str, 
 
 
 def _trained_on(path: str) -> set[str]:
-    """The sources of a run and of the runs that it started from; nothing for a model that is no run."""
+    """The data sources of a run and of the runs that it started from; empty for a model that is not a run."""
     seen: set[str] = set()
     done: set[str] = set()
     while path and path not in done and (Path(path) / runfile.RUN_FILE).exists():
@@ -45,22 +45,22 @@ def _trained_on(path: str) -> set[str]:
 
 
 def _identity(source: str) -> str:
-    """A source's path, however it is written; a name that is no local path stays as it is."""
-    path = Path(os.path.expanduser(source))  # of a record, perhaps, which has it as it was given
+    """A source's absolute path; a name that is not a local path (a hub id) stays as it is."""
+    path = Path(os.path.expanduser(source))  # a record has it as the user wrote it
     return str(path.resolve()) if path.exists() else source
 
 
 def in_common(data: DataConfig, tokenizers: Mapping[str, object], rows: str, limit: int | None, seed: int
               ) -> tuple[dict[str, Prompts], dict]:
-    """By model the prompts in its tokens, those that fit into data.max_prompt_length for all, at most `limit`; and
-    the counts of the rows."""
+    """Model -> prompts in its tokens, those that fit into data.max_prompt_length for all, at most `limit`; and the
+    counts of the rows."""
     by_model: dict[str, dict] = {}
     for name, tokenizer in tokenizers.items():
         built = datasets.build(data, READS["ppo"], tokenizer, seed)
-        found = [*built.held_out, *(built.train if rows == "all" else ())]
-        check(bool(found), f"none of the {len(built.train)} prompts is held out (data.eval_fraction "
-                           f"{data.eval_fraction:g}); raise it, or ask all of them by --evaluate.rows all")
-        by_model[name] = {_key(row): row for row in found}
+        candidates = [*built.held_out, *(built.train if rows == "all" else ())]
+        check(bool(candidates), f"none of the {len(built.train)} prompts is held out (data.eval_fraction "
+                                f"{data.eval_fraction:g}); raise it, or ask all of them by --evaluate.rows all")
+        by_model[name] = {_key(row): row for row in candidates}
     common = [key for key in next(iter(by_model.values())) if all(key in each for each in by_model.values())]
     check(bool(common), "evaluate.models: no prompt fits into data.max_prompt_length for all of them; raise it")
     chosen = common[:limit]
@@ -69,12 +69,12 @@ def in_common(data: DataConfig, tokenizers: Mapping[str, object], rows: str, lim
 
 
 def _key(row: dict) -> str:
-    """A prompt and its other columns, without what differs by tokenizer; the same row twice is asked once."""
+    """Key of a prompt with its other columns, whatever the tokenizer; a row that occurs twice is asked once."""
     return json.dumps({k: v for k, v in row.items() if k not in ("prompt_ids", "text")}, sort_keys=True)
 
 
-def tell(count: int, why: str, report: dict) -> None:
-    """Say on stderr how many prompts are asked, and warn where they are few. why: which they are."""
+def print_selection(count: int, why: str, report: dict) -> None:
+    """Print to stderr how many prompts are asked, with a warning where they are few. why: which they are."""
     parts = [f"evaluate: {count} of {report['read']} prompts are asked ({why})", *datasets.drops(report)]
     print("; ".join(parts), *(f"data: {line}" for line in datasets.unread(report)), sep="\n", file=sys.stderr)
     if count < FEW:

@@ -1,6 +1,6 @@
-"""A few held-out prompts and what a run's model says to them, before its first step and after its last.
+"""Fixed-prompt samples: a run's answers to a few held-out prompts, before its first step and after its last.
 
-What a person looks at first. Answers are greedy: what differs between the two is the model and not its luck.
+Answers are greedy, so that a difference between the two comes from the model and not from sampling.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybrid_rlhf.rewards import RewardSource, part_scores
 from hybrid_rlhf.roles import Actor, Reward
 from hybrid_rlhf.rollout import Prompts
 
-MAX_NEW_TOKENS, START_OF_TEXT = 64, 16  # tokens: of an answer where no setting says; of a text that has no prompt
+MAX_NEW_TOKENS, START_OF_TEXT = 64, 16  # tokens: of an answer without a setting; of the start of a text without prompt
 Answers = Callable[[], list[dict]]
 
 
@@ -30,7 +30,7 @@ def of_policy(actor: Actor, prompts: Prompts, sampling: SamplingConfig, source: 
               ends: Sequence[bool] = ()) -> Answers:
     """One greedy answer to each prompt, with its score where there is a source (None where that skipped it).
 
-    ends: which of them are expected to end within the sampling's limit; of those it is told whether they "ended".
+    ends: which of them are expected to end within max_new_tokens; these also report whether they "ended".
     """
     greedy = replace(sampling, num_samples=1, temperature=0.0)
 
@@ -41,29 +41,29 @@ def of_policy(actor: Actor, prompts: Prompts, sampling: SamplingConfig, source: 
         scores = [{}] * len(rollout) if source is None else [
             {"score": None if s != s else s} for s in part_scores(source, rollout).tolist()]
         ended = [{"ended": has if can else None} for has, can in zip(rollout.has_eos.tolist(), ends, strict=False)]
-        said = [rollout.shown(i) for i in range(len(rollout))]
-        return [{"prompt": text, "completion": answer, **end, **score} for text, answer, end, score in
-                zip(rollout.prompts.texts, said, ended or [{}] * len(scores), scores, strict=True)]
+        texts = [rollout.shown(i) for i in range(len(rollout))]
+        return [{"prompt": prompt, "completion": text, **end, **score} for prompt, text, end, score in
+                zip(rollout.prompts.texts, texts, ended or [{}] * len(scores), scores, strict=True)]
 
     return answers
 
 
 def of_demonstrations(actor: Actor, data: StageData, count: int, max_length: int) -> Answers | None:
-    """Answers to the prompts of held-out rows (of the training rows where none are held out) of an offline stage, as
-    long as fit into `max_length` tokens, at most MAX_NEW_TOKENS. A model that cannot be sampled says so, once."""
+    """Answers to the prompts of held-out rows (of training rows where none are held out) of an offline stage, as long
+    as fit into `max_length` tokens, at most MAX_NEW_TOKENS. A model that cannot be sampled has none, with one line."""
     rows = _first(data, count)
     ids = [_prompt_of(row) for row in rows]
     if not ids:
         return None
     limit = max(1, min(MAX_NEW_TOKENS, max_length - max(map(len, ids))))
     texts = actor.tokenizer.batch_decode(ids, skip_special_tokens=False)  # as the model reads them
-    shown = [_answer_of(row)[:limit] for row in rows]  # cut where it is longer: then it has no end
+    shown = [_answer_of(row)[:limit] for row in rows]  # a longer one is cut, and has no end
     ends = [bool(answer) and answer[-1] in actor.engine.eos_ids for answer in shown]
-    said = of_policy(actor, Prompts(ids, texts), SamplingConfig(max_new_tokens=limit), ends=ends)
+    sample = of_policy(actor, Prompts(ids, texts), SamplingConfig(max_new_tokens=limit), ends=ends)
 
     def answers() -> list[dict]:
         try:
-            return said()
+            return sample()
         except UserError as error:
             if is_main():
                 print(f"the report has no answers of this model: {error}", file=sys.stderr)
@@ -82,12 +82,12 @@ def of_reward(reward: Reward, tokenizer, data: StageData, count: int) -> Answers
     def ids_of(mask: Tensor) -> list[list[int]]:
         return [ids[of].tolist() for ids, of in zip(batch.input_ids, mask, strict=True)]
 
-    asked = tokenizer.batch_decode(ids_of(batch.attention_mask.bool() & ~batch.loss_mask))  # as the model reads them
-    said = [completion_text(tokenizer, ids) for ids in ids_of(batch.loss_mask)]
+    prompts = tokenizer.batch_decode(ids_of(batch.attention_mask.bool() & ~batch.loss_mask))  # with special tokens
+    responses = [completion_text(tokenizer, ids) for ids in ids_of(batch.loss_mask)]
 
     def answers() -> list[dict]:
         return [{"prompt": p, "completion": c, "score": s, "side": ("chosen", "rejected")[i >= len(rows)]}
-                for i, (p, c, s) in enumerate(zip(asked, said, reward.score(batch).tolist(), strict=True))]
+                for i, (p, c, s) in enumerate(zip(prompts, responses, reward.score(batch).tolist(), strict=True))]
 
     return answers
 
@@ -99,8 +99,8 @@ def first_prompts(data: StageData, count: int) -> Prompts | None:
 
 
 def prompts_of(data: StageData, count: int) -> list[list[int]]:
-    """Token ids of the first `count` different prompts that an offline stage holds out (of training rows where it
-    holds none out)."""
+    """Token ids of the first `count` distinct held-out prompts of an offline stage (of training prompts where none are
+    held out)."""
     prompts = dict.fromkeys(tuple(_prompt_of(row)) for row in _first(data, len(data.held_out) or len(data.train)))
     return [list(ids) for ids in prompts][:count]
 
@@ -111,7 +111,7 @@ def _first(data: StageData, count: int) -> list[dict]:
 
 
 def _prompt_of(row: dict) -> Sequence[int]:
-    """What stands before the first trained token; the beginning of a text that is all trained on."""
+    """The tokens before the first trained one; the beginning of a text that is trained on as a whole."""
     ids = row.get("input_ids", row.get("chosen_ids"))
     length = row["num_prompt_tokens"] if "num_prompt_tokens" in row else next(
         (i for i, is_trained in enumerate(row["loss_mask"]) if is_trained), len(ids))
@@ -119,7 +119,7 @@ def _prompt_of(row: dict) -> Sequence[int]:
 
 
 def _answer_of(row: dict) -> list[int]:
-    """What the row demonstrates as the answer to that prompt: the first run of trained tokens, the chosen answer."""
+    """The row's answer to that prompt: the first run of trained tokens, or the chosen answer."""
     ids = row.get("input_ids", row.get("chosen_ids"))
     if "num_prompt_tokens" in row:
         return list(ids[row["num_prompt_tokens"]:])

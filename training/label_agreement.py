@@ -1,4 +1,4 @@
-"""How far each reward source agrees with labelled data: a judge is measured before it is trusted."""
+"""Measure how far each reward source agrees with labelled data, such as a judge before it is used."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from hybrid_rlhf.rewards.judge import JudgeSource
 from hybrid_rlhf.training.written_answers import check_sources, scores_of
 
 T = TypeVar("T")
-HALF = 0.5  # of a judge's scale from 0 to 1, from which on it calls an answer good
+HALF = 0.5  # threshold on a judge's scale from 0 to 1: from it on an answer counts as good
 OPTION = "evaluate.labels"
 
 
 def read(path: str, limit: int | None, seed: int, held_out: float | None = None, why: str = "") -> Labels:
-    """The labels at `path`, of at most `limit` rows (and of those held out, see `read_labels`), and a line of what is
-    in them, and why not in others."""
-    found = labels.read_labels(Source(path), limit, seed, held_out)
-    what = f"{len(found.pairs)} pairs" if found.pairs else f"{len(found.answers)} answers"
-    lost = "".join(f"; {count} left out: {reason}" for reason, count in found.lost.items())
-    print(f"evaluate: {what} with labels, of {found.read} rows of {path}"
+    """Read the labels at `path`, at most `limit` rows (or held-out ones alone, see `read_labels`), and print their
+    number and why others were left out."""
+    labelled = labels.read_labels(Source(path), limit, seed, held_out)
+    what = f"{len(labelled.pairs)} pairs" if labelled.pairs else f"{len(labelled.answers)} answers"
+    lost = "".join(f"; {count} left out: {reason}" for reason, count in labelled.lost.items())
+    print(f"evaluate: {what} with labels, of {labelled.read} rows of {path}"
           f"{f' ({why})' if why else ''}{lost}", file=sys.stderr)
-    return found
+    return labelled
 
 
-def check(found: Labels, sources: Sequence[RewardSource], tokenizer) -> None:  # noqa: ANN001
+def check(labelled: Labels, sources: Sequence[RewardSource], tokenizer) -> None:  # noqa: ANN001
     """UserError for a source that cannot score these rows, before anything is asked."""
     for source in sources:
-        config.check(bool(found.pairs) or not is_comparing(source),
+        config.check(bool(labelled.pairs) or not is_comparing(source),
                      f"{OPTION}: these answers are labelled one by one, and {source.name} compares; give pairs, or "
                      "reward.judge.mode absolute")
-    check_sources(sources, [row.columns for row in (found.pairs or found.answers)], tokenizer, OPTION)
+    check_sources(sources, [row.columns for row in (labelled.pairs or labelled.answers)], tokenizer, OPTION)
 
 
-def measure(found: Labels, sources: Sequence[RewardSource], method: Method, tokenizer=None,  # noqa: ANN001
+def measure(labelled: Labels, sources: Sequence[RewardSource], method: Method, tokenizer=None,  # noqa: ANN001
             batch_size: int = 256) -> list[Agreement]:
-    """Each source beside the labels. tokenizer: for functions that read tokens."""
-    of = _of_pairs if found.pairs else _of_answers
+    """The agreement of each source with the labels. tokenizer: for functions that read tokens."""
+    of = _of_pairs if labelled.pairs else _of_answers
     for source in sources:
-        if hasattr(source, "open"):  # a model of its own
+        if hasattr(source, "open"):  # it loads a model
             source.open()
-    return [of(found.pairs or found.answers, source, method, tokenizer, batch_size) for source in sources]
+    return [of(labelled.pairs or labelled.answers, source, method, tokenizer, batch_size) for source in sources]
 
 
-def check_verdicts(found: Sequence[Agreement], sources: Sequence[RewardSource]) -> None:
-    """UserError for a source that has said nothing of any label: it was not measured."""
-    for row, source in zip(found, sources, strict=True):
+def check_verdicts(agreements: Sequence[Agreement], sources: Sequence[RewardSource]) -> None:
+    """UserError for a source without a score or verdict on any label: it was not measured."""
+    for row, source in zip(agreements, sources, strict=True):
         is_judge = isinstance(source, JudgeSource)
         last, cure = (f" (the last: {source.last_failure})", "take a judge or a rubric that it answers") if is_judge \
             else ("", "give a source that scores such rows")
@@ -67,11 +67,11 @@ def _of_pairs(pairs: Sequence[LabelledPair], source: Any, method: Method, tokeni
               ) -> Agreement:
     numbers = [pair.prompt_number for pair in pairs]
     if is_comparing(source):
-        said = [each for part in _parts(pairs, size, source, "pairs")
-                for each in source.compare(*map(list, zip(*((p.prompt, p.better, p.worse) for p in part),
-                                                          strict=True)))]
+        comparisons = [each for part in _parts(pairs, size, source, "pairs")
+                       for each in source.compare(*map(list, zip(*((p.prompt, p.better, p.worse) for p in part),
+                                                                 strict=True)))]
         return of_pairs(source.name, [None if p.winner is None else {"first": 1, "tie": 0, "second": -1}[p.winner]
-                                      for p in said], numbers, [p.is_consistent for p in said], method)
+                                      for p in comparisons], numbers, [p.is_consistent for p in comparisons], method)
     prompts, columns = [p.prompt for p in pairs for _ in range(2)], [p.columns for p in pairs for _ in range(2)]
     scores = scores_by(source, prompts, [text for p in pairs for text in (p.better, p.worse)], columns, tokenizer, size)
     verdicts = [None if a is None or b is None else (a > b) - (a < b)
@@ -88,22 +88,22 @@ def _of_answers(answers: Sequence[LabelledAnswer], source: Any, method: Method, 
 
 
 def is_comparing(source: Any) -> bool:
-    """Whether a source is a judge that compares two answers, and does not grade each by itself."""
+    """Whether a source is a judge that compares two answers, rather than grading each by itself."""
     return hasattr(source, "compare") and source.config.mode != "absolute"
 
 
 def scores_by(source: Any, prompts: Sequence[Text], answers: Sequence[str], columns: Sequence[dict], tokenizer,  # noqa: ANN001
               size: int) -> list[float | None]:
-    """A score for each answer, None without one. A judge is asked for grades: its score of a reward puts something in
-    the place of failures."""
-    rows, found = list(zip(prompts, answers, columns, strict=True)), []
+    """A score for each answer, None without one. A judge is asked for grades, as its `score` replaces failures by
+    another value."""
+    rows, scores = list(zip(prompts, answers, columns, strict=True)), []
     for part in _parts(rows, size, source, "answers"):
-        asked, said, more = map(list, zip(*part, strict=True))
+        asked, texts, more = map(list, zip(*part, strict=True))
         if hasattr(source, "grade"):
-            found += [None if grade is None else grade.score for grade in source.grade(asked, said)]
+            scores += [None if grade is None else grade.score for grade in source.grade(asked, texts)]
         else:
-            found += scores_of(source, asked, said, more, tokenizer, size)
-    return found
+            scores += scores_of(source, asked, texts, more, tokenizer, size)
+    return scores
 
 
 def _parts(rows: Sequence[T], size: int, source: Any, what: str) -> Iterator[Sequence[T]]:

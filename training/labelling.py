@@ -1,4 +1,4 @@
-"""Responses to prompts, sampled where they are not there, and what a judge or a reward model prefers among them."""
+"""Sample the missing responses to prompts, and make preferences of them by a judge or a reward model."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ MANY_CHANGED = 0.3  # of the verdicts
 
 @dataclass
 class Judged:
-    """What became of the pairs of responses. rows: preferences to be written; compared: pairs that have a verdict or
-    failed; ties: without a better one; failures: pairs without a verdict; changed: pairs whose two orders disagree;
-    ordered: those that were shown in two orders; prompts: that have been judged."""
+    """Counts of judged pairs, and the preferences. rows: preferences to be written; compared: pairs with a verdict or a
+    failure; ties: without a better response; failures: pairs without a verdict; changed: pairs whose two orders
+    disagree; ordered: pairs that were shown in both orders; prompts: prompts that have been judged."""
 
     rows: list[dict] = field(default_factory=list)
     compared: int = 0
@@ -55,7 +55,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PairFilter:
     """Which pairs of a prompt are kept: all, or its best against its worst; those whose scores differ by min_margin;
     and whether the difference becomes the column margin."""
 
@@ -66,8 +66,8 @@ class Choice:
 
 def sample(asked: Sequence[Asked], model: ModelConfig, tokenizer, sampling: SamplingConfig, place: Path, *,  # noqa: ANN001
            raw: bool, max_prompt_length: int, seed: int, lost: Counter) -> int:
-    """Add a model's responses to those of the prompts; what `place` has of an earlier process is not drawn again.
-    Returns how many were cut at sampling.max_new_tokens. The model is gone when this returns."""
+    """Add a model's responses to those of the prompts; samples of an earlier process in the file `place` are reused.
+    Returns how many were cut at sampling.max_new_tokens. The model is freed when this returns."""
     folder = str(model.model_name_or_path)
     digest = hashlib.sha256("\n".join(prompt_key(each.prompt) for each in asked).encode("utf-8", "backslashreplace"))
     drawn = SampleFile(place, {"model": folder, "weights": fingerprint(folder), "prompts": digest.hexdigest(),
@@ -95,8 +95,8 @@ def _room(model: ModelConfig, sampling: SamplingConfig, max_prompt_length: int) 
 
 def _prompt_ids(asked: Sequence[Asked], tokenizer, longest: int, raw: bool, lost: Counter  # noqa: ANN001
                 ) -> dict[int, list[int]]:
-    """Token ids of the prompts that can be answered, by number."""
-    found = {}
+    """Token ids of the prompts that leave room for an answer, by number."""
+    by_number = {}
     for number, each in enumerate(asked):
         try:
             turns = with_tools(chat.as_turn(tokenizer, each.prompt, raw), tools_of(each.columns.get("tools")))
@@ -108,74 +108,75 @@ def _prompt_ids(asked: Sequence[Asked], tokenizer, longest: int, raw: bool, lost
         if len(ids) > longest:
             lost[TOO_LONG] += 1
         else:
-            found[number] = ids
-    return found
+            by_number[number] = ids
+    return by_number
 
 
 @torch.no_grad()
 def _draw(ids: dict[int, list[int]], waiting: Sequence[int], model: ModelConfig, tokenizer,  # noqa: ANN001
           sampling: SamplingConfig, seed: int, drawn: SampleFile) -> None:
-    """Sample what is missing. A sample follows from its prompt's number and the seed, whatever is drawn beside it."""
+    """Sample the missing responses. A sample depends on its prompt's number and the seed, not on its batch."""
     actor, size, progress = scored_answers.open_actor(model, tokenizer), sampling.num_samples, ProgressLine("label")
     with actor.inference():
         for first in range(0, len(waiting), SAMPLED_AT_ONCE):
             some = waiting[first : first + SAMPLED_AT_ONCE]
-            found = actor.engine.generate([ids[n] for n in some for _ in range(size)], sampling, seed,
+            sampled = actor.engine.generate([ids[n] for n in some for _ in range(size)], sampling, seed,
                                           numbers=[n * size + k for n in some for k in range(size)])
-            ended = [reason == "eos" for reason in found.finish_reasons]
-            texts = [completion_text(tokenizer, *row) for row in zip(found.tokens, ended, strict=True)]
+            ended = [reason == "eos" for reason in sampled.finish_reasons]
+            texts = [completion_text(tokenizer, *row) for row in zip(sampled.tokens, ended, strict=True)]
             for k, number in enumerate(some):
-                own = slice(k * size, (k + 1) * size)
-                drawn.add(number, texts[own], size - sum(ended[own]))
+                rows = slice(k * size, (k + 1) * size)
+                drawn.add(number, texts[rows], size - sum(ended[rows]))
             drawn.sync()
             progress.tell(f"{len(drawn.known)} of {len(ids)} prompts have samples")
     del actor
     gc.collect()
 
 
-def judged(asked: Sequence[Asked], source: RewardSource, choice: Choice, batch_size: int, found: Judged,
+def judged(asked: Sequence[Asked], source: RewardSource, rule: PairFilter, batch_size: int, tally: Judged,
            tokenizer=None) -> None:  # noqa: ANN001
     """Judge the responses of every prompt that has two, `batch_size` prompts at a time, and add what comes out to
-    `found`: it holds the prompts that were judged before an error too. UserError where the first of several batches has
-    no verdict at all."""
+    `tally`, which holds the prompts judged before an error too. UserError where the first of several batches has no
+    verdict at all."""
     ready, progress = [each for each in asked if len(each.responses) > 1], ProgressLine("label")
     for first in range(0, len(ready), batch_size):
         batch = ready[first : first + batch_size]
-        shares = _compared(batch, source, found) if isinstance(
-            source, JudgeSource) and source.config.mode == PAIRWISE else _scored(batch, source, found, tokenizer)
+        shares = _compared(batch, source, tally) if isinstance(
+            source, JudgeSource) and source.config.mode == PAIRWISE else _scored(batch, source, tally, tokenizer)
         for each, known in zip(batch, shares, strict=True):
-            _add_rows(each, known, choice, found)
-        found.prompts += len(batch)
-        check(found.failures < found.compared or found.prompts == len(ready) or first > 0,
-              f"label: none of the first {found.compared} pairs has a verdict, and no other is asked about; look "
+            _add_rows(each, known, rule, tally)
+        tally.prompts += len(batch)
+        check(tally.failures < tally.compared or tally.prompts == len(ready) or first > 0,
+              f"label: none of the first {tally.compared} pairs has a verdict, and no other is asked about; look "
               "at what the judge is asked and says, then run the same command again")
-        progress.tell(f"{found.prompts} of {len(ready)} prompts judged, {len(found.rows)} pairs")
+        progress.tell(f"{tally.prompts} of {len(ready)} prompts judged, {len(tally.rows)} pairs")
 
 
 Known = tuple[dict[tuple[int, int], tuple[float, float]], list[float | None]]  # scores of pairs, scores of responses
 
 
-def _compared(batch: Sequence[Asked], source: JudgeSource, found: Judged) -> list[Known]:
-    """Every two responses to a prompt, compared in both orders. A response's score is its share of wins."""
+def _compared(batch: Sequence[Asked], source: JudgeSource, tally: Judged) -> list[Known]:
+    """Compare every two responses to a prompt, in both orders. A response's score is its share of wins."""
     places = [(n, i, j) for n, each in enumerate(batch) for i, j in combinations(range(len(each.responses)), 2)]
-    said = source.compare([batch[n].prompt for n, _, _ in places], [batch[n].responses[i] for n, i, _ in places],
-                          [batch[n].responses[j] for n, _, j in places])
+    results = source.compare([batch[n].prompt for n, _, _ in places], [batch[n].responses[i] for n, i, _ in places],
+                             [batch[n].responses[j] for n, _, j in places])
     pairs: list[dict[tuple[int, int], tuple[float, float]]] = [{} for _ in batch]
     wins: list[list[list[float]]] = [[[] for _ in each.responses] for each in batch]
-    for (n, i, j), each in zip(places, said, strict=True):
-        found.compared += 1
-        found.failures += each.share is None
-        found.ordered += each.is_consistent is not None
-        found.changed += each.is_consistent is False
+    for (n, i, j), each in zip(places, results, strict=True):
+        tally.compared += 1
+        tally.failures += each.share is None
+        tally.ordered += each.is_consistent is not None
+        tally.changed += each.is_consistent is False
         if each.share is not None:
             pairs[n][i, j] = (each.share, 1 - each.share)
             wins[n][i].append(each.share)
             wins[n][j].append(1 - each.share)
-    return [(of, [fmean(own) if own else None for own in each]) for of, each in zip(pairs, wins, strict=True)]
+    means = [[fmean(shares) if shares else None for shares in each] for each in wins]
+    return list(zip(pairs, means, strict=True))
 
 
-def _scored(batch: Sequence[Asked], source: Any, found: Judged, tokenizer) -> list[Known]:  # noqa: ANN001
-    """Every response with a score of its own, or relative to the others of its prompt."""
+def _scored(batch: Sequence[Asked], source: Any, tally: Judged, tokenizer) -> list[Known]:  # noqa: ANN001
+    """Score every response, by itself or relative to the others of its prompt, and pair them by score."""
     owners = [n for n, each in enumerate(batch) for _ in each.responses]
     prompts, texts = [batch[n].prompt for n in owners], [text for each in batch for text in each.responses]
     if isinstance(source, JudgeSource) and source.config.mode == ABSOLUTE:
@@ -184,44 +185,44 @@ def _scored(batch: Sequence[Asked], source: Any, found: Judged, tokenizer) -> li
         scores = scores_of(source, prompts, texts, [batch[n].columns for n in owners], tokenizer, len(texts), owners)
     out: list[Known] = []
     for each in batch:
-        own, scores = scores[: len(each.responses)], scores[len(each.responses) :]
+        these, scores = scores[: len(each.responses)], scores[len(each.responses) :]
         pairs = {}
-        for i, j in combinations(range(len(own)), 2):
-            a, b = own[i], own[j]
-            found.compared += 1
+        for i, j in combinations(range(len(these)), 2):
+            a, b = these[i], these[j]
+            tally.compared += 1
             if a is None or b is None:
-                found.failures += 1
+                tally.failures += 1
             else:
                 pairs[i, j] = (a, b)
-        out.append((pairs, own))
+        out.append((pairs, these))
     return out
 
 
-def _add_rows(asked: Asked, known: Known, choice: Choice, found: Judged) -> None:
+def _add_rows(asked: Asked, known: Known, rule: PairFilter, tally: Judged) -> None:
     """The preferences of one prompt."""
     pairs, scores = known
-    if choice.keep == "best_worst":
+    if rule.keep == "best_worst":
         order = sorted((i for i, score in enumerate(scores) if score is not None), key=lambda i: -scores[i])
         pairs = {(order[0], order[-1]): (scores[order[0]], scores[order[-1]])} if len(order) > 1 else {}
     for (i, j), (a, b) in pairs.items():
-        if a == b or abs(a - b) < choice.min_margin:
-            found.ties += 1
+        if a == b or abs(a - b) < rule.min_margin:
+            tally.ties += 1
             continue
         better, worse = (i, j) if a > b else (j, i)
         more = {"score_chosen": max(a, b), "score_rejected": min(a, b)}
-        if choice.margin:
+        if rule.margin:
             more["margin"] = abs(a - b)
-        found.rows.append(labels.pair_row(asked, asked.responses[better], asked.responses[worse], more))
+        tally.rows.append(labels.pair_row(asked, asked.responses[better], asked.responses[worse], more))
 
 
-def lines_of(found: Judged, source: Any) -> Iterator[str]:
-    """What was judged and what it took, for people."""
-    yield (f"{len(found.rows)} pairs kept of {found.compared} that {source.name} judged, of {found.prompts} prompts; "
-           f"{found.ties} ties, {found.failures} without a verdict")
-    if found.ordered:
-        yield (f"{found.changed} of {found.ordered} verdicts ({found.changed / found.ordered:.1%}) changed with the "
+def lines_of(tally: Judged, source: Any) -> Iterator[str]:
+    """The tally and the judge's cost, in sentences."""
+    yield (f"{len(tally.rows)} pairs kept of {tally.compared} that {source.name} judged, of {tally.prompts} prompts; "
+           f"{tally.ties} ties, {tally.failures} without a verdict")
+    if tally.ordered:
+        yield (f"{tally.changed} of {tally.ordered} verdicts ({tally.changed / tally.ordered:.1%}) changed with the "
                "order of the two responses")
-        if found.changed > MANY_CHANGED * found.ordered:
+        if tally.changed > MANY_CHANGED * tally.ordered:
             yield ("warning: so many verdicts follow the order and not the responses; measure this judge by "
                    "--evaluate.labels before anything is trained on it")
     if isinstance(source, JudgeSource):

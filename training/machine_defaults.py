@@ -1,4 +1,4 @@
-"""Defaults that go by the machine: the dtype of weights that are trained on a CPU, and whether all are trained."""
+"""Defaults that depend on the machine: the dtype of weights trained on a CPU, and LoRA where memory is short."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hybrid_rlhf.engine.train.optimizers import MASTERED
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig, configuration
 
-# Below so many weights a step is not products but calls of them, which bfloat16 does not shorten.
+# Below so many weights the overhead of calls, not matrix products, takes a step's time: bfloat16 does not help.
 LEAST_FOR_BF16 = 20_000_000
-RANK, SHARE = 16, 0.75  # of adapters; of the free memory, for weights and optimizers: the rest is for activations
-TRAINED, FROZEN = 16, 4  # bytes of a weight in fp32, with its gradient and moments, or in bf16 with its master; at most
+RANK, SHARE = 16, 0.75  # rank of adapters; share of the free memory for weights and optimizers, not activations
+TRAINED, FROZEN = 16, 4  # bytes of a weight at most: fp32 with gradient and moments, or bf16 with an fp32 master
 
 
 def with_dtype(config: object, start: ModelConfig) -> object:
     """The settings with bfloat16 for model.dtype auto, where the processor multiplies it and fp32 masters are kept
     beside the weights: a model that is not small, trained on a CPU by one process with AdamW. start: the model that the
-    run starts from. On a card auto stays, which loading resolves."""
+    run starts from. On a GPU auto stays, and loading resolves it."""
     if (config.model.dtype != "auto" or device().type != "cpu" or world_size() > 1 or config.model.quantize
             or config.train.optim not in MASTERED or bf16_unit() is None
             or (num_weights(start) or 0) < LEAST_FOR_BF16):
@@ -34,9 +34,9 @@ def with_dtype(config: object, start: ModelConfig) -> object:
 
 
 def with_rank(config: object, start: ModelConfig, recorded: int | None = None) -> object:
-    """The settings with model.lora.r filled in: as `recorded` by the run that goes on; else 0, all weights, or RANK
-    with a line where training them would not fit into what is free. Settings by which less is trained, or held in one
-    place, stay: quantised bases, model.freeze, offloading, a smaller optimizer, several processes."""
+    """The settings with model.lora.r filled in: as `recorded` by the run that is resumed; else 0 (all weights), or RANK
+    with a line where training all would not fit into the free memory. Always 0 with settings that already take less
+    memory in one place: quantised bases, model.freeze, offloading, a smaller optimizer, several processes."""
     if recorded is None:
         recorded, free, count = 0, free_bytes(device()), num_weights(start)
         roles = vars(config.roles).values() if hasattr(config, "roles") else ()
@@ -52,8 +52,8 @@ def with_rank(config: object, start: ModelConfig, recorded: int | None = None) -
 
 
 def training_bytes(config: object, count: int) -> int:
-    """What weights, gradients and optimizers of a run take that trains all `count` weights of its models. A stage that
-    samples is taken to have a reference or a teacher."""
+    """Bytes of weights, gradients and optimizers of a run that trains all `count` weights of its models. A stage that
+    samples is assumed to have a reference or a teacher."""
     trained, frozen = 1, 0
     if hasattr(config, "roles"):
         trained += hasattr(config, "ppo") and config.ppo.needs_critic
@@ -64,7 +64,7 @@ def training_bytes(config: object, count: int) -> int:
 
 
 def num_weights(model: ModelConfig) -> int | None:
-    """By the model's configuration alone; None where that cannot be read: what opens it says what is wrong."""
+    """Number of weights by the model's configuration; None where it cannot be read (opening it raises the error)."""
     try:
         settings = shapes.read_config(model) if model.preset else configuration(model)
         return shapes.count_parameters(settings, trust_remote_code=model.trust_remote_code)
@@ -73,7 +73,7 @@ def num_weights(model: ModelConfig) -> int | None:
 
 
 def reason(config: object, dtype: torch.dtype, total: int) -> str:
-    """Why the weights, `total` in number, are in `dtype` on a CPU; empty on a card, and where nothing is to be said."""
+    """Why the weights, `total` in number, are in `dtype` on a CPU; empty on a GPU, and where nothing is notable."""
     if device().type != "cpu":
         return ""
     if dtype == torch.bfloat16:

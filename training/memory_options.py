@@ -1,4 +1,4 @@
-"""What a recipe's settings mean for memory: its roles for the plan, and what --plan and --memory do with them."""
+"""Memory plan of a recipe: its roles as the planner takes them, and the options --plan and --memory."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ NUM_SKIPPED = 8  # as OldLogprobs has it
 
 def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Cards | None = None,
               stream: TextIO | None = None) -> tuple[object, int]:
-    """What --plan and --memory ask for: print the plan and, for --memory, choose settings that fit.
+    """Carry out --plan and --memory: print the plan and, for --memory, choose settings that fit.
 
-    cards: what to plan for in place of this machine. Returns the settings to go on with and the exit code to stop with
-    (0: go on, or done with --plan).
+    cards: what to plan for in place of this machine. Returns the settings to go on with, and the exit code (0: go on,
+    or done with --plan).
     """
     place = Place.of(cards) if cards else Place.here(memory)
     if (cards or memory) and config.model.lora.r is None and not defaults.of_run(config):
@@ -75,8 +75,9 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
         for i, plan in enumerate(plans):
             table.show(plan, chosen.flags if chosen.fits else (), stream)
             others = [("as advised", chosen.config, chosen.plans[i])] if chosen.fits and chosen.flags else []
-            time_options.tell([(name, with_lengths(settings, each, lengths)) for name, settings, each in (
-                ("as given", config, plan), *others, *_by_preset(config, place))], place.device, place.card, stream)
+            time_options.print_times(
+                [(name, with_lengths(settings, each, lengths)) for name, settings, each in (
+                    ("as given", config, plan), *others, *_by_preset(config, place))], place.device, place.card, stream)
         return config, 0 if all(p.short <= 0 for p in plans) else DOES_NOT_FIT
     for plan in chosen.plans:
         table.show(plan, (), stream)
@@ -89,8 +90,8 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
 
 
 def look_ahead(config: object, place: Place) -> tuple[object, list[Plan], Choice]:
-    """The settings with nothing left to be decided, a plan of each stage that they run, and settings that fit: these
-    where they do, others where they do not (or the smallest that were tried)."""
+    """The resolved settings, a plan of each stage that they run, and settings that fit: the same ones if they do, else
+    others (or the smallest that were tried)."""
     config = config if isinstance(config, all_stages.Config) else defaults.resolve(config)
     plans = plans_of(config, place)
     chosen = Choice(config, plans)
@@ -100,8 +101,8 @@ def look_ahead(config: object, place: Place) -> tuple[object, list[Plan], Choice
 
 
 def _by_preset(config: object, place: Place) -> list[tuple[str, object, Plan]]:
-    """Settings and plan with the preset for this place's memory, where it differs. Only of runs with adapters, as
-    presets have: of others, one more model would be traced in full for a row that few ask for."""
+    """Settings and plan with the preset for this place's memory, where it differs. Only for runs with adapters, as
+    presets have them: a full model more would be traced otherwise, for a row that few need."""
     if isinstance(config, all_stages.Config) or not config.model.lora.r:
         return []
     memory = place.card.memory if place.card else place.available
@@ -111,8 +112,8 @@ def _by_preset(config: object, place: Place) -> list[tuple[str, object, Plan]]:
 
 
 def mean_lengths(config: object) -> tuple[int, int] | None:
-    """Tokens of a row of the data (of a prompt, of one side of a pair) on the average, and how many rows there are to
-    train on; None, with a line that says why, where that is not known before the run."""
+    """Mean tokens of a row of the data (of a prompt, of one side of a pair), and the number of rows to train on; None,
+    with a line that says why, where that is not known before the run."""
     stage = importlib.import_module(STAGES[config.stage].module)
     is_online = hasattr(config, "method")
     reads = (config.method.reads if is_online else stage.reads_of(config) if hasattr(stage, "reads_of")
@@ -133,7 +134,7 @@ def mean_lengths(config: object) -> tuple[int, int] | None:
 
 
 def with_lengths(config: object, plan: Plan, lengths: tuple[int, int] | None) -> Plan:
-    """`plan` with the time of rows as long as `mean_lengths` says."""
+    """`plan`, timed for rows of the length that `mean_lengths` returns."""
     if lengths is None:
         return plan
     mean, count = lengths
@@ -147,13 +148,13 @@ def with_lengths(config: object, plan: Plan, lengths: tuple[int, int] | None) ->
 @dataclass(frozen=True)
 class Place:
     """Where a run is planned: device and number of its processes, and the bytes that each may use (None: unknown).
-    calibration: of the card (None: the published one)."""
+    calibration: the card's (None: the published one)."""
 
     device: torch.device
     world: int
     available: int | None
     calibration: Calibration | None = None
-    card: Cards | None = None  # where it is not this machine
+    card: Cards | None = None  # None: this machine
 
     @classmethod
     def of(cls, cards: Cards) -> Place:
@@ -161,7 +162,7 @@ class Place:
 
     @classmethod
     def here(cls, memory: int | None) -> Place:
-        """This machine; `memory` bytes of it, or what is free and may be taken."""
+        """This machine; `memory` bytes of it, or what is free."""
         free = free_bytes(device()) if memory is None else memory
         if memory is None and free is not None and device().type == "cuda" and is_wsl():
             free = int(WSL_SHARE * free)
@@ -179,7 +180,7 @@ def plans_of(config: object, place: Place, *, is_exact: bool = True) -> list[Pla
 
 
 def _plan(config: object, place: Place, start: ModelConfig | None, is_exact: bool) -> Plan:
-    """start: the model that an earlier stage of the same command will leave, which is not there yet."""
+    """start: the model that an earlier stage of the same command will leave, before it exists."""
     where, world = place.device, place.world
     roles = _ROLES[type(config)](config, start)
     for role in roles:
@@ -199,7 +200,7 @@ def _plan(config: object, place: Place, start: ModelConfig | None, is_exact: boo
 
 
 def _laid_out(config: object) -> dict:
-    """How a stage's one engine is laid out, for its roles."""
+    """ZeRO stage, offload and optimizer of a stage with one engine, as fields of its roles."""
     return {"zero_stage": config.engine.zero_stage, "offload": tuple(config.engine.offload),
             "optim": config.train.optim}
 
@@ -237,8 +238,8 @@ def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[
 
 
 def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role]:
-    """Those that there are of actor, reference, critic, reward model and teacher, at their longest sequences, on the
-    bases that they share."""
+    """Actor, reference, critic, reward model and teacher (those that the method has), at their longest sequences, on
+    the bases that they share."""
     starts = on_policy_starts(config, start)
     layout, _ = resolve(config.roles, starts, bool(config.model.lora.r))
     parts, method = on_policy.parts_of(config), config.method
@@ -246,7 +247,7 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     sampled = config.data.max_prompt_length + sampling.max_new_tokens
     sequences, tp = config.train.rows_per_step * sampling.num_samples, config.roles.actor.tp or 1
     generation = Generation(min(MAX_BATCH, tp * sequences), config.data.max_prompt_length, sampling.max_new_tokens, tp,
-                            tp * sequences, keeps=method.keeps_words and sampling.is_truncated)
+                            tp * sequences, keeps=method.keep_candidates and sampling.is_truncated)
 
     def role(name: str, **more: object) -> Role:
         trains, group = name in TRAINED, layout.group(name)
@@ -286,15 +287,15 @@ def _texts(config: on_policy.Config, name: str = "actor") -> tuple[int, int] | N
 
 
 def _scored(config: on_policy.Config, name: str, sequences: int) -> int:
-    """Rows that a role scores in a step; the actor every eighth, where the sampler's log-probabilities are the old ones
-    (rollout/old_logprobs.py)."""
+    """Rows that a role scores in a step; the actor only every eighth where the sampler's log-probabilities serve as the
+    old ones (rollout/old_logprobs.py)."""
     ppo = getattr(config, "ppo", None)
     is_sample = name == "actor" and ppo is not None and ppo.old_logprobs_from != "recompute"
     return -(-sequences // NUM_SKIPPED) if is_sample else sequences
 
 
 def _where(parts: RoleInputs, group: tuple[str, ...], name: str) -> dict:
-    """A role's ZeRO stage and offload; a frozen one's are those of whoever trains on its base, or 0, or 3 if set."""
+    """A role's ZeRO stage and offload; a frozen role has those of the role trained on its base, else 0, or 3 if set."""
     owner = next((r for r in group if r in TRAINED), name)
     zero = layout_of(parts, owner)
     if owner in TRAINED:
@@ -318,8 +319,8 @@ def _classifiers(config: on_policy.Config) -> list[Role]:
 
 
 def _judge(config: on_policy.Config) -> list[Role]:
-    """A judge that is loaded here. How many of its tokens a question has is not known before it is asked: the texts are
-    taken as long as in the policy's tokens, the rubric and the template as a token for every three characters."""
+    """A judge that is loaded here. The length of a question in its tokens is estimated: the texts count as long as in
+    the policy's tokens, the rubric and the template a token for every three characters."""
     judge, sampling = config.reward.judge, config.method.sampling
     if not judge.model:
         return []
@@ -343,7 +344,7 @@ _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
 
 
 def on_policy_starts(config: on_policy.Config, start: ModelConfig | None) -> dict[str, Start]:
-    """Where each role starts. Before its parent runs have run, from the one model that they will start from."""
+    """Where each role starts; before its parent runs exist, from the one model that they will start from."""
     if start is not None:
         path = start.model_name_or_path or start.preset
         adapter = "to be trained" if config.model.lora.r else None

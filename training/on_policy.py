@@ -1,4 +1,4 @@
-"""What every on-policy recipe has in common: its parent runs, its data, its roles, its reward sources, and its run."""
+"""Shared code of the on-policy recipes: parent runs, data, roles, reward sources, and the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from hybrid_rlhf.training import (
     supervised,
 )
 from hybrid_rlhf.training.build_roles import RoleInputs, Sources, build, check_roles, layout_of
-from hybrid_rlhf.training.plain_prompts import tell_other_form
+from hybrid_rlhf.training.plain_prompts import print_other_form
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
 from hybrid_rlhf.training.reward_sources import RewardConfig
 from hybrid_rlhf.training.step2_reward import own_samples
@@ -50,15 +50,15 @@ MAX_CRITIC_WARMUP = 5  # steps
 
 
 class Method(NamedTuple):
-    """What a method asks of its run.
+    """What a method requires of its run.
 
-    sampling: how it draws; section: the name of its settings, for messages. num_updates: optimizer steps of one trainer
-    step; num_sequences: of one optimizer step on a process. num_together: rows that no micro-batch tears apart.
-    score_clip: bound of normalised scores. critic_warmup_steps: None goes by what the critic starts from. has_entropy:
-    whether the actor's update takes it. reads: its prompts. also_reads: further rows that it trains on. keeps_average:
-    whether of the actor's weights. needs_reward: whether there is nothing to learn without a score. takes_head: whether
-    the actor's update takes the teacher's whole head to its hidden states. keeps_words: whether log-probabilities are
-    among the words that truncated sampling drew from.
+    sampling: its settings; section: the name of the method's settings, for messages. num_updates: optimizer steps of
+    one trainer step; num_sequences: of one optimizer step on a process. num_together: rows that stay in one
+    micro-batch. score_clip: bound of normalised scores. critic_warmup_steps: None: by what the critic starts from.
+    has_entropy: whether the actor's update computes it. reads: its prompts. also_reads: further rows that it trains on.
+    keeps_average: whether the actor's weights are averaged. needs_reward: whether a score is required. takes_head:
+    whether the actor's update applies the teacher's full head to its hidden states. keep_candidates: whether
+    log-probabilities are over the candidate tokens of truncated sampling.
     """
 
     sampling: SamplingConfig
@@ -78,7 +78,7 @@ class Method(NamedTuple):
     needs_reward: bool = True
     needs_teacher: bool = False
     takes_head: bool = False
-    keeps_words: bool = False
+    keep_candidates: bool = False
 
 
 class Config(supervised.Config, Protocol):
@@ -94,9 +94,9 @@ class Config(supervised.Config, Protocol):
 
 @dataclass
 class RunContext:
-    """A run with everything loaded. config: with nothing left to be decided. scale: what the trainer puts the source's
-    scores on, if anything. more: data of Method.also_reads by name. critic_warmup_steps: steps that train the critic
-    alone. reward_line: what is known of the stage-2 model."""
+    """A run with everything loaded. config: resolved. scale: by which the trainer normalises the source's scores, if at
+    all. more: data of Method.also_reads by name. critic_warmup_steps: steps that train the critic alone. reward_line:
+    a line about the stage-2 model's accuracy."""
 
     config: Config
     tokenizer: object
@@ -125,24 +125,24 @@ def find_sources(config: Config) -> Sources:
     """Every role's parent run; UserError where one is missing or two do not fit together. Reads no weights."""
     method, roles = config.method, config.roles
     actor = find_actor(config)
-    reward, own = None, config.model.tokenizer_name_or_path
+    reward, tokenizer = None, config.model.tokenizer_name_or_path
     if config.reward.has_model(roles, config.environment, is_needed=method.needs_reward):
         reward = builders.parent_run(roles.reward.model_name_or_path, config.output_dir, "reward",
                                      "roles.reward.model_name_or_path (or reward.functions instead of a model)")
-        tell_other_form(reward, config.data, method.reads)
+        print_other_form(reward, config.data, method.reads)
     trusts = config.model.trust_remote_code
-    reads_text = reward not in (actor, None) and builders.difference(actor, reward, config.data, method.reads, own,
-                                                                     trust_remote_code=trusts)
-    found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
-                    (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
-                    if method.needs_critic else None, bool(reads_text), _find_teacher(config, actor))
-    for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
+    reads_text = reward not in (actor, None) and builders.difference(
+        actor, reward, config.data, method.reads, tokenizer, trust_remote_code=trusts)
+    sources = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
+                      (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
+                      if method.needs_critic else None, bool(reads_text), _find_teacher(config, actor))
+    for other in dict.fromkeys((sources.ref, sources.critic)):  # both of them read the actor's token ids
         if other not in (actor, reward, None):
-            builders.check_pair(actor, other, config.data, method.reads, own, trust_remote_code=trusts)
-    check(not (reads_text and reward in (found.ref, found.critic)),
+            builders.check_pair(actor, other, config.data, method.reads, tokenizer, trust_remote_code=trusts)
+    check(not (reads_text and reward in (sources.ref, sources.critic)),
           f"{actor} and {reward} do not fit together: their {reads_text} differ, and a critic or reference reads the "
           "actor's tokens")
-    return found
+    return sources
 
 
 def _find_teacher(config: Config, actor: str) -> str | None:
@@ -156,8 +156,8 @@ def _find_teacher(config: Config, actor: str) -> str | None:
     builders.check_vocabulary(actor, path, config.data, (config.method.reads, *config.method.also_reads),
                               config.model.tokenizer_name_or_path,
                               trust_remote_code=config.model.trust_remote_code)
-    found = load.configuration(replace(config.model, preset=None, model_name_or_path=builders.model_folder(path)))
-    check_top_k(config.distill.top_k, found.get_text_config().vocab_size)
+    teacher = load.configuration(replace(config.model, preset=None, model_name_or_path=builders.model_folder(path)))
+    check_top_k(config.distill.top_k, teacher.get_text_config().vocab_size)
     return path
 
 
@@ -170,7 +170,7 @@ def parts_of(config: Config) -> RoleInputs:
 
 
 def previews(config: Config) -> Iterator[Preview]:
-    """Rendered prompts; only the policy has to be there, for its tokens."""
+    """Rendered prompts; of the models only the policy has to exist, for its tokenizer."""
     config = prepared(config)
     model = replace(config.model, model_name_or_path=builders.model_folder(find_actor(config)))
     for reads in (config.method.reads, *config.method.also_reads):
@@ -179,7 +179,7 @@ def previews(config: Config) -> Iterator[Preview]:
 
 
 def prepared(config: Config) -> Config:
-    """The settings of a run that has data, with nothing left to be decided."""
+    """The resolved settings of a run; UserError without data."""
     builders.require_data(config.data, config.stage)
     config = defaults.resolve(config)
     require_more_data(config)
@@ -216,26 +216,26 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
         announce.before(record, config, engines, opened.sources.actor, opened.num_steps, opened.loader,
                         [_teacher_line(opened), opened.reward_line])
         prompts = fixed_prompts.first_prompts(opened.data, config.train.num_fixed_prompts)
-        # a function or service of the user's is asked for what is trained on and for evaluations, and for nothing else
+        # the user's functions and services score only what is trained on or evaluated, not these samples
         source = opened.source if isinstance(opened.source, ModelSource) else None
-        said = prompts and fixed_prompts.of_policy(roles.actor, prompts, config.method.sampling, source,
-                                                   ends=[config.data.append_eos] * len(prompts))
-        return fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps, said,
+        answers = prompts and fixed_prompts.of_policy(roles.actor, prompts, config.method.sampling, source,
+                                                      ends=[config.data.append_eos] * len(prompts))
+        return fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps, answers,
                    builders.guesses(engines.values()),
                    Leaving(opened.tokenizer, leave, facts, lambda: roles.actor.engine.training.num_steps))
 
 
 def _teacher_line(opened: RunContext) -> str | None:
-    roles, own = opened.roles, opened.config.roles.teacher.quantize
+    roles, quantize = opened.roles, opened.config.roles.teacher.quantize
     if roles.teacher is None:
         return None
-    quantize = (own if own != "none" else None) if own else opened.config.model.quantize
+    quantize = (quantize if quantize != "none" else None) if quantize else opened.config.model.quantize
     return announce.teacher_line(opened.sources.teacher, roles.teacher.engine, roles.actor.engine, quantize)
 
 
 def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> None:
     engine = roles.actor.engine
-    give_back_idle()  # the cache that was kept for the next rollout
+    give_back_idle()  # free the KV cache that was kept for the next rollout
     with explained("while exporting", builders.EXPORT_LATER), engine.active():
         export(engine.model, opened.tokenizer, Path(config.output_dir) / folder, engine.eos_ids)
 
@@ -261,8 +261,8 @@ def open_run(config: Config) -> RunContext:
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, method.reads, tokenizer, config.seed)
         more = {reads.stage: datasets.build(config.data, reads, tokenizer, config.seed) for reads in method.also_reads}
-    given = {"environments": None} if environments and not config.environment.isolate else {}
-    reward_sources.check_columns(others, {**data.train[0], **given}, bool(environments))
+    extra = {"environments": None} if environments and not config.environment.isolate else {}
+    reward_sources.check_columns(others, {**data.train[0], **extra}, bool(environments))
     reward_sources.leave_unread(data.report, others, environments)
     if environments is not None:
         episodes_setup.check_rows(environments, data, tokenizer, model, longest, lengths_of)
@@ -283,17 +283,17 @@ def open_run(config: Config) -> RunContext:
 
 
 def _open_sources(config: Config, environments: Environments | None) -> list[RewardSource]:
-    """The reward sources beside the stage-2 model; a line where a method adds up what stands at steps."""
+    """The reward sources beside the stage-2 model; prints a line where a method sums rewards of steps."""
     method = config.method
     reward_sources.check_groups(config.reward, method.sampling.num_samples, f"{method.section}.sampling.num_samples")
-    found = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment, environments,
-                                        config.seed, is_needed=method.needs_reward)
-    reward_sources.tell_steps(found, getattr(config, "ppo", None), environments)
-    return found
+    sources = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment,
+                                          environments, config.seed, is_needed=method.needs_reward)
+    reward_sources.print_step_rewards(sources, getattr(config, "ppo", None), environments)
+    return sources
 
 
 def _check_lengths(config: Config, sources: Sources, model: ModelConfig) -> tuple[int, str]:
-    """The longest sequence, and its options for messages; UserError where a role has fewer positions."""
+    """The longest sequence, in tokens, and its options for messages; UserError where a role has fewer positions."""
     longest = config.data.max_prompt_length + config.method.sampling.max_new_tokens
     option = f"data.max_prompt_length + {config.method.section}.sampling.max_new_tokens"
     paths = (sources.actor, sources.reward, sources.ref, sources.critic, sources.teacher)
@@ -303,8 +303,8 @@ def _check_lengths(config: Config, sources: Sources, model: ModelConfig) -> tupl
 
 
 def _check_whole_head(config: Config, layout: Layout) -> None:
-    """UserError where the actor's update needs the teacher's whole head, and its weights are in parts: as its own
-    settings say, or those of who trains on the same base."""
+    """UserError where the actor's update needs the teacher's full head, and ZeRO 3 shards its weights: by its own
+    settings, or those of the role that trains on the same base."""
     if config.method.needs_teacher and config.method.takes_head:
         owner = next((role for role in layout.group("teacher") if role in TRAINED), "teacher")
         check(layout_of(parts_of(config), owner).zero_stage != 3, WHOLE_HEAD)
@@ -331,7 +331,7 @@ def check_more_data(config: Config, model: ModelConfig, teacher: str | None = No
 
 
 def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transformers class
-    """The reward model's tokenizer where it reads text, which is announced; None where it reads the actor's tokens."""
+    """The reward model's tokenizer where it reads text (a line says so); None where it reads the actor's tokens."""
     if not sources.reads_text:
         return None
     if is_main():
@@ -342,21 +342,21 @@ def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transfor
 
 
 def _score_scale(config: Config, sources: Sources) -> Scale | None:
-    """What scores of the reward model are put on; None leaves them as they are."""
+    """The scale that the reward model's scores are normalised by; None for none."""
     is_wanted = sources.reward and config.method.normalise_scores
-    found = builders.score_statistics_of(sources.reward) if is_wanted else {}
-    if not found:
+    measured = builders.score_statistics_of(sources.reward) if is_wanted else {}
+    if not measured:
         return None
-    check(found["std"] > 0, f"roles.reward.model_name_or_path: {sources.reward} gave all pairs' answers one score "
-                            f"({found['mean']:.3g}), so it cannot tell responses apart; train it again, for longer or "
-                            "at another rate")
-    return Scale(found["mean"], found["std"], config.method.score_clip)
+    check(measured["std"] > 0, f"roles.reward.model_name_or_path: {sources.reward} gave all pairs' answers one score "
+                               f"({measured['mean']:.3g}), so it cannot tell responses apart; train it again, for "
+                               "longer or at another rate")
+    return Scale(measured["mean"], measured["std"], config.method.score_clip)
 
 
 def _reward_line(reward: str | None, has_check: bool) -> str | None:
-    """How the stage-2 model ranked its held-out pairs; a warning where that was no better than a coin may: within two
-    standard errors, 1 / sqrt(n), where nothing was held out, and where its run did not finish. Its score rises in
-    training all the same. has_check: whether another source is reported beside it."""
+    """How the stage-2 model ranked its held-out pairs; a warning where that may be chance (within two standard errors,
+    1 / sqrt(n)), where nothing was held out, and where its run did not finish: its score would rise in training all the
+    same. has_check: whether another source is reported beside it."""
     record = runfile.read_run(reward) if reward and (Path(reward) / runfile.RUN_FILE).exists() else None
     if record is None:
         return None
@@ -364,8 +364,8 @@ def _reward_line(reward: str | None, has_check: bool) -> str | None:
     if record.left_early:
         return f"warning: the reward run in {reward} {record.left_early}; what that ranks rightly is not known"
     if count == 0:
-        return ("warning: no pair was held out when the reward model was trained, so nobody knows whether it ranks new "
-                "answers rightly; raise data.eval_fraction of --stage reward, or give more pairs")
+        return ("warning: no pair was held out when the reward model was trained, so it is not known whether it ranks "
+                "new answers rightly; raise data.eval_fraction of --stage reward, or give more pairs")
     if accuracy is None or not count:
         return None
     ranked = f"the reward model ranked {accuracy:.0%} of its held-out pairs rightly ({count} were held out)"
@@ -384,12 +384,12 @@ def _reward_line(reward: str | None, has_check: bool) -> str | None:
 
 
 def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: int) -> int:
-    """Steps that train the critic alone. Where it is not said, none for a critic that can score responses already; a
-    new head knows nothing, and the actor would follow its mistakes."""
+    """Steps that train the critic alone. By default none for a critic that starts from a reward model; a new head's
+    values are wrong at first, and the actor would be trained on them."""
     if method.critic_warmup_steps is not None or not method.needs_critic:
         return method.critic_warmup_steps or 0
-    found = 0 if starts["critic"].head else min(MAX_CRITIC_WARMUP, num_steps // 10)
-    if found and is_main():
-        first = "first step trains" if found == 1 else f"first {found} steps train"
+    steps = 0 if starts["critic"].head else min(MAX_CRITIC_WARMUP, num_steps // 10)
+    if steps and is_main():
+        first = "first step trains" if steps == 1 else f"first {steps} steps train"
         print(f"the critic knows no scores yet: the {first} it alone (ppo.critic_warmup_steps)", file=sys.stderr)
-    return found
+    return steps

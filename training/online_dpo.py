@@ -1,4 +1,4 @@
-"""Online DPO of the stage-1 policy: pairs of its own fresh samples, ranked by the reward sources."""
+"""Online DPO of the stage-1 policy: pairs of its own samples, ranked by the reward sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run reads prompts of plain text as the runs that it starts from learned to read them."""
+"""Check that a run reads plain-text prompts in the form that its parent runs were trained on (data.raw)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.run import runfile
 
 
-def tell_other_form(path: str, data: DataConfig, reads: Reads) -> None:
-    """A line on stderr where a run, or the run that the model at `path` is of, had another data.raw than `data`."""
+def print_other_form(path: str, data: DataConfig, reads: Reads) -> None:
+    """Print a line on stderr where the run at `path`, or of the model at `path`, had another data.raw than `data`."""
     run = next((p for p in (Path(path), Path(path).parent) if (p / runfile.RUN_FILE).exists()), None)
     theirs = None if run is None else (runfile.read_run(run).config.get("data") or {}).get("raw")
     if theirs not in (None, data.raw) and is_main() and datasets.has_plain_prompts(data, reads):
-        own, other = str(data.raw).lower(), str(theirs).lower()
-        print(f"note: {run} was trained with data.raw {other} and this run has {own}: its model reads prompts of plain "
+        raw, other = str(data.raw).lower(), str(theirs).lower()
+        print(f"note: {run} was trained with data.raw {other} and this run has {raw}: its model reads prompts of plain "
               f"text in another form than it learned them; give --data.raw {other}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""The stages: one row each, and nowhere else. A new stage is a module with Config, run(config, command) and
-previews(config), and a row here; a variant of one is a row.
+"""Table of the stages, one row each. A new stage is a module with Config, run(config, command) and previews(config),
+and a row here; a variant of a stage is a row alone.
 
-Nothing heavy is imported: the command line reads this table before anything else.
+Imports nothing heavy: the command line reads this table first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hybrid_rlhf.data.sources import Reads
 
 
 class Rate(NamedTuple):
-    """A learning rate for all weights, and one for adapters. small: the factor of both for a small model."""
+    """Default learning rates: of all weights, and of adapters. small: factor of both for a small model."""
 
     full: float
     lora: float
@@ -21,7 +21,7 @@ class Rate(NamedTuple):
 
 
 class By(NamedTuple):
-    """A value that goes by the settings. what: by which of them, in words."""
+    """A default computed from the settings. what: from which of them, in words."""
 
     what: str
     value: Callable[[object], float]
@@ -30,10 +30,10 @@ class By(NamedTuple):
 class Stage(NamedTuple):
     """One row of the table.
 
-    base, preset: of a variant, the stage that it is a name for and the options that it presets. What is given wins, but
-    for those of IDENTITIES. defaults: option -> what null means there: a value, a Rate, or By the settings.
-    unread: options of shared sections that the stage never reads -> what is meant instead. reads: its rows. leaves:
-    what a finished run leaves behind. followed_by: the stage that a run proposes as the next one.
+    base, preset: of a variant, its stage and the options that it presets. Options that the user gives take precedence,
+    except those of IDENTITIES. defaults: option -> what null means there: a value, a Rate, or By the settings.
+    unread: options of shared sections that the stage never reads -> what to set instead. reads: its rows. leaves:
+    the kind of model that a finished run leaves. followed_by: the stage that a run proposes as the next one.
     """
 
     module: str
@@ -47,22 +47,22 @@ class Stage(NamedTuple):
     followed_by: str | None = None
 
 
-IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # options that the name of a variant stands for
+IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # options that define a variant
 
 
 def _missing_eos_penalty(config: object) -> float:
-    """A learned score says nothing of the end of a response; a function says what it rewards."""
+    """1 with a learned score, which does not reward ending a response; 0 with functions alone."""
     is_learned = config.reward.has_model(config.roles, config.environment) or config.reward.judge.is_given
     return 1.0 if is_learned else 0.0
 
 
 def _kl_coef(config: object) -> float:
-    """A learned score is trusted less than a function that checks the answer."""
+    """Larger for a learned score, which can be over-optimised, than for a function that checks the answer."""
     return 0.1 if config.reward.is_learned(config.roles, config.environment) else 0.04
 
 
 def _where_seen(kl: float) -> By:
-    """One update on a rollout never sees how far it moved."""
+    """`kl`, or 0 (off) with one update per rollout, which is never measured after it moved."""
     def value(config: object) -> float:
         ppo = config.ppo
         return 0.0 if ppo.num_ppo_epochs == ppo.num_minibatches == 1 and ppo.minibatch_size is None else kl
@@ -70,8 +70,8 @@ def _where_seen(kl: float) -> By:
     return By("the updates on a rollout", value)
 
 
-# Defaults: docs/guide/hyperparameters.md says which are the literature's and which were measured.
-MAX_STEPS = "train.max_steps"  # taken where train.num_train_epochs is not given either: few prompts are no short run
+# Defaults: docs/guide/hyperparameters.md says which come from the literature and which were measured.
+MAX_STEPS = "train.max_steps"  # default if train.num_train_epochs is not given either: also with few prompts
 _OFFLINE = {"train.num_train_epochs": 1.0, "train.per_device_train_batch_size": 8}
 _SFT = {"train.learning_rate": Rate(2e-5, 2e-4, small=2.5)} | _OFFLINE | {"train.num_train_epochs": 3.0}
 _DPO = {"train.learning_rate": Rate(1e-6, 1e-5)} | _OFFLINE
@@ -136,7 +136,7 @@ STAGES = {
 
 def _online(name: str, text: str, *preset: str, defaults: dict = _GROUPS, estimator: str | None = None,
             num_samples: int = 8) -> Stage:
-    """A variant of PPO; num_samples: responses to each prompt, of which a group is made."""
+    """A variant of PPO; num_samples: responses to each prompt (the size of a group)."""
     groups = (f"--ppo.sampling.num_samples={num_samples}",) if num_samples > 1 else ()
     return STAGES["ppo"]._replace(
         help=f"{text} (--stage ppo with {name} settings)", base="ppo", defaults=defaults, preset=(
@@ -198,6 +198,6 @@ READS = {row.reads.stage: row.reads for row in STAGES.values() if row.reads} | {
 
 
 def variant_options(name: str) -> dict[str, str]:
-    """The options that the name of a variant stands for, such as {"ppo.estimator": "grpo"}."""
+    """The options that define a variant, such as {"ppo.estimator": "grpo"}."""
     words = (word.removeprefix("--").partition("=") for word in STAGES[name].preset)
     return {option: value for option, _, value in words if option in IDENTITIES}

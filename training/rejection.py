@@ -58,9 +58,9 @@ class Config:
 
     @property
     def method(self) -> on_policy.Method:
-        own = self.rejection
-        return on_policy.Method(own.sampling, "rejection", own.num_epochs * own.num_minibatches,
-                                -(-self.train.rows_per_step // own.num_minibatches), needs_ref=own.measure_kl,
+        settings = self.rejection
+        return on_policy.Method(settings.sampling, "rejection", settings.num_epochs * settings.num_minibatches,
+                                -(-self.train.rows_per_step // settings.num_minibatches), needs_ref=settings.measure_kl,
                                 reads=READS["rejection"])
 
 

@@ -1,4 +1,4 @@
-"""Reward sources: the stage-2 model, Python functions, and others; their settings, and one source of all."""
+"""Reward sources: settings of the stage-2 model, Python functions and others, and how they become one source."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RewardConfig:
         timeout: Seconds that one call of a function, or one request, may take.
         isolate: Whether functions of files and modules run in a process of their own, which is killed at the timeout:
             for code that nothing else ends (compiled code), or that may crash. The built-in ones stay.
-        retries: How often a request that found nobody, or one too busy, is made again, each time after twice the wait.
+        retries: How often a request that found no service, or a busy one, is repeated, each time after twice the wait.
         batch_size: Responses per request.
     """
 
@@ -88,34 +88,35 @@ class RewardConfig:
 
     def has_model(self, roles: RolesConfig, environment: EnvironmentConfig | None = None, *,
                   is_needed: bool = True) -> bool:
-        """Whether the stage-2 model takes part. An environment is expected to have a reward of its own; tools have
-        none. is_needed: whether the method needs a score at all."""
+        """Whether the stage-2 model takes part. An environment is expected to have its own reward; tools have none.
+        is_needed: whether the method needs a score at all."""
         is_enough = not is_needed or bool(self.given or (environment and environment.factory))
         return not is_enough or roles.reward.model_name_or_path is not None
 
     def is_learned(self, roles: RolesConfig, environment: EnvironmentConfig | None = None) -> bool:
-        """Whether a model takes part in the score, or a service, which may hold one."""
+        """Whether a model takes part in the score, or a service, which may be a model."""
         return self.has_model(roles, environment) or bool(self.model_list or self.url or self.judge.is_given)
 
 
 def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
                  environment: EnvironmentConfig | None = None, environments: Environments | None = None, seed: int = 0,
                  *, is_needed: bool = True) -> list[RewardSource]:
-    """The sources beside the stage-2 model, the environment's own reward last. Raises UserError for what cannot be had;
-    reads no weights. raw: data.raw, whether models read string prompts as they are. seed: of what a judge draws.
-    is_needed: whether the method needs a score."""
+    """The sources beside the stage-2 model, the environment's own reward last. Raises UserError for what cannot be
+    opened; reads no weights. raw: data.raw, whether models read string prompts as they are. seed: of the judge's
+    random choices. is_needed: whether the method needs a score."""
     models = [_scorer(path, config, raw, environments is not None) for path in config.model_list]
-    own = {name: given for name, given in config.options.items() if name not in [m.name for m in models]}
-    found: list[RewardSource] = [*open_functions(config.function_list, own, config.timeout, config.isolate), *models]
+    options = {name: value for name, value in config.options.items() if name not in [m.name for m in models]}
+    sources: list[RewardSource] = [
+        *open_functions(config.function_list, options, config.timeout, config.isolate), *models]
     if config.url is not None:
-        found.append(ServiceSource(config.url, "service", config.timeout, config.retries, config.batch_size))
+        sources.append(ServiceSource(config.url, "service", config.timeout, config.retries, config.batch_size))
     if config.judge.is_given:
-        found.append(_judge(config.judge, seed))
+        sources.append(_judge(config.judge, seed))
     if environment is not None and environments is not None:
-        _check_isolation(environment, found)
-        own = source_of(environments, environment.malformed_penalty)
-        found += [own] if own else []
-    names = ["model"] * config.has_model(roles, environment, is_needed=is_needed) + [source.name for source in found]
+        _check_isolation(environment, sources)
+        reward = source_of(environments, environment.malformed_penalty)
+        sources += [reward] if reward else []
+    names = ["model"] * config.has_model(roles, environment, is_needed=is_needed) + [source.name for source in sources]
     check(bool(names) or not is_needed,
           "environment.factory: its class has neither get_reward nor step, and there is no other reward; give "
           "reward.functions, or roles.reward.model_name_or_path")
@@ -124,12 +125,12 @@ def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
     check(config.weights is None or len(config.weights) == len(names),
           f"reward.weights has {len(config.weights or [])} numbers for {len(names)} sources ({', '.join(names)}); give "
           "one for each, in that order")
-    return found
+    return sources
 
 
-def _check_isolation(environment: EnvironmentConfig, found: list[RewardSource]) -> None:
-    """UserError for a function that is to get instances which live in other processes."""
-    for source in found:
+def _check_isolation(environment: EnvironmentConfig, sources: list[RewardSource]) -> None:
+    """UserError for a function with the argument `environments` where the instances are in other processes."""
+    for source in sources:
         if isinstance(source, FunctionSource):
             check(not environment.isolate or "environments" not in parameters(source.function)[0],
                   f"environment.isolate: reward.functions: {source.name} asks for environments, and they are in "
@@ -155,9 +156,9 @@ def _scorer(path: str, config: RewardConfig, raw: bool, has_episodes: bool) -> C
     return ProcessSource(folder, name, **options)
 
 
-def tell_steps(sources: list[RewardSource], ppo: PPOConfig | None, environments: Environments | None) -> None:
-    """One line where rewards of steps or turns are added up to one number of the response, or where steps are compared
-    whose rewards are divided by how many there are. ppo: None of a method that ranks whole responses."""
+def print_step_rewards(sources: list[RewardSource], ppo: PPOConfig | None, environments: Environments | None) -> None:
+    """Print one line where rewards of steps or turns are summed to one number per response, or where steps are compared
+    whose rewards are divided by their number. ppo: None for a method that ranks whole responses."""
     placed = [s for s in sources if isinstance(s, ProcessSource) and s.places_scores]
     names = [s.name for s in placed] + [k.name for k in (environments.kinds if environments else []) if k.has_step]
     divided = [s.name for s in placed if s.reduce == "each"]
@@ -179,7 +180,7 @@ def _judge(config: JudgeConfig, seed: int) -> JudgeSource:
 
 
 def check_groups(config: RewardConfig, num_samples: int, option: str) -> None:
-    """UserError for a judge that compares the responses to a prompt, where there is one response."""
+    """UserError for a judge that compares the responses to a prompt, where there is only one response."""
     check(not config.judge.is_given or config.judge.mode == ABSOLUTE or num_samples > 1,
           f"reward.judge.mode is {config.judge.mode}, which compares the responses to a prompt, and {option} is "
           f"{num_samples}; give several, or choose absolute")
@@ -189,23 +190,23 @@ def check_groups(config: RewardConfig, num_samples: int, option: str) -> None:
 
 
 def check_columns(sources: list[RewardSource], row: Mapping, has_episodes: bool = False) -> None:
-    """UserError where a function needs a column that `row` of the data does not have; one line where it is given
-    messages, for a function that expects text may score them all 0."""
+    """UserError where a function needs a column that `row` of the data does not have; one line where it gets messages,
+    as a function that expects text may score them all 0."""
     names = [c for c in row if c not in ("prompt", "prompt_ids", "text")]
     functions = [s for s in sources if isinstance(s, FunctionSource)]
     for source in functions:
         source.check_columns(names)
-    own = [s.name for s in functions if type(s.function) not in BUILTINS.values()]
-    if own and has_episodes and is_main():
-        print(f"reward: {', '.join(own)} get completions as lists of all messages behind the prompt: what the model "
+    custom = [s.name for s in functions if type(s.function) not in BUILTINS.values()]
+    if custom and has_episodes and is_main():
+        print(f"reward: {', '.join(custom)} get completions as lists of all messages behind the prompt: what the model "
               "says last is completion[-1]['content']", file=sys.stderr)
-    elif own and not isinstance(row.get("prompt", ""), str) and is_main():
-        print(f"reward: {', '.join(own)} get completions as lists of one message, as the data's prompts are read as "
+    elif custom and not isinstance(row.get("prompt", ""), str) and is_main():
+        print(f"reward: {', '.join(custom)} get completions as lists of one message, as the data's prompts are read as "
               "messages: the text is completion[0]['content']", file=sys.stderr)
 
 
 def leave_unread(report: dict, sources: Sequence[RewardSource], environments: Environments | None) -> None:
-    """Keep of the report's unread columns those that no function is given, and no environment's reset."""
+    """Drop from the report's unread columns those that a function, or an environment's reset, is given."""
     has_reset = environments is not None and any(kind.make is not None for kind in environments.kinds)
     functions = [s for s in sources if isinstance(s, FunctionSource)]
     report["unread"] = {column: number for column, number in report.get("unread", {}).items()
@@ -214,11 +215,11 @@ def leave_unread(report: dict, sources: Sequence[RewardSource], environments: En
 
 def combine(config: RewardConfig, model: ModelSource | None, others: list[RewardSource], scale: Scale | None,
             tokenizer: Tokenizer) -> tuple[RewardSource, Scale | None]:
-    """The one source of the run, and what the trainer puts its scores on. scale: what the stage-2 model's are put on.
-    tokenizer: the policy's.
+    """The one source of the run, and the scale by which the trainer normalises its scores. scale: that of the stage-2
+    model. tokenizer: the policy's.
 
-    A model alone is scaled by the trainer. In a sum it is scaled by itself, and the sum is left as it is. Of no sources
-    at all the one of the run skips every response.
+    A model alone is scaled by the trainer. In a sum it is scaled by itself, and the sum is not scaled. Without any
+    source, the run's source skips every response.
     """
     if model is not None and not others and config.weights is None:
         return model, scale

@@ -1,4 +1,4 @@
-"""Samples of a command that may be stopped: a file of JSON lines that grows, whose first line says what drew them."""
+"""Append-only file of samples (JSON lines) of a command that may be interrupted; its first line has the settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hybrid_rlhf.run.json_lines import Lines
 
 
 class SampleFile:
-    """`known`: a prompt's number -> its samples, and how many of them were cut at the longest length."""
+    """A file of samples. known: a prompt's number -> its samples, and how many were cut at the longest length."""
 
     def __init__(self, path: Path, settings: dict) -> None:
-        """Go on with the file at `path`, or begin it. A last line that is not whole, of a process that was killed,
-        goes. Raises UserError where other settings drew the samples."""
+        """Continue the file at `path`, or create it. An incomplete last line, of a process that was killed, is removed.
+        Raises UserError where the samples were drawn with other settings."""
         self.known: dict[int, tuple[list[str], int]] = {}
         end = self._read(path, settings) if path.exists() else 0
         self._lines = Lines(path, lambda text: print(text, file=sys.stderr), position=end)
@@ -26,7 +26,7 @@ class SampleFile:
             self._lines.sync()
 
     def _read(self, path: Path, settings: dict) -> int:
-        """Take what the file has; returns where its last whole line ends."""
+        """Read the file's samples; returns where its last complete line ends."""
         text, end = path.read_bytes(), 0
         for number, line in enumerate(text.splitlines(keepends=True)):
             try:
@@ -34,9 +34,9 @@ class SampleFile:
                 if not line.endswith(b"\n"):
                     break
                 if number == 0:
-                    found = row["settings"]
+                    recorded = row["settings"]
                     wanted = json.loads(to_json(settings))
-                    changed = [name for name in wanted if found.get(name) != wanted[name]]
+                    changed = [name for name in wanted if recorded.get(name) != wanted[name]]
                     check(not changed, f"label: {path} holds samples of other settings ({', '.join(changed)}); remove "
                                        "it, or give another --output")
                 else:
@@ -45,16 +45,16 @@ class SampleFile:
                 break
             end += len(line)
         check(end > 0 or not text.strip() or b"\n" not in text,
-              f"label: {path} is no file of samples; remove it, or give another --output")
+              f"label: {path} is not a file of samples; remove it, or give another --output")
         return end
 
     def add(self, number: int, responses: Sequence[str], cut: int) -> None:
-        """The samples of one prompt."""
+        """Append the samples of one prompt."""
         self.known[number] = (list(responses), cut)
         self._lines.write(to_json({"number": number, "responses": list(responses), "cut": cut}))
 
     def sync(self) -> None:
-        """All of it on the disk. Raises OSError where there is no room."""
+        """Flush all lines to the disk. Raises OSError on a full disk."""
         self._lines.sync()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One policy's answers to a list of prompts, scored and measured: what comparing models is made of."""
+"""Sample, score and measure one policy's answers to a list of prompts, for comparing models."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hybrid_rlhf.roles import Actor, Reference
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.training import builders
 
-# name -> module:function(prompt messages or text, completion) -> bool, an independent judge of truth
+# name -> module:function(prompt messages or text, completion) -> bool, an independent check of correctness
 CHECKERS = {"demo": "hybrid_rlhf.data.demo:is_correct"}
 
 NO_VERDICT, UNSCORED = "answers_without_a_verdict_of_the_judge", "answers_without_a_score"  # facts of evaluate.json
 
 
 def open_actor(model: ModelConfig, tokenizer) -> Actor:  # noqa: ANN001
-    """A policy as it is, to sample from and to score with."""
+    """A policy without an optimizer, to sample from and to score with."""
     causal = builders.open_policy(model, tokenizer, 0, dropout=False)
     return Actor(builders.policy_engine(causal, tokenizer), tokenizer)
 
@@ -39,13 +39,13 @@ def respond(actor: Actor, prompts: Prompts, sampling: SamplingConfig, seed: int,
             asked: Prompts | None = None) -> Rollout:
     """sampling.num_samples responses to each prompt, with the actor's log-probabilities of them.
 
-    asked: the same prompts as the actor is to read them, where that differs (`in_words`); the rollout holds `prompts`.
+    asked: the same prompts in the form that the actor reads, if another (`in_words`); the rollout has `prompts`.
     """
     repeated = prompts.repeat(sampling.num_samples)
     with actor.inference():
         rollout = actor.generate((asked or prompts).repeat(sampling.num_samples), sampling, seed)
     rollout.logprobs = actor.logprobs(rollout)  # (B, R)
-    if actor.episodes is None:  # else the prompts are those that the environments have written
+    if actor.episodes is None:  # otherwise the environments wrote the prompts
         rollout.prompts = repeated
     return rollout
 
@@ -60,16 +60,16 @@ def judge(rollout: Rollout, source: RewardSource, reference: Reference | None) -
 
 
 def unjudged(source: RewardSource) -> float:
-    """The share of the answers since the last call that a judge has no verdict on; 0 without a judge."""
+    """The share of answers since the last call without a verdict of the judge; 0 without a judge."""
     metrics = Metrics()
     if isinstance(source, Reporting):
         source.report(metrics)
     return metrics.compute().get("judge/failed", 0.0)
 
 
-def tell_unjudged(shares: dict[str, float], fate: str) -> dict[str, str]:
-    """A line where the judge has no verdict on some answers, which its score of a model does not show; and the facts
-    of it. fate: reward.judge.on_failure."""
+def print_unjudged(shares: dict[str, float], fate: str) -> dict[str, str]:
+    """Print a line where the judge has no verdict on some answers, which a model's mean score hides; returns it as a
+    fact for evaluate.json. fate: reward.judge.on_failure."""
     if not any(shares.values()):
         return {}
     what = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
@@ -78,9 +78,9 @@ def tell_unjudged(shares: dict[str, float], fate: str) -> dict[str, str]:
     return {NO_VERDICT: what}
 
 
-def tell_unscored(answered: Sequence[Answered]) -> dict[str, str]:
-    """A line where every source skipped some answers, which no score and no win counts; and the facts of it. UserError
-    where a model has no score that can be compared."""
+def print_unscored(answered: Sequence[Answered]) -> dict[str, str]:
+    """Print a line where every source skipped some answers, which scores and wins leave out; returns it as a fact for
+    evaluate.json. UserError where a model has no score that can be compared."""
     counts = {model.name: int(np.isnan(model.scores).sum()) for model in answered}
     for model in answered:
         names = " or ".join(dict.fromkeys((answered[0].name, model.name)))
@@ -103,13 +103,13 @@ def in_words(prompts: Prompts, template: str, tokenizer, raw: bool = False) -> P
 def is_right(checker: str, rollout: Rollout) -> list[bool]:
     """Whether the checker finds each completion right."""
     module, function = CHECKERS[checker].split(":")
-    found: Callable = getattr(importlib.import_module(module), function)
-    return [found(p, c) for p, c in zip(rollout.prompts.columns["prompt"], rollout.completions, strict=True)]
+    check_answer: Callable = getattr(importlib.import_module(module), function)
+    return [check_answer(p, c) for p, c in zip(rollout.prompts.columns["prompt"], rollout.completions, strict=True)]
 
 
 def share(values: Iterable[bool]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    items = list(values)
+    return sum(items) / len(items)
 
 
 def nats_from(rollout: Rollout) -> list[float]:

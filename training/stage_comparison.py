@@ -1,4 +1,4 @@
-"""What the stages brought: SFT, SFT continued for as long as PPO took, and PPO, on prompts that none has seen."""
+"""Compare the stages on held-out prompts: SFT, SFT continued for as long as PPO took, and PPO."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CompareConfig:
     Attributes:
         checker: Name of an independent checker of answers (demo), for the accuracy column; null leaves it out.
         num_prompts: Held-out prompts to answer.
-        longer_sft: Also continue SFT for as long as PPO took, and compare with that: the honest alternative.
+        longer_sft: Also continue SFT for as long as PPO took, and compare with that: a baseline of equal time.
     """
 
     checker: str | None = one_of(None, CHECKERS)
@@ -46,8 +46,8 @@ class CompareConfig:
 
 
 def run(config, configs: dict, seconds: dict[str, float], command: str) -> dict:  # noqa: ANN001
-    """Measure the three policies, print the table, write output_dir/summary.json and return it. Of few rows no prompt
-    may be held out: then there is nothing to measure them on, and one line says so."""
+    """Measure the three policies, print the table, write output_dir/summary.json and return it. Without a held-out
+    prompt (of few rows) nothing is measured, and one line says so."""
     folders = {"sft": configs["sft"].output_dir, "ppo": configs["ppo"].output_dir}
     took = _recorded_seconds(configs)
     if not _has_prompts(config, folders["sft"]):
@@ -66,22 +66,22 @@ def run(config, configs: dict, seconds: dict[str, float], command: str) -> dict:
     if is_main():
         write_file(path, json.dumps(summary, indent=1) + "\n")
         page = compare_stages(Path(config.output_dir), list(configs), table(summary),
-                              side_by_side({name: said for name, (_, said) in measured.items()}))
+                              side_by_side({name: answers for name, (_, answers) in measured.items()}))
         show(summary, path, config.compare.num_prompts)
         print(f"report with curves and answers: {page}")
     return summary
 
 
 def _recorded_seconds(configs: dict) -> dict[str, float]:
-    """What each stage took by its own record: a rerun that found it finished must not say zero."""
+    """Seconds of each stage by its run's record: a rerun that skips a finished stage must not report zero."""
     return {name: runfile.read_run(stage.output_dir).seconds for name, stage in configs.items()}
 
 
 def longer_sft(config, sft, limit: float, command: str) -> str:  # noqa: ANN001
     """Continue the SFT run on its own data for about `limit` seconds; returns the longer run's folder.
 
-    Seconds become steps by the first run's own pace, and at least the first run's steps, as the pace of a busy machine
-    misleads.
+    Seconds become steps by the first run's time per step, but at least its number of steps, as a busy machine distorts
+    the time.
     Warm-up and decay start anew at half the rate: the full rate would first undo what the first run had learned.
     """
     done = runfile.read_run(sft.output_dir)
@@ -96,7 +96,7 @@ def longer_sft(config, sft, limit: float, command: str) -> str:  # noqa: ANN001
 
 def measure(config, configs: dict, folder: str) -> tuple[dict[str, float], list[dict]]:  # noqa: ANN001
     """accuracy (sampled as PPO samples, and greedy), score, KL to SFT, entropy and length on held-out prompts; and the
-    first few prompts with what was said to them."""
+    first few prompts with their answers."""
     def open_one(path: str) -> ModelConfig:
         return ModelConfig(builders.model_folder(path), dtype=config.model.dtype)
 
@@ -116,16 +116,16 @@ def measure(config, configs: dict, folder: str) -> tuple[dict[str, float], list[
         greedy = SamplingConfig(max_new_tokens=sampling.max_new_tokens, temperature=0)
         out = {"accuracy": share(is_right(checker, rollout))} | out
         out["accuracy_greedy"] = share(is_right(checker, respond(actor, prompts, greedy, 0)))
-    said = [{"prompt": text, "completion": completion, "score": float(score)} for text, completion, score, _ in
+    answers = [{"prompt": text, "completion": completion, "score": float(score)} for text, completion, score, _ in
             zip(rollout.prompts.texts, rollout.completions, rollout.scores, range(NUM_SHOWN), strict=False)]
-    return out, said
+    return out, answers
 
 
-def side_by_side(said: dict[str, list[dict]]) -> list[dict]:
-    """One row a prompt, one column a model: its answer and the score of it."""
-    first = next(iter(said.values()), [])
+def side_by_side(answers: dict[str, list[dict]]) -> list[dict]:
+    """One row per prompt, one column per model: its answer and the answer's score."""
+    first = next(iter(answers.values()), [])
     return [{"prompt": row["prompt"]} | {name: f"{rows[i]['completion']}\n(score {rows[i]['score']:.2f})"
-                                         for name, rows in said.items()} for i, row in enumerate(first)]
+                                         for name, rows in answers.items()} for i, row in enumerate(first)]
 
 
 def _has_prompts(config, folder: str) -> bool:  # noqa: ANN001
@@ -141,20 +141,20 @@ def _prompts(config, tokenizer):  # noqa: ANN001, ANN202
 
 
 def table(summary: dict) -> list[dict]:
-    """A row a model: its figures and the seconds of its training."""
+    """One row per model: its figures and the seconds of its training."""
     names = [n for n in ("sft", "sft_longer", "ppo") if n in summary]
     return [{"model": n, **summary[n], "seconds": summary["seconds"][n]} for n in names]
 
 
 def show(summary: dict, path: Path, num_prompts: int) -> None:
-    """The table, and what alarms PPO beside SFT gives, on the terminal and in report.md beside `path`."""
+    """Show the table, and the alarms of PPO against SFT, on the terminal and in report.md beside `path`."""
     from hybrid_rlhf.report.terminal import summary_table
 
     summary_table(table(summary), title="Held-out prompts")
     accuracy = summary["reward"]["accuracy"]
     print("reward model: " + ("no pair was held out" if accuracy is None else f"held-out accuracy {accuracy:.3f}")
           + f"\nwritten to {path}")
-    found = compared(summary["sft"], summary["ppo"], num_prompts)
-    conclude_comparison(path.parent, "SFT and PPO on held-out prompts", table(summary), found)
-    for alarm in found:
+    alarms = compared(summary["sft"], summary["ppo"], num_prompts)
+    conclude_comparison(path.parent, "SFT and PPO on held-out prompts", table(summary), alarms)
+    for alarm in alarms:
         print(f"alarm, {alarm.name}: {alarm.text}")

@@ -1,4 +1,4 @@
-"""What recipes that learn from given rows have in common: the run, and the preview."""
+"""Shared code of the offline recipes (SFT, reward model, DPO): the run and the preview."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class Config(Protocol):
 
 
 class Opened(NamedTuple):
-    """A run before its model is loaded. config: with nothing left to be decided; model: what to load; steps: how many
-    there will be."""
+    """A run before its model is loaded. config: resolved; model: what to load; steps: trainer steps of the run."""
 
     config: Config
     model: ModelConfig
@@ -49,8 +48,8 @@ class Opened(NamedTuple):
 
 
 class Learner(NamedTuple):
-    """What is trained, under its optimizer. role: its name; model: what is exported, with the tokens that end it;
-    answers: what it says to the fixed prompts, if anything; facts: for the record, asked for after the training."""
+    """The trained model with its optimizer. role: its name; model: what is exported; ends: the tokens that end its
+    answers; answers: makes the fixed-prompt samples, if any; facts: for the record, called after the training."""
 
     trainer: Trainer
     role: str
@@ -61,8 +60,8 @@ class Learner(NamedTuple):
     facts: Callable[[], dict] = dict
 
 
-Start = Callable[[Config], tuple[str, ModelConfig]]  # settings -> the run or model to start from, and how it is loaded
-# (settings, pad id) -> how rows become a batch of training, and one of evaluation
+Start = Callable[[Config], tuple[str, ModelConfig]]  # settings -> the run or model to start from, and its settings
+# (settings, pad id) -> collate functions of training and of evaluation
 Collation = Callable[[Config, int], tuple[Callable[[list[dict]], object], Callable[[list[dict]], object]]]
 
 
@@ -120,7 +119,7 @@ def start_from_sft(config: Config, what: str) -> tuple[str, ModelConfig]:
 
 
 def prepare_training(engine: HybridEngine, config: Config, steps: int) -> None:
-    """Put the optimizer of the run's settings on an engine."""
+    """Prepare an engine for training with the optimizer of the run's settings."""
     with explained("while making the optimizer"):
         engine.prepare_training(builders.optimizer_of(config.train, config.train.learning_rate),
                                 builders.schedule_of(config.train, steps), config.engine)

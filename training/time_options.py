@@ -1,4 +1,4 @@
-"""How long a planned run takes: which devices' rates it is predicted by, and what is printed."""
+"""Predict how long a planned run takes, by the rates of a device, and print it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hybrid_rlhf.models import load
 PUBLISHED = "from published figures and assumed shares of them"
 
 
-def tell(plans: Sequence[tuple[str, Plan]], device: torch.device, cards: Cards | None, stream: TextIO) -> None:
-    """Print what a step of each plan takes on each device, by its settings; or in one line why that is not known."""
+def print_times(plans: Sequence[tuple[str, Plan]], device: torch.device, cards: Cards | None, stream: TextIO) -> None:
+    """Print the time of a step of each plan on each device, by settings; or one line with the reason why not."""
     rows, source = predicted(plans, device, cards)
     if not rows:
         print(f"time is not predicted: {source}", file=stream)
@@ -33,20 +33,20 @@ def tell(plans: Sequence[tuple[str, Plan]], device: torch.device, cards: Cards |
 
 def predicted(plans: Sequence[tuple[str, Plan]], device: torch.device, cards: Cards | None
               ) -> tuple[list[tuple[str, StepTime]], str]:
-    """(settings, time of a step) for each device and plan, and where the rates come from; none, and why."""
-    found, source = rates_for(device, cards, load.resolve_dtype(plans[0][1].roles[0].model.dtype, device))
-    return [(settings, times_of(plan, device, each)) for each in found for settings, plan in plans], source
+    """(settings, time of a step) for each device and plan, and the source of the rates; [] and why there are none."""
+    device_rates, source = rates_for(device, cards, load.resolve_dtype(plans[0][1].roles[0].model.dtype, device))
+    return [(settings, times_of(plan, device, each)) for each in device_rates for settings, plan in plans], source
 
 
-def times_of(plan: Plan, device: torch.device, given: Rates) -> StepTime:
+def times_of(plan: Plan, device: torch.device, device_rates: Rates) -> StepTime:
     samples = any(role.generation for role in plan.roles)
     by = ("as long as the data's on the average" + ", responses as the settings allow" * samples if plan.timed
           else "as long as the settings allow")
-    return replace(step_time(plan.timed or plan.roles, device, given), steps=plan.steps, lengths=by)
+    return replace(step_time(plan.timed or plan.roles, device, device_rates), steps=plan.steps, lengths=by)
 
 
 def rates_for(device: torch.device, cards: Cards | None, dtype: torch.dtype) -> tuple[list[Rates], str]:
-    """The rates to predict by, and where they come from; none, and why."""
+    """The rates to predict by, and their source; [] and why there are none."""
     if cards is not None:
         named = [CARDS[cards.name]] if cards.name else rates.cards_with(cards.memory)
         return [rates.rates_of_card(c) for c in named], PUBLISHED if named else (
@@ -64,7 +64,7 @@ def rates_for(device: torch.device, cards: Cards | None, dtype: torch.dtype) -> 
 
 
 def left_out(plan: Plan) -> list[str]:
-    """What this run does that takes time beyond the prediction."""
+    """Work of this run that the prediction does not count."""
     roles = plan.roles
     return [*(["models among the reward sources"] if any(r.labels for r in roles) else []),
             *(["moving what is offloaded"] if any(r.offload or r.waits for r in roles) else []),

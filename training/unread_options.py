@@ -1,6 +1,6 @@
-"""Options of the shared parts that a stage never reads, and what is meant instead.
+"""Options of shared sections that a stage never reads, and what to set instead.
 
-They are no options of that stage: not in its --help, its files or its records, and an error where they are given.
+They are not options of that stage: its --help, files and records leave them out, and setting one is an error.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from hybrid_rlhf.rewards.judge.judge_config import VERDICT, JudgeConfig
 from hybrid_rlhf.training.registry import PROMPTS_ONLY, READS, STAGES, variant_options
 
 _SECTIONS = {"online": "online_dpo", "stages": "all", "rejection": "rejection", "evaluate": "evaluate", "ppo": "ppo",
-             "dpo": "dpo", "distill": "distill"}  # a section that only one stage has -> that stage
+             "dpo": "dpo", "distill": "distill"}  # section that only one stage has -> that stage
 
 _COLUMNS = 'columns belong to a source: --data.sources "{path: FILE, columns: {prompt: question}}"'
 
 
 def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type: str | None = None) -> dict[str, str]:
-    """What a method does not read of its stage's options; None: any method may be chosen."""
-    found: dict[str, str] = {}
+    """The options of its stage that a method does not read -> why. None: any method may be chosen."""
+    unread: dict[str, str] = {}
     if loss_type is not None:
-        of = {"dpo.simpo_gamma": ("simpo",), "dpo.label_smoothing": ("sigmoid", "simpo"),
+        only_for = {"dpo.simpo_gamma": ("simpo",), "dpo.label_smoothing": ("sigmoid", "simpo"),
               "dpo.desirable_weight": ("kto",), "dpo.undesirable_weight": ("kto",)}
-        found = {option: f"it is for dpo.loss_type {' and '.join(own)}" for option, own in of.items()
-                 if loss_type not in own}
+        unread = {option: f"it is for dpo.loss_type {' and '.join(losses)}" for option, losses in only_for.items()
+                 if loss_type not in losses}
     if estimator is not None and not ESTIMATORS[estimator].needs_values:
-        found = dict.fromkeys(("roles.critic", "ppo.cliprange_value", "ppo.vf_coef", "ppo.lam",
+        unread = dict.fromkeys(("roles.critic", "ppo.cliprange_value", "ppo.vf_coef", "ppo.lam",
                                "ppo.critic_warmup_steps"), f"ppo.estimator {estimator} has no critic; that of gae has")
         if not ESTIMATORS[estimator].discounts:
-            found["ppo.gamma"] = f"ppo.estimator {estimator} does not discount"
+            unread["ppo.gamma"] = f"ppo.estimator {estimator} does not discount"
     if not POLICY_LOSSES[policy_loss].is_bounded_below:
-        found["ppo.cliprange_low"] = f"ppo.policy_loss {policy_loss} has no lower bound; set ppo.cliprange_high"
-    return found
+        unread["ppo.cliprange_low"] = f"ppo.policy_loss {policy_loss} has no lower bound; set ppo.cliprange_high"
+    return unread
 
 
 def of_stage(name: str) -> dict[str, str]:
-    """What a stage never reads, whatever its settings: option or section -> what is meant instead."""
+    """Options and sections that a stage never reads, whatever its settings -> what to set instead."""
     named = {option.split(".")[1]: value for option, value in variant_options(name).items()}
     return {"data.columns": _COLUMNS} | STAGES[STAGES[name].base or name].unread | of_method(**named)
 
 
 def of(config: object) -> dict[str, str]:
-    """What a recipe with these settings never reads: option or section -> what is meant instead."""
+    """Options and sections that a recipe with these settings never reads -> what to set instead."""
     check(config.stage in STAGES, f"stage: {config.stage}: there is no such stage; choose {', '.join(STAGES)}"
                                   f"{nearest(config.stage, STAGES)}")
     stage = next((name for section, name in _SECTIONS.items() if hasattr(config, section)), config.stage)
@@ -60,8 +60,8 @@ def of(config: object) -> dict[str, str]:
 
 
 def refuse(config: object) -> None:
-    """UserError for an option that is given and that nothing reads, at this stage or with these settings, and for a
-    source of data that names a stage that there is not. config.unused becomes the names of what nothing reads."""
+    """Raise UserError for an option that is set but not read, at this stage or with these settings, and for a data
+    source that names an unknown stage. Sets config.unused to the names of the options that are not read."""
     named = [("data.sources", s) for s in config.data.sources] + [
         ("data.eval_sources", s) for s in config.data.eval_sources]
     for option, source in named:
@@ -69,18 +69,18 @@ def refuse(config: object) -> None:
             check(stage in READS, f"{option}: {source.path} names stage {stage!r}{nearest(stage, READS)}; there "
                                   f"are {', '.join(READS)}")
     unused = of(config)
-    object.__setattr__(config, "unused", tuple(unused))  # a fact about the settings, and no setting
+    object.__setattr__(config, "unused", tuple(unused))  # derived from the settings, not one of them
     for option, text in unused.items():
-        for given in _given(config, option):
-            raise UserError(f"{given} is not used by --stage {config.stage}; {text}")
+        for name in _given(config, option):
+            raise UserError(f"{name} is not used by --stage {config.stage}; {text}")
     for section, options in SWITCHED.items():
         for names, is_on, text in options if hasattr(config, section) else ():
-            for given in (g for name in names for g in _given(config, name)):
-                check(is_on(config), f"{given} is set; {text}")
+            for option in (each for name in names for each in _given(config, name)):
+                check(is_on(config), f"{option} is set; {text}")
 
 
 def without(stage: str, sections: dict[str, object]) -> dict[str, object]:
-    """Sections that several stages share, with what `stage` never reads at its default."""
+    """The shared sections, with the options that `stage` never reads reset to their defaults."""
     unread = STAGES[stage].unread | (PROMPTS_ONLY if stage == "ppo" and not sections["ppo"].ptx_coef else {})
     for option in unread:
         name, _, inner = option.partition(".")
@@ -94,34 +94,34 @@ def _given(config: object, option: str) -> Iterator[str]:
     part, default, field = config, None, None
     for name in option.split("."):
         field = next((f for f in fields(part) if f.name == name), None)
-        if field is None:  # another stage's, and unknown to the parser here
+        if field is None:  # an option of another stage, unknown to the parser here
             return
         default = getattr(default, name) if is_dataclass(default) else _default(type(part), name)
         part = getattr(part, name)
     if is_dataclass(part):
-        yield from (given for f in fields(part) for given in _given(config, f"{option}.{f.name}"))
+        yield from (name for f in fields(part) for name in _given(config, f"{option}.{f.name}"))
     elif part != default:
         yield option
 
 
 @cache
 def _default(section: type, name: str) -> object:
-    """What a setting of `section` is where nobody gives it; made once, as the checks of a whole config take a while."""
+    """The default of a setting of `section`; cached, as checking a config constructs many of them."""
     field = next(f for f in fields(section) if f.name == name)
     return field.default if field.default is not MISSING else field.default_factory()
 
 
 def _of_judge(*names: str) -> tuple[str, ...]:
-    """These options of the judge; all but who it is."""
+    """These options of the judge, or all but model and url."""
     return tuple(f"reward.judge.{name}" for name in names or (
         f.name for f in fields(JudgeConfig) if f.name not in ("model", "url")))
 
 
 def _has_teacher(config: object) -> bool:
-    return getattr(config.distill, "coef", 1) > 0  # of --stage distill always
+    return getattr(config.distill, "coef", 1) > 0  # --stage distill always has one
 
 
-# section -> (options, when they are read, what to do where they are not)
+# section -> (options, condition under which they are read, what to do otherwise)
 SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]] = {
     "model": [
         (("model.vocab_size",), lambda c: c.model.preset is not None and c.model.tokenizer_name_or_path is None,

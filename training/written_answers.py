@@ -1,4 +1,4 @@
-"""Answers that stand in a file as the rollout that reward sources score: nobody has sampled them."""
+"""Score answers from a file: make a rollout of them, as reward sources expect, without sampling."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def scores_of(source: RewardSource, prompts: Sequence[Text], answers: Sequence[s
               tokenizer=None, batch_size: int = 256, owners: Sequence[int] | None = None  # noqa: ANN001
               ) -> list[float | None]:
     """A source's score of each answer, None where it skipped one. columns: the other columns of each row; tokenizer:
-    for functions that read completion_ids; owners: the same for answers to one prompt that are scored relative to each
-    other, which lie together and in one batch (None: each by itself)."""
+    for functions that read completion_ids; owners: one number for the answers to one prompt that are scored relative to
+    each other, which must be adjacent and in one batch (None: each by itself)."""
     owners = range(len(answers)) if owners is None else owners
-    if hasattr(source, "policy_tokenizer"):  # a process reward model, which may have placed scores for a policy before
+    if hasattr(source, "policy_tokenizer"):  # a process reward model, which may have another policy's from before
         source.policy_tokenizer = tokenizer
-    found: list[float | None] = []
+    scores: list[float | None] = []
     for first in range(0, len(answers), batch_size):
         part = slice(first, first + batch_size)
-        found += _batch(source, prompts[part], answers[part], columns[part], owners[part], tokenizer)
-    return found
+        scores += _batch(source, prompts[part], answers[part], columns[part], owners[part], tokenizer)
+    return scores
 
 
 def _batch(source: RewardSource, prompts: Sequence[Text], answers: Sequence[str], columns: Sequence[dict],
            owners: Sequence[int], tokenizer) -> list[float | None]:  # noqa: ANN001
-    """The scores of a few answers. What a model cannot read, of too many tokens perhaps, has none, and is said."""
+    """The scores of a few answers. An answer that a model cannot read (too many tokens, perhaps) has none: one line."""
     try:
         scores = part_scores(source, rollout_of(prompts, answers, columns, owners, tokenizer)).tolist()
     except UserError as error:
@@ -49,15 +49,15 @@ def _batch(source: RewardSource, prompts: Sequence[Text], answers: Sequence[str]
 
 def rollout_of(prompts: Sequence[Text], answers: Sequence[str], columns: Sequence[dict], owners: Sequence[int],
                tokenizer=None) -> Rollout:  # noqa: ANN001
-    """The answers as responses that ended; those of one owner are samples of one prompt, as judges see it. Its
-    tokens are the tokenizer's; without one they mean nothing, and only what reads text may read it
+    """The answers as responses that ended; those of one owner are samples of one prompt, as judges see it. Without a
+    tokenizer the token ids are placeholders, and only sources that read text may score the rollout
     (`check_sources`)."""
     names = dict.fromkeys(name for row in columns for name in row if name not in _OURS)
-    given = {name: [row.get(name) for row in columns] for name in names} | {"prompt": list(prompts)}
+    extra = {name: [row.get(name) for row in columns] for name in names} | {"prompt": list(prompts)}
     ids = [tokenizer(answer, add_special_tokens=False)["input_ids"] if tokenizer else [] for answer in answers]
     texts = [prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt) for prompt in prompts]
     shared: dict[int, list[int]] = {}
-    asked = Prompts([shared.setdefault(owner, [0]) for owner in owners], texts, given)
+    asked = Prompts([shared.setdefault(owner, [0]) for owner in owners], texts, extra)
     return Rollout.from_responses(asked, [row or [0] for row in ids], [True] * len(answers), 0, list(answers))
 
 

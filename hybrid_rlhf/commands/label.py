@@ -234,7 +234,7 @@ def _judge(config: LabelConfig, asked: Sequence[Asked], source: RewardSource, fo
     if hasattr(source, "open"):
         source.open()
     try:
-        labelling.judged(asked, source, labelling.Choice(config.keep, config.min_margin, config.margin),
+        labelling.judged(asked, source, labelling.PairFilter(config.keep, config.min_margin, config.margin),
                          config.batch_size, found)
     except UserError as error:
         ready = sum(len(each.responses) > 1 for each in asked)

@@ -65,7 +65,7 @@ def test_null_goes_by_the_stage_by_adapters_and_by_the_size_of_the_model(models,
 def test_the_values_that_a_run_goes_by_are_told_and_why_the_rate_of_a_small_model_is_high(models, tmp_path) -> None:
     def told(model: str, made=lambda model: model) -> str:
         config = step1_sft.Config(output_dir=str(tmp_path / "out"), model=made(models[model]))
-        return defaults.told(defaults.resolve(config))
+        return defaults.settings_line(defaults.resolve(config))
 
     rest = "train.num_train_epochs 3, train.per_device_train_batch_size 8, data.max_length 256"
     assert told("large") == f"train.learning_rate 2e-05, {rest}"
@@ -75,9 +75,9 @@ def test_the_values_that_a_run_goes_by_are_told_and_why_the_rate_of_a_small_mode
     assert told("smollm2") == f"train.learning_rate 5e-05, {rest} {note}"
     given = step1_sft.Config(output_dir=str(tmp_path / "out"), model=models["large"],
                              train=TrainConfig(learning_rate=2e-4))
-    assert defaults.told(defaults.resolve(given)) == f"train.learning_rate 0.0002, {rest}"  # the user's own
+    assert defaults.settings_line(defaults.resolve(given)) == f"train.learning_rate 0.0002, {rest}"  # the user's own
     by_steps = replace(given, train=replace(given.train, max_steps=7))  # by which the run goes, not by epochs
-    assert "num_train_epochs" not in defaults.told(defaults.resolve(by_steps))
+    assert "num_train_epochs" not in defaults.settings_line(defaults.resolve(by_steps))
 
 
 def test_what_is_given_wins_and_settings_that_are_complete_are_returned_as_they_are(models, tmp_path) -> None:
@@ -317,8 +317,8 @@ def test_the_default_length_is_lowered_to_the_models_positions_and_said(tmp_path
     config = step1_sft.Config(model=ModelConfig(str(tmp_path / "short")), output_dir=str(tmp_path / "out"))
     found = defaults.resolve(config)
     assert found.data.max_length == 64
-    assert "data.max_length 64" in defaults.told(found)
-    assert "data.max_length" not in defaults.told(config)
+    assert "data.max_length 64" in defaults.settings_line(found)
+    assert "data.max_length" not in defaults.settings_line(config)
 
 
 def test_a_length_that_was_given_stays_for_the_check_to_refuse(tmp_path):

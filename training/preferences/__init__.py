@@ -62,7 +62,7 @@ class Config:
 
 
 def reads_of(config: Config) -> Reads:
-    """The rows of the loss, however that was chosen."""
+    """The rows that dpo.loss_type reads, whichever stage set it."""
     return STAGES[{"sigmoid": "dpo"}.get(config.dpo.loss_type, config.dpo.loss_type)].reads
 
 
@@ -72,7 +72,7 @@ def start_model(config: Config) -> tuple[str, ModelConfig]:
 
 
 def reference_model(model: ModelConfig) -> ModelConfig:
-    """The settings of a reference with weights of its own: those of the policy's start, nothing of them trained."""
+    """The settings of a reference with separate weights: those of the policy's start, frozen."""
     return replace(model, lora=LoraConfig(), freeze=[], gradient_checkpointing=False)
 
 
@@ -82,7 +82,7 @@ def previews(config: Config) -> Iterator[Preview]:
 
 
 def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tuple[Actor, Reference | None]:  # noqa: ANN001
-    """The policy under its optimizer and the reference: its base without the adapter, or a frozen copy."""
+    """The policy with its optimizer, and the reference: the policy's base without the adapter, or a frozen copy."""
     causal = builders.open_policy(model, tokenizer, config.seed, dropout=False, in_parts=config.engine.cuts_weights)
     needs_reference, tokens = LOSSES[config.dpo.loss_type].needs_reference, config.engine.micro_batch_tokens
     adapters = Adapters(causal) if model.lora.r and needs_reference else None

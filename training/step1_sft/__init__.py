@@ -51,7 +51,7 @@ class Config:
 
 
 def start_model(config: Config) -> tuple[str, ModelConfig]:
-    """The model or preset to start from, and the model settings that name its weights: a finished run's own."""
+    """The model or preset to start from, and the model settings with the path of its weights (for a run, its model)."""
     path = config.model.model_name_or_path
     if path is None:
         return config.model.preset, config.model

@@ -21,19 +21,19 @@ from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_opt
 from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.step2_reward import own_samples
 
-FEW_STATISTICS = 16  # rows; the spread of fewer scores is a guess
+FEW_STATISTICS = 16  # scores; the standard deviation of fewer is a guess
 NUM_STATISTICS = 512  # pairs whose scores give the mean and spread that stage 3 normalises by
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardModelConfig:
     """The reward model's own settings.
 
     Attributes:
         center_coef: Weight of (s_chosen + s_rejected)^2, which keeps scores near zero; 0 turns it off.
         head_std: Standard deviation of the new head's weights; null takes 1 / sqrt(hidden size + 1).
         own_samples: After the training, two models are trained on half of the pairs each, and the share of pairs of the
-            starting model's own answers that both rank alike is measured over so many prompts, for stage 3 to say.
+            starting model's own answers that both rank alike is measured over so many prompts, for stage 3 to report.
             It takes as long as the training did, and memory for a second one beside it; 0 leaves it out.
     """
 
@@ -72,7 +72,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: ZeroConfig = field(default_factory=ZeroConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     def __post_init__(self) -> None:
         unread_options.refuse(self)
@@ -123,10 +123,10 @@ def _open_role(opened: supervised.Opened) -> Reward:
 
 
 def score_statistics(role: Reward, tokenizer, data: datasets.StageData) -> dict:  # noqa: ANN001
-    """Mean and standard deviation of the score over both sides of the pairs that were held out.
+    """Mean and standard deviation of the score over both sides of the held-out pairs.
 
-    Stage 3 normalises by them. They come nearest to the policy's own samples, of which 1909.08593 normalises: chosen
-    answers alone differ less in score, so that the same KL penalty weighs less (docs/results/score_statistics.md).
+    Stage 3 normalises by them. They come closest to those of the policy's own samples, which 1909.08593 normalises by:
+    chosen answers alone vary less in score, so that the same KL penalty weighs less (docs/results/score_statistics.md).
     """
     rows, where = [data.held_out[i] for i in range(min(len(data.held_out), NUM_STATISTICS))], "held-out pairs"
     if 2 * len(rows) < FEW_STATISTICS:

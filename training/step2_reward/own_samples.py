@@ -1,6 +1,6 @@
 """Agreement of two reward models, each trained on half of the pairs, on answers of the model that stage 2 started from.
 
-Held-out pairs say how a reward model ranks answers like those it learned from; stage 3 asks it about the policy's own
+Held-out pairs show how a reward model ranks answers like those it learned from; in stage 3 it scores the policy's own
 samples, which are closer to each other. Where two models of disjoint halves of the data disagree, the ranking is noise
 (ensembles of reward models as a check on over-optimisation: Coste et al. 2310.02743).
 """
@@ -30,8 +30,8 @@ MAX_HELD_OUT = 512  # pairs
 
 def agreement(opened: supervised.Opened, open_reward: Open, num_steps: int) -> dict:
     """{"own_samples": {agreement, pairs, held_out}}: the share of pairs of sampled answers that both halves rank alike,
-    of how many pairs, and the same share on the held-out pairs. {"own_samples": {"why": ...}} where it could not be
-    measured: the run is finished without it. num_steps: made by the run; one that was stopped ends at once."""
+    the number of pairs, and the same share on the held-out pairs. {"own_samples": {"why": ...}} where it could not be
+    measured: the run is finished without it. num_steps: steps of the run; a run that was stopped is not measured."""
     num_prompts = opened.config.reward.own_samples
     if not num_prompts:
         return {}
@@ -48,7 +48,7 @@ def agreement(opened: supervised.Opened, open_reward: Open, num_steps: int) -> d
 
 
 def line(measured: dict) -> str:
-    """What was measured, or why it was not, in words."""
+    """One line with the measured agreement, or the reason why there is none."""
     if "why" in measured:
         return f"answers of its own start were not measured: {measured['why']}"
     if measured["agreement"] is None:
@@ -59,7 +59,7 @@ def line(measured: dict) -> str:
 
 
 def may_be_chance(share: float | None, count: int) -> bool:
-    """Whether a share of `count` pairs is within two standard errors (1 / sqrt(n)) of a coin's."""
+    """Whether a share of `count` pairs is within two standard errors (1 / sqrt(n)) of chance, 0.5."""
     return share is not None and share - count ** -0.5 < 0.5
 
 
@@ -91,7 +91,7 @@ def _verdicts(opened: supervised.Opened, open_reward: Open, half: int, rollout: 
     loader = builders.train_loader(rows, config.train, config.seed, lambda rows: collate.collate_pairs(rows, pad),
                                    drop_last=False)
     steps = max(1, opened.steps // 2)
-    builders.seed_everything(config.seed + half)  # heads of their own, and the same after a resume
+    builders.seed_everything(config.seed + half)  # a head for each half, the same one after a resume
     reward = open_reward(opened._replace(steps=steps))
     trainer = RewardTrainer(reward, config.reward.center_coef)
     for _ in range(steps):
@@ -103,7 +103,7 @@ def _verdicts(opened: supervised.Opened, open_reward: Open, half: int, rollout: 
 
 
 def _agreement(first: Tensor, second: Tensor) -> tuple[float | None, int]:
-    """The share of pairs that both rank alike, and of how many; equal answers, which have no order, are left out."""
+    """The share of pairs that both rank alike, and the number of pairs; ties, which have no order, are left out."""
     is_ranked = (first != 0) & (second != 0)
     count = int(is_ranked.sum())
     return (float((first.sign() == second.sign())[is_ranked].float().mean()) if count else None), count

@@ -63,12 +63,12 @@ class Config:
     def __post_init__(self) -> None:
         if all(n is not None for n in (self.train.per_device_train_batch_size, self.ppo.num_ppo_epochs,
                                        self.ppo.num_minibatches)):
-            updates_per_step(self)  # refuses a minibatch that no rollout can fill
+            updates_per_step(self)  # raises for a minibatch larger than a rollout
         unread_options.refuse(self)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a KL penalty, or the KL is asked for by naming a reference."""
+        """Whether there is a KL penalty, or a named reference asks for the KL to be measured."""
         return self.ppo.kl_coef != 0 or self.roles.ref.model_name_or_path is not None
 
     @property
@@ -80,7 +80,7 @@ class Config:
             normalise_scores=ppo.normalise_scores, score_clip=ppo.score_clip,
             critic_warmup_steps=ppo.critic_warmup_steps, has_entropy=True, also_reads=(PTX,) if ppo.ptx_coef else (),
             keeps_average=ppo.ema, needs_teacher=self.distill.coef > 0, takes_head=not self.distill.top_k,
-            keeps_words=ppo.replay_truncation)
+            keep_candidates=ppo.replay_truncation)
 
 
 previews = on_policy.previews
@@ -95,7 +95,7 @@ def _trainer(opened: on_policy.RunContext) -> PPOTrainer:
 
 
 def _pretraining(opened: on_policy.RunContext) -> Loader | None:
-    """The stream that PTX mixes in, with a position of its own."""
+    """The loader of the texts that PTX mixes in, with its own position."""
     config = opened.config
     if not config.ppo.ptx_coef:
         return None
@@ -105,13 +105,13 @@ def _pretraining(opened: on_policy.RunContext) -> Loader | None:
 
 
 def _minibatch_size(config: Config) -> int:
-    """Sequences of an optimizer step over all processes."""
+    """Sequences per optimizer step, over all processes."""
     sequences = config.train.rows_per_step * config.ppo.sampling.num_samples * world_size()
     return config.ppo.minibatch_size or -(-sequences // config.ppo.num_minibatches)
 
 
 def updates_per_step(config: Config) -> int:
-    """Optimizer steps of one trainer step; the schedules count these."""
+    """Optimizer steps per trainer step; learning rate schedules count these."""
     sequences = config.train.rows_per_step * config.ppo.sampling.num_samples * world_size()
     size = _minibatch_size(config)
     if size > sequences:
