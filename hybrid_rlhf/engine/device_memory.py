@@ -1,4 +1,4 @@
-"""Memory in use: the peak of each phase, and what is given back before another try."""
+"""Peak memory of each phase, and what frees memory before a retry."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of
 
 
 class PeakMeter:
-    """The most bytes in use within blocks of code, which may nest: what torch has allocated on an accelerator, what is
-    resident of the whole process on a CPU.
+    """Peak bytes in use within blocks of code, which may nest: torch's allocations on an accelerator, the resident
+    memory of the process on a CPU.
 
-    Both are marks that are set back at each block's beginning and end, so whoever wants the peak of the whole run asks
-    `highest` and not the mark. A CPU whose kernel refuses to set it back counts what is resident as the block ends;
-    a system without /proc nothing.
+    Both are high-water marks that are reset at each block's beginning and end, so the peak of the whole run is
+    `highest`, not the mark. On a CPU whose kernel refuses the reset, a block counts what is resident at its end; on a
+    system without /proc it counts nothing.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class PeakMeter:
 
     @contextmanager
     def block(self, device: torch.device) -> Iterator[list[int]]:
-        """[bytes], which holds the peak once the block has ended; 0 where there is none."""
+        """[bytes], the peak once the block has ended; 0 where it is unknown."""
         self._take(device)
-        found = [0]
-        self._running.append(found)
+        peak = [0]
+        self._running.append(peak)
         try:
-            yield found
+            yield peak
         finally:
             self._take(device)
             self._running.pop()
@@ -46,12 +46,12 @@ class PeakMeter:
         return self._highest
 
     def highest_reserved(self, device: torch.device) -> int:
-        """The most that torch has held of a card since the process began, for tensors and in reserve; 0 elsewhere."""
+        """The most memory of a card that torch has reserved since the process began; 0 elsewhere."""
         self._take(device)
         return self._reserved
 
     def _take(self, device: torch.device) -> None:
-        """Read the mark for all blocks that run, and set it back."""
+        """Read the mark for all running blocks, and reset it."""
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
             self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(device))
@@ -63,8 +63,8 @@ class PeakMeter:
             except OSError:
                 self._highest, peak = max(self._highest, peak), _resident("VmRSS")
         self._highest = max(self._highest, peak)
-        for found in self._running:
-            found[0] = max(found[0], peak)
+        for block_peak in self._running:
+            block_peak[0] = max(block_peak[0], peak)
 
 
 def _resident(name: str) -> int:
@@ -81,15 +81,15 @@ meter = PeakMeter()
 @contextmanager
 def peak_in(metrics: Metrics, name: str, device: torch.device) -> Iterator[None]:
     """Record the block's peak, in bytes, as `memory/{name}`; of blocks of one name, and of processes, the largest."""
-    with meter.block(device) as found:
+    with meter.block(device) as peak:
         yield
-    if found[0]:
-        metrics.add_spread(f"memory/{name}", torch.tensor([found[0]], dtype=torch.float64), "max")
+    if peak[0]:
+        metrics.add_spread(f"memory/{name}", torch.tensor([peak[0]], dtype=torch.float64), "max")
 
 
 def release() -> None:
-    """Collect what a failed pass left behind and give cached blocks back to the device. Call it outside `except`,
-    for a caught exception holds the frames that hold the tensors."""
+    """Collect the garbage of a failed pass and give cached blocks back to the device. Call it outside `except`, for a
+    caught exception holds the frames that hold the tensors."""
     from accelerate.utils.memory import clear_device_cache
 
     clear_device_cache(garbage_collection=True)

@@ -39,7 +39,7 @@ from hybrid_rlhf.engine.idle_cache import IdleCache
 from hybrid_rlhf.engine.modes import evaluating
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.engine.train.dummy_forward import dummy_batch, zero_of
-from hybrid_rlhf.engine.train.offload import IdleOffload, Turn, module_tensors
+from hybrid_rlhf.engine.train.offload import Activation, IdleOffload, module_tensors
 from hybrid_rlhf.engine.train.optimizers import OptimizerConfig
 from hybrid_rlhf.engine.train.patches import training_forms
 from hybrid_rlhf.engine.train.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered
@@ -55,9 +55,9 @@ class HybridEngine(Generic[ModuleT]):
     module: what training calls; its forward returns the numbers of a role. model: the Hugging Face causal model inside
     it that generates (None for a module that only scores). A fresh engine is in training mode; without an optimizer
     it can be called but not updated. max_batch: sequences decoded at once; max_kv_bytes: the most that their cache may
-    take (None: what is free). name: whose it is, for messages. oom_limits: set by running out of memory: phase ->
+    take (None: what is free). name: of its role, for messages. oom_limits: set when memory ran out: phase ->
     most tokens of a micro-batch, "slots" -> sequences decoded at once. tp: ranks (or a torch process group) that
-    generate together, each with its shard of the weights; they call `inference` and `generate` in step. adapter: a
+    generate together, each with its shard of the weights; all call `inference` and `generate`. adapter: a
     context that makes the engine's own low-rank adapter the active one, where its module shares a base with others.
     capture: how decode steps are recorded (decode/cuda_graphs.py); "auto": as CUDA graphs on a card, None: not at all.
     """
@@ -74,7 +74,7 @@ class HybridEngine(Generic[ModuleT]):
             check_shardable(model, self.ranks.degree)
         self.eos_ids, self.pad_id, self.max_batch, self.max_kv_bytes = list(eos_ids), pad_id, max_batch, max_kv_bytes
         self.training: ZeroTraining | None = None
-        self._turn = Turn(adapter, lambda: nullcontext() if self.is_inference else training_forms(module))
+        self._activation = Activation(adapter, lambda: nullcontext() if self.is_inference else training_forms(module))
         self._frozen: ZeroFrozen | None = None
         self.is_inference = False
         self.kv_bytes = 0  # of the newest generation
@@ -104,17 +104,17 @@ class HybridEngine(Generic[ModuleT]):
         return self
 
     def offload_when_idle(self, *, keeps: Sequence[Tensor] = (), is_forced: bool = False) -> HybridEngine:
-        """From now on weights, gradients and optimizer state are on the device inside `active()` only, but for `keeps`,
+        """From now on keep weights, gradients and optimizer state on the device inside `active()` only, except `keeps`,
         which stay."""
-        staying = {id(tensor) for tensor in keeps}
-        self._turn.offload = IdleOffload(lambda: [t for t in self._tensors() if id(t) not in staying], self.device,
-                                         is_forced=is_forced)
-        self._turn.offload.leave()
+        resident_ids = {id(tensor) for tensor in keeps}
+        self._activation.offload = IdleOffload(lambda: [t for t in self._tensors() if id(t) not in resident_ids],
+                                               self.device, is_forced=is_forced)
+        self._activation.offload.leave()
         return self
 
     def readable(self, state: Any) -> Any:
-        """`state`, of this engine's tensors, with the numbers of those that are not on the device: no copies."""
-        return self._turn.offload.readable(state) if self._turn.offload else state
+        """`state` of this engine's tensors, with views of the host's copy for offloaded ones; nothing is copied."""
+        return self._activation.offload.readable(state) if self._activation.offload else state
 
     def _tensors(self) -> list[Tensor]:
         return [*module_tensors(self.module), *(self.training.tensors() if self.training else ())]
@@ -122,13 +122,13 @@ class HybridEngine(Generic[ModuleT]):
     def active(self) -> AbstractContextManager:
         """The block in which this engine computes: its adapter is the active one, its tensors are on the device.
 
-        Every forward, update and `inference()` enters it; who has several of them enters it once around all.
+        Every forward, update and `inference()` enters it; a caller with several of them enters it once around all.
         """
-        return self._turn.taken()
+        return self._activation.activated()
 
-    def staying(self) -> AbstractContextManager:
-        """A block with several turns of this engine: its tensors stay on the device between them."""
-        return self._turn.kept()
+    def resident(self) -> AbstractContextManager:
+        """A block with several activations of this engine: its tensors stay on the device between them."""
+        return self._activation.resident()
 
     @property
     def device(self) -> torch.device:
@@ -138,8 +138,8 @@ class HybridEngine(Generic[ModuleT]):
     def inference(self) -> Iterator[HybridEngine]:
         """Inference mode for the block; the mode before is restored whatever happens inside. Does not nest.
 
-        Under ZeRO 3 the weights are gathered once, for the whole block, and given back at its end: every process must
-        enter, and inside none waits for another. With tp each rank gathers them layer by layer and keeps its shard.
+        Under ZeRO 3 the weights are gathered once, for the whole block, and released at its end: every process must
+        enter, and inside no process waits for another. With tp each rank gathers layer by layer and keeps its shard.
         """
         if self.is_inference:
             raise RuntimeError("inference() inside inference(): the engine is in inference mode already")
@@ -153,22 +153,22 @@ class HybridEngine(Generic[ModuleT]):
                     self._idle_cache.keep(self._cache, self.module)
         finally:
             self.is_inference = False
-            self._cache = self._conversation = None  # the memory goes back to training
+            self._cache = self._conversation = None  # frees the memory for training
 
     def _is_lasting(self) -> bool:
-        """Whether the weights stay where they are until the next mode, and all that training keeps is there."""
-        moves = self._turn.offload is not None or is_partitioned(self.module) or self.ranks is not None
+        """Whether the weights stay in place until the next mode, and training has allocated all its lasting memory."""
+        moves = self._activation.offload is not None or is_partitioned(self.module) or self.ranks is not None
         return not moves and (self.training is None or self.training.num_steps > 0)
 
     def _plugged_in(self) -> AbstractContextManager:
-        """The model over slots; at the first time it is probed."""
+        """The model over slots; the first call probes it."""
         if self.model is None:
             return nullcontext()
         if self._runner is None:
             check_generates(self.model)
             runner = Runner(self.model, self.ranks)
             runner.probe()
-            if not self.ranks:  # several ranks meet in every layer, which has not been tried in a recording
+            if not self.ranks:  # collectives in every layer have not been tried in a recording
                 probe_capture(runner, capture_for(self.device) if self._capture == "auto" else self._capture)
             self._runner = runner
         return self._runner.plugged_in()
@@ -187,15 +187,15 @@ class HybridEngine(Generic[ModuleT]):
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int = 0, *,
                  limits: Sequence[int] | None = None, numbers: Sequence[int] | None = None,
-                 keeps: bool = False) -> Generation:
+                 keep_candidates: bool = False) -> Generation:
         """Sample one response to each prompt (token ids). Only inside `inference()`.
 
-        limits: most tokens of each response (sampling.max_new_tokens for all). numbers: each request's name under the
-        seed (0, 1, ...): a request draws the same tokens under the same name, whatever runs beside it. Under tensor
-        parallelism each rank gives its own prompts (or none), all are drawn together, and each gets its own responses.
-        keeps: whether truncated sampling says what it drew from (Generation.kept). Raises UserError for a prompt that
-        leaves no room for max_new_tokens in the model's context, for a cache that cannot hold one request, and for
-        logits that are not finite.
+        limits: most tokens of each response (sampling.max_new_tokens for all). numbers: each request's number
+        under the seed (0, 1, ...): a request draws the same tokens under the same number, whatever runs beside it.
+        Under tensor parallelism each rank gives its own prompts (or none), all are drawn together, and each gets its
+        own responses. keep_candidates: whether the candidate tokens of truncated sampling are recorded
+        (Generation.kept). Raises UserError for a prompt that leaves no room for max_new_tokens in the model's context,
+        for a cache that cannot hold one request, and for logits that are not finite.
         """
         self._require_inference("generate")
         limits = [sampling.max_new_tokens] * len(prompts) if limits is None else list(limits)
@@ -203,18 +203,18 @@ class HybridEngine(Generic[ModuleT]):
         asked = [(*each, seed) for each in zip(numbers, prompts, limits, strict=True)]
         stops, check = self._stops(sampling), partial(check_lengths, self._runner, prompts, limits)
         if self.ranks:
-            requests = draw_together(self.ranks, asked, sampling, check,
-                                     partial(self._draw, sampling=sampling, stops=stops, keeps=keeps))
+            draw = partial(self._draw, sampling=sampling, stops=stops, keep=keep_candidates)
+            requests = draw_together(self.ranks, asked, sampling, check, draw)
         else:
             check()
-            requests = self._draw(asked, sampling, stops, keeps)
+            requests = self._draw(asked, sampling, stops, keep_candidates)
         return Generation([r.tokens for r in requests],
                           ["eos" if r.tokens[-1] in stops else "length" for r in requests],
                           [r.logprobs for r in requests],
-                          [r.kept for r in requests] if keeps and sampling.is_truncated else None)
+                          [r.kept for r in requests] if keep_candidates and sampling.is_truncated else None)
 
-    def _draw(self, asked: list[tuple], sampling: SamplingConfig, stops: list[int], keeps: bool) -> list[Request]:
-        """The requests (number, prompt, limit, seed), run; with half the slots where memory ran out: they draw the
+    def _draw(self, asked: list[tuple], sampling: SamplingConfig, stops: list[int], keep: bool) -> list[Request]:
+        """Run the requests (number, prompt, limit, seed), with half the slots where memory ran out; they draw the
         same."""
         capacity = max((len(prompt) + limit for _, prompt, limit, _ in asked), default=0)
         while asked:
@@ -223,17 +223,17 @@ class HybridEngine(Generic[ModuleT]):
             try:
                 if self._runner.path == "generate":
                     slots = fitting_slots(self._runner, slots, capacity, self.max_kv_bytes)
-                    self.kv_bytes = GenerateBatches(self._runner, sampling, stops, slots, keeps).run(requests)
+                    self.kv_bytes = GenerateBatches(self._runner, sampling, stops, slots, keep).run(requests)
                 else:
                     cache = self._fitting_cache(slots, capacity)
                     slots = cache.num_slots
-                    for _ in Scheduler(self._runner, cache, sampling, stops, keeps=keeps).run(requests):
+                    for _ in Scheduler(self._runner, cache, sampling, stops, keep_candidates=keep).run(requests):
                         pass
                     self.kv_bytes = cache.num_bytes()
                 self._num_slots = slots
                 return requests
             except Exception as error:
-                if self.ranks:  # the others are in the middle of a step
+                if self.ranks:  # the other ranks are in the middle of a step
                     raise
                 self._note_fewer(slots, capacity, error)
             self._cache = cache = None
@@ -241,10 +241,10 @@ class HybridEngine(Generic[ModuleT]):
         return []
 
     def _fitting_cache(self, wanted: int, capacity: int) -> SlotCache:
-        """The cache of this mode, made anew where it is too small, with as many of the wanted slots as fit."""
+        """The cache of this mode, reallocated where it is too small, with as many of the wanted slots as fit."""
         cache = self._cache
         if cache is None or cache.num_slots < wanted or cache.capacity < capacity:
-            self._cache = cache = None  # given back before the new one is measured
+            self._cache = cache = None  # freed before the new one is measured
 
             def slots() -> int:
                 granted, chat = self.max_kv_bytes, self._conversation and self._conversation.cache
@@ -260,7 +260,7 @@ class HybridEngine(Generic[ModuleT]):
     def stream(self, prompt: list[int], sampling: SamplingConfig, seed: int = 0) -> Iterator[int]:
         """Yield the tokens of one response one by one, stop tokens excluded. Only inside `inference()`.
 
-        The cache stays until the mode ends, so a prompt that goes on from the last one costs its new tokens only.
+        The cache stays until the mode ends, so a prompt that continues the last one costs its new tokens only.
         """
         self._require_inference("stream")
         if self.ranks:
@@ -277,11 +277,12 @@ class HybridEngine(Generic[ModuleT]):
             self._conversation = Conversation(self._runner, self.max_kv_bytes)
         return self._conversation.run(prompt, sampling, stops, seed)
 
-    def open_turns(self, num_sequences: int, capacity: int, sampling: SamplingConfig, keeps: bool = False) -> Turns:
+    def open_turns(self, num_sequences: int, capacity: int, sampling: SamplingConfig,
+                   keep_candidates: bool = False) -> Turns:
         """Sequences of several turns, at most `capacity` tokens each with all that is added to them, under one sampling
-        setting. keeps: whether requests note what truncated sampling drew from (Request.kept). Only inside
-        `inference()`. Raises UserError where the cache of one sequence does not fit, or the model has no positions for
-        it."""
+        setting. keep_candidates: whether requests record the candidate tokens of truncated sampling (Request.kept).
+        Only inside `inference()`. Raises UserError where the cache of one sequence does not fit, or the model has no
+        positions for it."""
         self._require_inference("open_turns")
         check_turns(self._runner, capacity)
         if self.ranks:
@@ -290,14 +291,14 @@ class HybridEngine(Generic[ModuleT]):
         if self._runner.path == "generate":
             slots = fitting_slots(self._runner, min(self.max_batch, num_sequences), capacity, self.max_kv_bytes)
             self._num_slots = slots
-            return BatchTurns(GenerateBatches(self._runner, sampling, stops, slots, keeps), self._note_bytes)
+            return BatchTurns(GenerateBatches(self._runner, sampling, stops, slots, keep_candidates), self._note_bytes)
 
         def scheduler() -> Scheduler:
             slots = min(self.max_batch, num_sequences, self.oom_limits.get("slots", num_sequences))
             self._num_slots = slots
             cache = self._fitting_cache(slots, capacity)
             self._num_slots = cache.num_slots
-            return Scheduler(self._runner, cache, sampling, stops, keeps=keeps)
+            return Scheduler(self._runner, cache, sampling, stops, keep_candidates=keep_candidates)
 
         return SlotTurns(scheduler, partial(self._shrink, capacity), self._note_bytes)
 
@@ -305,7 +306,7 @@ class HybridEngine(Generic[ModuleT]):
         self.kv_bytes = num_bytes
 
     def _shrink(self, capacity: int, error: Exception) -> None:
-        """Half the slots from now on, and no cache; UserError where there is one slot."""
+        """Halve the slots from now on and free the cache; UserError where there is one slot."""
         self._note_fewer(self._num_slots, capacity, error)
         self._cache = None
         release()
@@ -345,11 +346,11 @@ class HybridEngine(Generic[ModuleT]):
 
     @property
     def stage(self) -> int:
-        """Of ZeRO: 3 too where others train this module at it."""
+        """The ZeRO stage; 3 too where other engines train this module at it."""
         return self.training.stage if self.training else 3 * is_partitioned(self.module)
 
     def dummy_forward(self) -> Tensor:
-        """A forward that only keeps step with other processes; returns a zero whose gradient is zero everywhere."""
+        """A forward that only joins other processes' collectives; returns a zero whose gradient is zero everywhere."""
         return zero_of(self(dummy_batch(self.pad_id, self.device)))
 
     def _require_inference(self, what: str) -> None:

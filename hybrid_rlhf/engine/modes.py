@@ -1,4 +1,4 @@
-"""Evaluation mode of a module's every part, and the parts' own modes afterwards."""
+"""Evaluation mode for every submodule, and their own modes afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Within the block every part is in evaluation mode, without checkpointing; then each is as before."""
+    """Within the block every submodule is in evaluation mode, without gradient checkpointing; then as before."""
     modes = {m: m.training for m in module.modules()}
     checkpointing = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
     module.eval()

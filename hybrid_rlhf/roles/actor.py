@@ -61,7 +61,7 @@ class Actor:
 
     def staying(self) -> AbstractContextManager:
         """A block that asks the actor for several things: where it waits elsewhere, it comes back once for all."""
-        return self.engine.staying()
+        return self.engine.resident()
 
     def generate(self, prompts: Prompts, sampling: SamplingConfig, seed: int, keeps: bool = False) -> Rollout:
         """One response to each prompt (repeat them for groups). Inside `inference()` only.
@@ -74,7 +74,7 @@ class Actor:
         numbers = range(first, first + len(prompts))
         if self.episodes is not None:
             return self.episodes.play(self.engine, prompts, sampling, seed, numbers, keeps)
-        generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers, keeps=keeps)
+        generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers, keep_candidates=keeps)
         ended = [reason == "eos" for reason in generation.finish_reasons]
         texts = [completion_text(self.tokenizer, *row) for row in zip(generation.tokens, ended, strict=True)]
         rollout = Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)

@@ -83,7 +83,7 @@ class Critic:
             new_values = predicting(self.engine(rows), rows)
             return loss_fn(new_values, minibatch.rows(index).to(self.engine.device), totals)
 
-        with self.engine.staying():  # for the trial of prefixes and the update
+        with self.engine.resident():  # for the trial of prefixes and the update
             return accumulate(self.engine, self.max_tokens, Rows(
                 batch.attention_mask.sum(1), micro_batch_loss, prefix_groups(self.engine, batch)))
 

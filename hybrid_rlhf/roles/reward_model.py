@@ -40,7 +40,7 @@ class Reward:
         A pair is never torn apart: micro-batches are made of pairs. loss_fn(chosen (p,), rejected (p,), index of pairs)
         -> their share of the loss, and {metric: (mean, weight)}.
         """
-        with self.engine.staying():
+        with self.engine.resident():
             return self._update(batch, pairs, loss_fn)
 
     def _update(self, batch: SequenceBatch, pairs: Tensor, loss_fn: Callable) -> Metrics:

@@ -102,7 +102,7 @@ def test_an_engine_that_leaves_the_device_between_phases_trains_to_the_same_bits
             with torch.no_grad():
                 engine(BATCH)
         assert norms[0] == norms[1]
-        away = engines[1]._turn.offload
+        away = engines[1]._activation.offload
         assert away.num_bytes_away >= 3 * 4 * sum(p.numel() for p in engines[1].training.parameters.values())
         assert all(p.untyped_storage().nbytes() == 0 for p in engines[1].module.parameters())
     with engines[1].active():

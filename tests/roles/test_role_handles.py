@@ -113,8 +113,8 @@ class Sampler(Noted):
         super().__init__()
         self.generation = generation
 
-    def generate(self, prompts, sampling, seed, *, numbers, keeps):
-        self.told.append((prompts, sampling.temperature, seed, list(numbers), keeps))
+    def generate(self, prompts, sampling, seed, *, numbers, keep_candidates):
+        self.told.append((prompts, sampling.temperature, seed, list(numbers), keep_candidates))
         return self.generation
 
 

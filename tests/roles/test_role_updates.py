@@ -62,7 +62,7 @@ class Taken(HybridEngine):
         self.told = []
 
     @contextmanager
-    def staying(self):
+    def resident(self):
         self.told.append("stays")
         yield
         self.told.append("goes")

@@ -1,4 +1,4 @@
-"""What is refused before it runs: models that do not generate, requests that are too long, caches that do not fit."""
+"""Checks before generation: models that cannot generate, requests that are too long, caches that do not fit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hybrid_rlhf.models.tokenizer import turn_ends
 
 def fitting_slots(runner: Runner, wanted: int, capacity: int, max_bytes: int | None) -> int:
     """How many of the `wanted` slots of `capacity` columns fit in memory. Raises UserError where not even one does."""
-    each = runner.bytes_per_column * (capacity + (runner.capture is not None)) + runner.bytes_per_slot
+    slot_bytes = runner.bytes_per_column * (capacity + (runner.capture is not None)) + runner.bytes_per_slot
     allowed = _allowed_bytes(runner, max_bytes)
-    if allowed is None or each == 0:
+    if allowed is None or slot_bytes == 0:
         return wanted
-    if each > allowed:
-        raise UserError(f"the cache of one request of {capacity} tokens takes {each / 2**20:.1f} MiB and only "
+    if slot_bytes > allowed:
+        raise UserError(f"the cache of one request of {capacity} tokens takes {slot_bytes / 2**20:.1f} MiB and only "
                         f"{allowed / 2**20:.1f} MiB may be used; shorten the prompt or max_new_tokens")
-    return min(wanted, int(allowed / each))
+    return min(wanted, int(allowed / slot_bytes))
 
 
 def fitting_capacity(runner: Runner, needed: int, wanted: int, max_bytes: int | None) -> int:
@@ -35,13 +35,13 @@ def fitting_capacity(runner: Runner, needed: int, wanted: int, max_bytes: int | 
 
 
 def _allowed_bytes(runner: Runner, max_bytes: int | None) -> int | None:
-    """What a cache may take: nine tenths of what is free, and no more than it was granted. None: nobody knows."""
+    """Bytes that a cache may take: 90% of the free memory, and at most max_bytes. None: unknown."""
     free = free_bytes(runner.device)
     return min((b for b in (max_bytes, free and int(0.9 * free)) if b is not None), default=None)
 
 
 def check_generates(model: nn.Module) -> None:
-    """Raise UserError for a model that is no causal language model."""
+    """Raise UserError for a model that is not a causal language model."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise UserError(f"{type(model).__name__} is an encoder-decoder; a causal language model is needed to generate")
     if model.get_output_embeddings() is None and not type(model).__name__.endswith("ForCausalLM"):
@@ -49,7 +49,7 @@ def check_generates(model: nn.Module) -> None:
 
 
 def check_turns(runner: Runner, capacity: int) -> None:
-    """UserError for sequences of several turns, of up to `capacity` tokens, that the model has no positions for."""
+    """Raise UserError where sequences of several turns, up to `capacity` tokens long, exceed the model's positions."""
     allowed = _positions(runner)
     if allowed is not None and capacity > allowed:
         raise UserError(f"an episode of up to {capacity} tokens, of the longest prompt (with the tools, and what reset "
@@ -63,7 +63,7 @@ def _positions(runner: Runner) -> int | None:
 
 
 def check_lengths(runner: Runner, prompts: list[list[int]], limits: Sequence[int]) -> None:
-    """UserError for a request that the model has no positions for, or with nothing to do."""
+    """Raise UserError for a request that exceeds the model's positions, or with nothing to do."""
     allowed = _positions(runner)
     if min(map(len, prompts), default=1) == 0:
         raise UserError("an empty prompt: there is no token to continue from")

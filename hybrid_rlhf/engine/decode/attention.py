@@ -1,4 +1,4 @@
-"""The attention and mask functions that inference mode plugs into a model: they read the step from the cache."""
+"""Attention and mask functions that inference mode plugs into a model; they read the current step from the cache."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hybrid_rlhf.engine.decode.kv_cache import SlotCache, Step
 from hybrid_rlhf.kernels import Ops
 from hybrid_rlhf.models.hf_attention import CACHE_NAMES
 
-# What a model may hand on that says nothing new: positions are in the step, windows and chunks in the mask.
-SAID_ALREADY = frozenset((*CACHE_NAMES, "position_ids", "use_cache", "output_attentions", "output_hidden_states",
-                           "return_dict", "sliding_window", "cache_position", "position_embeddings",
-                           "output_router_logits", "layer_idx", "shared_kv_states", "is_causal"))
-MAX_OWN_PROMPT = 1024  # tokens: up to here bf16 takes 0.2-0.4 and fp32 0.55-0.75 of torch's time
+# Arguments that our attention ignores: positions are in the step, windows and chunks in the mask.
+IGNORED_ARGUMENTS = frozenset((*CACHE_NAMES, "position_ids", "use_cache", "output_attentions", "output_hidden_states",
+                               "return_dict", "sliding_window", "cache_position", "position_embeddings",
+                               "output_router_logits", "layer_idx", "shared_kv_states", "is_causal"))
+MAX_KERNEL_PROMPT = 1024  # tokens: up to here our kernel takes 0.2-0.4 (bf16) and 0.55-0.75 (fp32) of torch's time
 
 
 class SlotAttention:
-    """Attention over slots. `cache` is set before each forward; what was learned of each layer stays."""
+    """Attention over the slots of `cache`, which is set before each forward."""
 
     def __init__(self, ops: Ops, causal: Callable) -> None:
         self.ops, self._causal = ops, causal
@@ -31,9 +31,9 @@ class SlotAttention:
                s_aux: Tensor | None = None, **others: object) -> tuple[Tensor, None]:
         """transformers' attention interface: (B, H, Q, D) -> (B, Q, H, Dv), None.
 
-        Raises TypeError for an argument that it does not know, rather than attend as if it were not there.
+        Raises TypeError for an unknown argument instead of ignoring it.
         """
-        unknown = [n for n, v in others.items() if v is not None and n not in SAID_ALREADY]
+        unknown = [n for n, v in others.items() if v is not None and n not in IGNORED_ARGUMENTS]
         if unknown:
             raise TypeError(f"attention with {', '.join(unknown)}")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -44,7 +44,7 @@ class SlotAttention:
                 self.cache.fused_cache_write.add(layer.index)
             mask = self._dense_mask(attention_mask, step)
             if (mask is None and softcap is None and s_aux is None and self.ops.causal_attention
-                    and query.shape[2] <= MAX_OWN_PROMPT):
+                    and query.shape[2] <= MAX_KERNEL_PROMPT):
                 return self.ops.causal_attention(query, key, value, scaling=scaling), None
             return dense_attention(query, key, value, mask, scaling, softcap, s_aux), None
         if layer is not None:
@@ -58,7 +58,7 @@ class SlotAttention:
         return dense_attention(query, key, value, self._dense_mask(attention_mask, step), scaling, softcap, s_aux), None
 
     def _dense_mask(self, mask: Tensor | None, step: Step) -> Tensor | None:
-        """None stays None in a prefill from the start, whose causal mask needs no tensor."""
+        """The mask as a tensor, or None in a prefill from the start, which is causal."""
         if mask is not None or (step.is_prefill and not step.goes_on):
             return mask
         places = step.places
@@ -73,16 +73,16 @@ class SlotAttention:
                               mask_function=mask_function)
 
     def bool_mask(self, *, batch_size: int, kv_length: int, mask_function: Callable, **_others: object) -> Tensor:
-        """The mask evaluated at each row's own positions: true where a token may look."""
+        """The mask evaluated at each row's own positions: true where a token may attend."""
         positions = self.cache.step.places
         rows = torch.arange(batch_size, device=positions.device)[:, None, None, None]
         columns = torch.arange(kv_length, device=positions.device)[None, None, None]
         seen = mask_function(rows, torch.zeros_like(rows[:1]), positions[:, None, :, None], columns)
-        # a model may add a window of its own but no sight of what lies ahead or is not yet written
+        # always causal: a model's mask may narrow this, but not show later or unwritten columns
         return (seen & (columns <= positions[:, None, :, None])).expand(batch_size, 1, -1, -1)
 
     def float_mask(self, *, dtype: torch.dtype = torch.float32, **named: object) -> Tensor:
-        """The same as numbers to add: 0 or the smallest of the dtype."""
+        """`bool_mask` as numbers to add: 0, or the smallest of the dtype where masked."""
         seen = self.bool_mask(**named)
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 

@@ -1,10 +1,10 @@
-"""Decode steps over static buffers: recorded once for each number of rows, then replayed without the host.
+"""Decode steps over static buffers: recorded as a graph once per number of rows, then replayed without the host.
 
-A whole step (the model's forward, the draw, the next step's inputs) reads and writes tensors that stay where they are,
-so a device can record it into a graph. One recording serves all positions: they are data, and attention looks at all
-columns the cache has, of which each row sees its own. Rows are filled up to a few sizes by idle ones, at position -1,
-for which attention writes nothing; a model's own attention writes them to a spare column that nobody reads. Recordings
-live with the cache whose addresses they hold, and go when it goes.
+A whole step (the model's forward, sampling, the next step's inputs) reads and writes tensors at fixed addresses, so a
+device can record it into a graph. One recording serves all positions: they are data, and attention runs over all
+columns of the cache, masked by each row's position. Rows are padded to a few sizes with idle rows at position -1, for
+which attention writes nothing; a model's own attention writes them to a spare column that is never read. Recordings are
+held by the cache whose addresses they use, and are freed with it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from torch import Tensor
 from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.parity import PROBE_LENGTHS, PROBE_STEPS, probe_sequences
-from hybrid_rlhf.engine.decode.runner import Runner, said
-from hybrid_rlhf.engine.decode.sampler import no_sets, sets_of
+from hybrid_rlhf.engine.decode.runner import Runner, error_summary
+from hybrid_rlhf.engine.decode.sampler import candidate_ids, new_candidate_mask
 
 _log = logging.getLogger(__name__)
 
-# Records a step, without running it; returns what runs it again. The step has run once before.
+# Records a step without running it; returns its replay. The step has run once before.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 STEPS_PER_LOOK = 8  # replays before the host looks at the tokens
 MAX_RECORDINGS = 64  # kept over one cache; a server meets more settings than that
 
 
 def called(step: Callable[[], None]) -> Callable[[], None]:
-    """The capture of devices that have none: the step itself."""
+    """The capture of devices without graphs: the step itself."""
     return step
 
 
 class CudaCapture:
-    """Records CUDA graphs; those alive share one pool of memory, for they run one after another and keep nothing in it.
-    A pool whose last graph is gone must not be used again: torch's allocator refuses it.
+    """Records CUDA graphs; those alive share one memory pool, for they run one after another and keep nothing in it. A
+    pool whose last graph is freed must not be used again: torch's allocator refuses it.
     """
 
     def __init__(self) -> None:
@@ -52,16 +52,16 @@ class CudaCapture:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         if not len(self._alive):
             self._pool = torch.cuda.graph_pool_handle()
-            torch.cuda.empty_cache()  # while it records, torch gives no unused memory back to find room for a pool
+            torch.cuda.empty_cache()  # torch frees no cached memory during a capture to make room for a pool
         torch.cuda.synchronize()
-        gc.disable()  # freeing device objects in the middle of a recording would break it
+        gc.disable()  # freeing device objects during a capture would break it
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     step()
                 except BaseException:
-                    with suppress(Exception):  # a recording that was broken off: the reason is the step's
+                    with suppress(Exception):  # of the broken capture: the step's error is the reason
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -95,17 +95,18 @@ def _refusing_to_wait(device: torch.device) -> Iterator[None]:
 
 
 def num_rows(wanted: int, most: int) -> int:
-    """The rows that a step over `wanted` requests is recorded with: few sizes, none larger than the slots. Below 8 a
-    step takes as long as with 8, for reading the weights is its work."""
+    """Rows of the recording for `wanted` requests: one of a few sizes, at most the slots. Below 8 rows a step takes as
+    long as with 8, as its time is reading the weights."""
     size = max(8, 1 << (wanted - 1).bit_length()) if wanted <= 64 else -(-wanted // 64) * 64
     return min(size, most)
 
 
 class StaticSteps:
-    """The steps over one cache, by number of rows and settings of the draw. The cache holds them, they do not hold it.
+    """Recorded steps over one cache, by number of rows and sampling settings. The cache holds them; they hold it
+    weakly.
 
-    guard: entered around every step that is not a replay. can_shrink: whether running out of memory is raised, for the
-    caller then takes fewer slots.
+    guard: entered around every step that is not a replay. can_shrink: whether running out of memory is raised, because
+    the caller then retries with fewer slots.
     """
 
     can_shrink = False
@@ -114,22 +115,22 @@ class StaticSteps:
                  guard: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self.runner, self._cache, self._guard = runner, weakref.ref(cache), guard
         self._most, self._width, device = cache.num_slots, cache.capacity, runner.device
-        size = -(-self._most // 16) * 16  # rows aligned alike whatever the slots, so that kernels compile once
+        size = -(-self._most // 16) * 16  # one alignment for any number of slots, so that kernels compile once
         self._inputs = torch.zeros(5, size, dtype=torch.long, device=device)
         self._tokens = torch.zeros(STEPS_PER_LOOK, size, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(STEPS_PER_LOOK, size, device=device)
         self._done = torch.zeros(1, dtype=torch.long, device=device)  # steps since the host looked
         self._seen: Tensor | None = None
-        self._kept: Tensor | None = None  # (STEPS_PER_LOOK, rows, V) bool, where somebody asked
-        # what replays a step, and its draw: the recording reads tensors of it that nobody else may hold
+        self._kept: Tensor | None = None  # (STEPS_PER_LOOK, rows, V) bool, with keep_candidates
+        # a step's replay, and its sampler, held because the recording reads its tensors
         self._replays: dict[tuple, tuple[Callable[[], None], Callable]] = {}
         self._live = self._rows = 0
         self._is_plain = False
 
     def load(self, tokens: Tensor, positions: Tensor, counts: Tensor, streams: Tensor, slots: Tensor | None,
              seen: Tensor | None = None) -> None:
-        """Rows (B,) to go on with: token to be read, its column, tokens drawn, stream, slot (None: row b is slot b);
-        seen (B, V): the tokens that the repetition penalty knows.
+        """Set the rows (B,) to continue: next input token, its column, tokens drawn so far, random stream, slot (None:
+        row b is slot b). seen (B, V): tokens under the repetition penalty.
         """
         self._live, self._rows = len(tokens), num_rows(len(tokens), self._most)
         # a view of the cache saves the model's own attention a copy; ours reads by slot anyway
@@ -145,51 +146,51 @@ class StaticSteps:
 
     @property
     def seen(self) -> Tensor:
-        """(B, V) of the rows that were loaded, with what has been drawn since."""
+        """(B, V): the seen tokens of the loaded rows, with those drawn since."""
         return self._seen[: self._live]
 
     def run(self, num_steps: int, draw: Callable, key: tuple, has_seen: bool = False, below_min_tokens: bool = False,
-            keeps: bool = False) -> Iterator[tuple[list[int], list[float], Sequence[Tensor] | None]]:
-        """Up to STEPS_PER_LOOK steps, then the tokens and logprobs of each and, with `keeps`, the words that each token
-        was drawn from. Steps with the same `key` are the same."""
-        key = (self._rows, self._is_plain, has_seen, below_min_tokens, keeps, *key)
+            keep_candidates: bool = False) -> Iterator[tuple[list[int], list[float], Sequence[Tensor] | None]]:
+        """Up to STEPS_PER_LOOK steps, then the tokens and logprobs of each and, with keep_candidates, the candidate ids
+        of each token. Steps with the same `key` are the same."""
+        key = (self._rows, self._is_plain, has_seen, below_min_tokens, keep_candidates, *key)
         self._done.zero_()
         for _ in range(num_steps):
             if key in self._replays:
                 self._replays[key][0]()
                 continue
-            step = partial(self._step, self._rows, self._is_plain, draw, has_seen, below_min_tokens, keeps)
+            step = partial(self._step, self._rows, self._is_plain, draw, has_seen, below_min_tokens, keep_candidates)
             if len(self._replays) >= MAX_RECORDINGS:
                 self._replays.clear()
             with self._guard():
-                step()  # the first one runs as it is: kernels compile, libraries set themselves up, and it counts
+                step()  # the first step runs uncaptured: kernels compile, libraries initialise, and it counts
             self._replays[key] = self._recorded(step), draw
         tokens, logprobs = (t[:num_steps, : self._live].tolist() for t in (self._tokens, self._logprobs))
-        kept = (sets_of(self._kept[i, : self._live]) if keeps else None for i in range(num_steps))
+        kept = (candidate_ids(self._kept[i, : self._live]) if keep_candidates else None for i in range(num_steps))
         return zip(tokens, logprobs, kept, strict=True)
 
     def _recorded(self, step: Callable[[], None]) -> Callable[[], None]:
-        """`step` captured; or as it is, which is said, where that fails. Raises where memory ran out and there may be
-        fewer slots."""
-        if self.runner.capture is None:  # another step's has failed
+        """`step` captured; or `step` itself, with a warning, where that fails. Raises where memory ran out and the
+        caller can take fewer slots."""
+        if self.runner.capture is None:  # another step's capture has failed
             return step
         try:
             return self.runner.capture(step)
-        except Exception as error:  # whatever the device's library says of third-party code
-            is_short = is_out_of_memory(error)  # which the next cache may not be
+        except Exception as error:  # third-party code may raise anything
+            is_short = is_out_of_memory(error)  # the next cache may fit
             if self._guard is not nullcontext or (is_short and self.can_shrink):
                 raise
             if not is_short:
-                self.runner.capture, self.runner.reasons["graphs"] = None, said(error)
-            _log.warning("a decode step could not be captured; it runs uncaptured (%s)", said(error))
+                self.runner.capture, self.runner.reasons["graphs"] = None, error_summary(error)
+            _log.warning("a decode step could not be captured; it runs uncaptured (%s)", error_summary(error))
             return step
 
     def _step(self, rows: int, is_plain: bool, draw: Callable, has_seen: bool, below_min_tokens: bool,
-              keeps: bool) -> None:
+              keep_candidates: bool) -> None:
         tokens, positions, counts, streams, slots = self._inputs[:, :rows].unbind(0)
         logits = self.runner.decode(self._cache(), tokens, positions, self._width, None if is_plain else slots,
                                     has_idle=True)
-        kept = no_sets(logits) if keeps else None
+        kept = new_candidate_mask(logits) if keep_candidates else None
         drawn, logprobs = draw(logits, streams, counts, self._seen[:rows] if has_seen else None, below_min_tokens, kept)
         if kept is not None:
             if self._kept is None:  # in a step that runs uncaptured
@@ -204,14 +205,14 @@ class StaticSteps:
 
 
 def steps_of(runner: Runner, cache: SlotCache) -> StaticSteps | None:
-    """The static steps of a cache, made at the first call; None where nothing is captured."""
+    """The static steps of a cache, created at the first call; None without capture."""
     if runner.capture is not None and cache.steps is None:
         cache.steps = StaticSteps(runner, cache)
     return cache.steps if runner.capture is not None else None
 
 
 def probe_capture(runner: Runner, capture: Capture | None) -> None:
-    """Let `runner` step over static buffers by `capture`, where that gives the logits of the model's plain forward."""
+    """Use `capture` for the decode steps of `runner` if they then reproduce the logits of the model's plain forward."""
     if capture is None or runner.path == "generate":
         return
     runner.capture = capture
@@ -219,10 +220,10 @@ def probe_capture(runner: Runner, capture: Capture | None) -> None:
         with torch.no_grad(), runner.plugged_in(is_probe=True):
             ours = _probe_logits(runner)
         reason = runner.disagreement(ours, "in captured steps")
-    except Exception as error:  # whatever third-party code raises, it runs uncaptured
+    except Exception as error:  # third-party code may raise anything; it runs uncaptured
         if is_out_of_memory(error):
             raise
-        reason = said(error)
+        reason = error_summary(error)
     if reason is not None:
         runner.capture, runner.reasons["graphs"] = None, reason
         _log.warning("%s: decode steps are not captured (%s)", type(runner.model).__name__, reason)
@@ -237,7 +238,7 @@ def _probe_logits(runner: Runner) -> Tensor:
         if length > 1:
             runner.prefill(cache, [sequence[: length - 1]], [0], [slot])
     steps = StaticSteps(runner, cache, partial(_refusing_to_wait, runner.device))
-    first = [length - 1 for length in PROBE_LENGTHS] + [0] * is_stateful  # where every slot is a row, one more
+    first = [length - 1 for length in PROBE_LENGTHS] + [0] * is_stateful  # one more where every slot is a row
     table = torch.tensor([[*s, 0][c : c + PROBE_STEPS + 1] for s, c in zip([*sequences, [0] * 9], first, strict=False)],
                          device=runner.device)
     forced = _Forced(table, num_rows(len(first), 4))
@@ -249,14 +250,14 @@ def _probe_logits(runner: Runner) -> Tensor:
 
 
 class _Forced:
-    """Draws the tokens of a table (B, T), step by step, and keeps the logits (T - 1, rows, V) of each step."""
+    """Draws the tokens of a table (B, T), step by step, and stores the logits (T - 1, rows, V) of each step."""
 
     def __init__(self, table: Tensor, rows: int) -> None:
         self._table = torch.cat([table, table[:1].expand(rows - len(table), -1)])
         self.logits: Tensor | None = None
 
     def __call__(self, logits: Tensor, streams: Tensor, counts: Tensor, _seen: Sequence | None,
-                 _has_young: bool, _kept: Tensor | None) -> tuple[Tensor, Tensor]:
+                 _below_min_tokens: bool, _kept: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.logits is None:  # in the step that runs uncaptured
             self.logits = logits.new_zeros(self._table.shape[1] - 1, *logits.shape, dtype=torch.float32)
         self.logits.index_copy_(0, counts[:1], logits.float()[None])

@@ -1,10 +1,10 @@
-"""Whole decoder layers in one call of the kernels, in decode steps of models whose layers are of the kernels' form.
+"""Decoder layers computed by one kernel call each, in decode steps of models whose layers the kernel covers.
 
-The form is Llama's: a norm, attention by four matrices over rotary positions, a norm, a gated MLP, both added to what
-went in; or OPT's, with LayerNorm, no rotation and no gate. It is not recognised by the model's name: a layer with these
-parts and no others is run over random slots beside the kernel, and is swapped only where outputs and cache agree to
-rounding. A matrix may have a LoRA adapter in bf16. Prompts, masked steps, layers that anybody hooks into, other
-adapters and quantized weights go the model's own way.
+The kernel covers Llama's layer (norm, attention by four matrices over rotary positions, norm, gated MLP, both added to
+their input) and OPT's (LayerNorm, no rotation, no gate). A layer is not recognised by the model's name: one with
+exactly these parts is run over random slots beside the kernel, and replaced only where outputs and cache agree to
+rounding. A matrix may have a LoRA adapter in bf16. Prompts, masked steps, layers with hooks, other adapters and
+quantized weights run by the model's own code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.core.torch_compat import is_hooked
-from hybrid_rlhf.engine.decode.attention import SAID_ALREADY
+from hybrid_rlhf.engine.decode.attention import IGNORED_ARGUMENTS
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows, StateRows, Step
 from hybrid_rlhf.kernels.fusions import activation_of, are_close
 from hybrid_rlhf.models.hf_attention import cache_name
@@ -30,8 +30,8 @@ _ROWS = 3  # of the trial
 
 
 class Names(NamedTuple):
-    """What the parts of a layer are called. matrices: attention's query, key, value and output, the MLP's gate (None:
-    it has none), up and down. has_angles: whether positions turn the heads (and the norms are RMSNorm)."""
+    """Names of a layer's parts. matrices: attention's query, key, value and output, the MLP's gate (None: it has none),
+    up and down. has_angles: whether positions rotate the heads (and the norms are RMSNorm)."""
 
     matrices: tuple[str | None, ...]
     norms: tuple[str, str]
@@ -48,7 +48,7 @@ _NAMES = (
 
 
 class Form(NamedTuple):
-    """A layer that the kernel may compute: where its parts are, and what the trial found out about it."""
+    """A layer that the kernel may compute: its parts, and what the trial found out about it."""
 
     layer: nn.Module
     index: int
@@ -57,7 +57,7 @@ class Form(NamedTuple):
     activation: str
 
     def matrices(self) -> list[nn.Module | None]:
-        """Each an nn.Linear, an adapter's layer around one, or None for the gate that there is not."""
+        """Each an nn.Linear, a LoRA layer around one, or None for a missing gate."""
         return [_part(self.layer, n) for n in self.names.matrices]
 
     def norms(self) -> list[nn.Module | None]:
@@ -76,11 +76,11 @@ class Form(NamedTuple):
                     scaling=self.layer.self_attn.scaling, activation=self.activation)
 
     def adapters(self) -> list[tuple[str, tuple[Tensor, Tensor, float]] | None]:
-        """Of each matrix the active adapter's name and parts, as `plain_adapter` has them, or None."""
+        """Per matrix: the active adapter's name and parts, as `plain_adapter` returns them, or None."""
         return [present(plain_adapter(m), "the adapter") if _is_adapted(m) else None for m in self.matrices()]
 
     def is_free(self) -> bool:
-        """Whether nobody has replaced or hooked into a part of it meanwhile, and its adapters are plain ones now."""
+        """Whether no part has been replaced or hooked since, and its adapters are plain ones now."""
         return (all("forward" not in vars(m) and (m is self.layer or not is_hooked(m)) for m in self.layer.modules())
                 and all(plain_adapter(m) for m in self.matrices() if _is_adapted(m)))
 
@@ -89,7 +89,7 @@ def find_decode_layers(runner) -> list[Form]:  # noqa: ANN001 - a Runner
     """The layers of the runner's model that its kernels compute as the model does. Inside `runner.plugged_in`."""
     if runner.ops.decode_layer is None or runner.is_stateful:
         return []
-    found: list[Form] = []
+    matching: list[Form] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         forms = [form for layer in runner.model.modules() if (form := _form(layer, runner.ops.linear_dtypes))]
@@ -97,13 +97,13 @@ def find_decode_layers(runner) -> list[Form]:  # noqa: ANN001 - a Runner
         for form in forms:
             if widths.get(form.layer) == (_head_dim(form) if form.names.has_angles else None):
                 tries = (form._replace(adds_one=adds_one) for adds_one in (False, True))
-                found += [right for right in tries if _is_right(runner, right)][:1]
-    return found
+                matching += [right for right in tries if _is_right(runner, right)][:1]
+    return matching
 
 
 @contextmanager
 def decode_layers(forms: list[Form], make: Callable | None) -> Iterator[int]:
-    """Within the block decode steps go through these layers by the kernel; yields how many do."""
+    """Within the block decode steps compute these layers by the kernel; yields how many do."""
     free = [form for form in forms if form.is_free()]
     for form in free:
         form.layer.forward = _forward(form, form.kernel(make))
@@ -118,7 +118,7 @@ def _forward(form: Form, kernel: Callable) -> Callable:
     original, index, most, dtype = form.layer.forward, form.index, kernel.max_rows, _like(form).dtype
     has_angles = form.names.has_angles
     cache_argument = cache_name(form.layer)
-    adapters = [(m, found[0]) for m, found in zip(form.matrices(), form.adapters(), strict=True) if found]
+    adapters = [(m, adapter[0]) for m, adapter in zip(form.matrices(), form.adapters(), strict=True) if adapter]
 
     def forward(hidden_states: Tensor, attention_mask: Tensor | None = None,
                 position_embeddings: tuple[Tensor, Tensor] | None = None, **others: object):  # noqa: ANN202
@@ -128,7 +128,7 @@ def _forward(form: Form, kernel: Callable) -> Callable:
                 or (position_embeddings is None) == has_angles
                 or hidden_states.dtype != dtype or len(hidden_states) > most
                 or index not in cache.fused_cache_write or cache.layers[index].keys is None
-                or any(v is not None and n not in SAID_ALREADY for n, v in others.items())
+                or any(v is not None and n not in IGNORED_ARGUMENTS for n, v in others.items())
                 or not all(is_only_adapter(m, name) for m, name in adapters)):
             angles = {"position_embeddings": position_embeddings} if has_angles else {}
             return original(hidden_states, attention_mask=attention_mask, **angles, **others)
@@ -163,15 +163,15 @@ def _form(layer: nn.Module, dtypes: frozenset[torch.dtype]) -> Form | None:
 
 
 def _has_parts(layer: nn.Module, names: Names) -> bool:
-    """Whether these are its parts, and there are no others but what an adapter has inside a matrix."""
+    """Whether the layer has these parts, and no others but what an adapter has inside a matrix."""
     matrices = {n for n in names.matrices if n}
-    found = {n for n, _ in layer.named_modules() if n and not any(n.startswith(f"{m}.") for m in matrices)}
+    parts = {n for n, _ in layer.named_modules() if n and not any(n.startswith(f"{m}.") for m in matrices)}
     needed = {*matrices, *names.norms}
-    return needed <= found <= needed | {"self_attn", "mlp", names.activation, *_HEAD_NORMS}
+    return needed <= parts <= needed | {"self_attn", "mlp", names.activation, *_HEAD_NORMS}
 
 
 def _part(layer: nn.Module, name: str | None) -> nn.Module | None:
-    """The part of this name, a function perhaps; None if there is none."""
+    """The part of this name (a module or a function); None if there is none."""
     for part in name.split(".") if name else ():
         layer = getattr(layer, part, None)
     return layer if name else None
@@ -182,7 +182,7 @@ def _is_adapted(module: nn.Module | None) -> bool:
 
 
 def _like(form: Form) -> Tensor:
-    """A weight of the dtype and on the device of all of them: the keys' matrix."""
+    """A weight with the dtype and device of all of them: the keys' matrix."""
     return form.linears()[1].weight
 
 
@@ -199,8 +199,8 @@ def _head_dim(form: Form) -> int:
 
 
 def _angle_widths(runner, forms: list[Form]) -> dict[nn.Module, int]:  # noqa: ANN001 - a Runner
-    """How many dimensions of a head the model's own angles rotate, by layer. GLM-4's rotate half of them, by code that
-    would rotate all if it were given that many angles: the trial of a layer alone cannot tell."""
+    """How many dimensions of a head the model's rotary angles cover, by layer. GLM-4's cover half of them; its code
+    rotates as many as it is given angles for, so that the trial of a layer alone cannot tell."""
     widths: dict[nn.Module, int] = {}
 
     def note(layer: nn.Module, _inputs: tuple, named: dict) -> None:
@@ -216,7 +216,7 @@ def _angle_widths(runner, forms: list[Form]) -> dict[nn.Module, int]:  # noqa: A
 
 
 def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
-    """Whether the layer itself and the kernel, over slots with random columns, give and store the same."""
+    """Whether the layer and the kernel return and store the same values over slots with random columns."""
     like = _like(form)
     cache = runner.new_cache(_ROWS, 8)
     try:
@@ -237,7 +237,7 @@ def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
                                                    step.positions[:, 0], step.width)
         bound = 1e-5 if like.dtype == torch.float32 else 2.0**-6
         return are_close((want - x.to(like), rows.keys, rows.values), (got - x.to(like), *ours), bound)
-    except Exception as error:  # whatever third-party code raises, it is not of this form
+    except Exception as error:  # third-party code may raise anything; it does not have this form
         if is_out_of_memory(error):
             raise
         return False

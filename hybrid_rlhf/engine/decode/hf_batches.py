@@ -15,22 +15,22 @@ from torch import Tensor
 from hybrid_rlhf.engine.decode.hf_generate import generate_by
 from hybrid_rlhf.engine.decode.request import Request, check_finite, stream
 from hybrid_rlhf.engine.decode.runner import Runner
-from hybrid_rlhf.engine.decode.sampler import no_sets, sets_of
+from hybrid_rlhf.engine.decode.sampler import candidate_ids, new_candidate_mask
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
 
 class GenerateBatches:
     """Runs requests on a runner whose path is "generate". stops: tokens that end a response (they are part of it).
-    keeps: whether requests note the words that each token was drawn from, where sampling is truncated."""
+    keep_candidates: whether requests record the candidate tokens of each draw, where sampling is truncated."""
 
     def __init__(self, runner: Runner, sampling: SamplingConfig, stops: Sequence[int], max_batch: int,
-                 keeps: bool = False) -> None:
+                 keep_candidates: bool = False) -> None:
         self.runner, self.sampling, self.max_batch = runner, sampling, max_batch
-        self._keeps = keeps and sampling.is_truncated
+        self._keep_candidates = keep_candidates and sampling.is_truncated
         self.stops = frozenset(stops)
 
     def run(self, requests: Sequence[Request], on_token: Callable[[], None] = lambda: None) -> int:
-        """Draw everything, into the requests; on_token is called after every step. Returns the largest cache's bytes.
+        """Run all requests to their end; on_token is called after every step. Returns the largest cache's bytes.
 
         Raises UserError when the model's logits are not finite.
         """
@@ -47,9 +47,9 @@ class GenerateBatches:
         return most
 
     def stream(self, request: Request) -> Iterator[None]:
-        """`run` for one request that yields after every token and works only while it is asked for the next.
+        """`run` for one request, as an iterator that yields after every token and computes only on demand.
 
-        generate cannot be left and entered again, so it runs in a thread, in turns with the reader.
+        generate cannot be suspended, so it runs in a thread that alternates with the reader.
         """
         turns: SimpleQueue[bool] = SimpleQueue()
         news: SimpleQueue[BaseException | bool] = SimpleQueue()  # True: a token; False: the end
@@ -62,7 +62,7 @@ class GenerateBatches:
         def work() -> None:
             try:
                 if self.runner.device.type == "cuda":
-                    torch.cuda.set_device(self.runner.device)  # a thread starts on the first one
+                    torch.cuda.set_device(self.runner.device)  # a new thread uses device 0
                 self.run([request], pause)
                 news.put(False)
             except BaseException as error:
@@ -85,7 +85,7 @@ class GenerateBatches:
         return bool(request.tokens) and (len(request.tokens) >= request.limit or request.tokens[-1] in self.stops)
 
     def _chooser(self, batch: list[Request], on_token: Callable[[], None]) -> Callable[[Tensor, Tensor], Tensor]:
-        """The next token of each row, noted in its request until that has ended."""
+        """The function that draws the next token of each row and appends it to its request until that has ended."""
         sampling, device = self.sampling, self.runner.device
         streams = torch.tensor([stream(r.seed, r.number) for r in batch], device=device)
         before = torch.tensor([r.num_drawn for r in batch], device=device)
@@ -99,16 +99,17 @@ class GenerateBatches:
             if count < sampling.min_new_tokens and self.stops:
                 forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=device)
                 forbidden[:, stops] = (before + count < sampling.min_new_tokens)[:, None]
-            kept = no_sets(logits) if self._keeps else None
+            kept = new_candidate_mask(logits) if self._keep_candidates else None
             tokens, logprobs = self.runner.ops.sample(
                 logits, streams, before + count, temperature=sampling.temperature,
                 top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
                 repetition_penalty=sampling.repetition_penalty, seen=seen, forbidden=forbidden, kept=kept)
-            sets = repeat(None) if kept is None else sets_of(kept)
-            for request, token, logprob, words in zip(batch, tokens.tolist(), logprobs.tolist(), sets, strict=False):
+            sets = repeat(None) if kept is None else candidate_ids(kept)
+            rows = zip(batch, tokens.tolist(), logprobs.tolist(), sets, strict=False)
+            for request, token, logprob, candidates in rows:
                 if not self._has_ended(request):
                     check_finite(logprob, request)
-                    request.kept += [] if words is None else [words]
+                    request.kept += [] if candidates is None else [candidates]
                     request.tokens.append(token)
                     request.logprobs.append(logprob)
             on_token()
@@ -118,4 +119,4 @@ class GenerateBatches:
 
 
 class _DroppedError(Exception):
-    """The reader of a stream has left."""
+    """The reader of a stream has closed it."""

@@ -1,8 +1,8 @@
 """transformers' own generate with our choice of the next token, for models that do not run over slots.
 
-Whatever cache and inputs such a model needs are generate's business; which token comes next is ours, at every step. No
-prompt is padded, because some of these models count padding as positions, and nothing is inherited from the model's
-generation_config, whose top_k or forced tokens would silently change the policy that is sampled.
+generate manages the cache and the inputs of such a model; every next token is chosen here. Prompts are not padded,
+because some of these models count padding as positions. The model's generation_config is not used: its top_k or forced
+tokens would silently change the policy that is sampled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def generate_by(model: nn.Module, prompts: Sequence[Sequence[int]], choose: Call
     ids = torch.tensor(prompts, device=next(model.parameters()).device)
     settings = dict(do_sample=False, max_new_tokens=max_new_tokens, use_cache=use_cache, pad_token_id=0,
                     return_dict_in_generate=True)
-    with _nothing_inherited(model) as config_class:
+    with _empty_generation_config(model) as config_class:
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), logits_processor=[only_chosen],
                              stopping_criteria=[stop], generation_config=config_class(**settings))
     return _num_bytes(cache_of(out), set())
@@ -57,7 +57,7 @@ def _num_bytes(part: object, counted: set[int]) -> int:
 
 
 def cache_growth(model: nn.Module) -> tuple[float, float]:
-    """Bytes of generate's cache for one sequence: a column, and what does not grow. Measured at 4 and at 8 columns."""
+    """Bytes of generate's cache for one sequence: per column, and constant ones. Measured at 4 and at 8 columns."""
     short, long = (generate_by(model, [[5] * n], lambda _ids, logits: logits.argmax(-1), lambda: [True], 1, True)
                    for n in (4, 8))
     return (long - short) / 4, max(0.0, 2.0 * short - long)
@@ -65,7 +65,7 @@ def cache_growth(model: nn.Module) -> tuple[float, float]:
 
 def forced_logits(model: nn.Module, sequences: Sequence[Sequence[int]], lengths: Sequence[int],
                   use_cache: bool) -> Tensor:
-    """Logits (B, N, V), fp32, that generate computes on its way along given sequences.
+    """Logits (B, N, V), fp32, of generate when it is forced along `sequences`.
 
     lengths: of each one's prompt; N tokens follow it in every sequence, and logits[b, i] predicts the (i+1)-th of them.
     Each runs beside its own reverse, for there are models whose decoding mixes the rows of a batch (RWKV).
@@ -87,11 +87,11 @@ def _forced(model: nn.Module, sequence: Sequence[int], length: int, use_cache: b
 
 
 @contextmanager
-def _nothing_inherited(model: nn.Module) -> Iterator[type]:
-    """generate fills settings that are None from the model's own generation_config: here from an empty one."""
-    own = model.generation_config
-    model.generation_config = type(own)()
+def _empty_generation_config(model: nn.Module) -> Iterator[type]:
+    """Within the block the model's generation_config is empty, for generate takes settings that are None from it."""
+    config = model.generation_config
+    model.generation_config = type(config)()
     try:
-        yield type(own)
+        yield type(config)
     finally:
-        model.generation_config = own
+        model.generation_config = config

@@ -1,7 +1,7 @@
-"""The cache of the decode engine: S slots, one sequence each, column = position, nothing padded on the left.
+"""The KV cache of the decode engine: S slots of one sequence each, column = position, no left padding.
 
-A layer allocates itself from the first keys it sees, so that grouped heads, latent attention and per-layer sizes need
-no table. Sliding-window layers are kept at full length; the mask makes the window. Convolution and recurrent states
+A layer allocates itself from the first keys it stores, so that grouped heads, latent attention and per-layer sizes need
+no table. Sliding-window layers are stored at full length; the mask applies the window. Convolution and recurrent states
 are one row per slot.
 """
 
@@ -19,13 +19,13 @@ from hybrid_rlhf.models.hf_attention import LayerKind, cache_class, derived, lay
 
 @dataclass
 class Step:
-    """The forward under way. slots (B,) int64: where each row lives; None says row b is slot b.
+    """The current forward. slots (B,) int64: the slot of each row; None: row b is slot b.
 
     positions (B, Q) int64, the columns of the tokens (-1: an idle row, if has_idle); width: columns that attention may
-    look at. In a prefill of N prompts row source[i] is stored in slot targets[i], and offset columns are there already.
-    ragged: where rows go on from columns of unlike number, (row, place in it, slot, column), (N,) int64 each, of all
-    real tokens; the padding behind them is stored nowhere.
-    `fresh` knows which keys a layer handed out, and does not keep them: over all layers they are a second cache.
+    attend to. In a prefill of N prompts row source[i] is stored in slot targets[i], after its first `offset` columns.
+    ragged: where rows continue from different numbers of columns, (row, index in it, slot, column), (N,) int64 each, of
+    all real tokens; the padding behind them is not stored.
+    `fresh` holds weak references to the keys that a layer handed out: strong ones would hold a second cache.
     """
 
     positions: Tensor
@@ -43,13 +43,13 @@ class Step:
         self.fresh[id(key)] = (layer, weakref.ref(key), weakref.ref(value))
 
     def owner_of(self, key: Tensor, value: Tensor) -> KeyValueRows | None:
-        """The layer that handed out just these tensors in this forward, or None."""
-        layer, *own = self.fresh.get(id(key), (None,))
-        return layer if layer and own[0]() is key and own[1]() is value else None
+        """The layer that handed out exactly these tensors in this forward, or None."""
+        layer, *refs = self.fresh.get(id(key), (None,))
+        return layer if layer and refs[0]() is key and refs[1]() is value else None
 
     @property
     def goes_on(self) -> bool:
-        """Whether a prefill's tokens look at columns that were there before."""
+        """Whether a prefill's tokens attend to columns stored before."""
         return bool(self.offset) or self.ragged is not None
 
     def store(self, rows: Tensor, new: Tensor) -> None:
@@ -63,7 +63,7 @@ class Step:
 
     @property
     def places(self) -> Tensor:
-        """The positions as models may see them: an idle row stands where a sequence begins."""
+        """The positions as the model sees them: an idle row's -1 becomes 0."""
         return self.positions.clamp(min=0) if self.has_idle else self.positions
 
 
@@ -82,7 +82,8 @@ class KeyValueRows:
         self.indexer_keys: Tensor | None = None
 
     def allocate(self, key: Tensor, value: Tensor) -> None:
-        """Zeros, not noise: attention multiplies masked columns by weights of zero, and zero times NaN is NaN."""
+        """Zeros, not uninitialised: attention multiplies masked columns by weights of zero, and zero times NaN is
+        NaN."""
         size = (self.owner.num_slots, key.shape[1], self.owner.num_columns)
         self.keys = key.new_zeros(*size, key.shape[-1])
         self.values = value.new_zeros(*size, value.shape[-1])
@@ -117,7 +118,7 @@ class KeyValueRows:
         return self.keys[rows, :, : step.width], self.values[rows, :, : step.width]
 
     def update_indexer(self, key: Tensor) -> Tensor:
-        """The same for the index keys (B, Q, dim) of sparse attention, kept as (S, 1, C, dim)."""
+        """`update` for the index keys (B, Q, dim) of sparse attention, stored as (S, 1, C, dim)."""
         if self.indexer_keys is None:
             self.indexer_keys = key.new_zeros(self.owner.num_slots, 1, self.owner.num_columns, key.shape[-1])
         step, rows, new = self.owner.step, self.indexer_keys, key[:, None]
@@ -138,7 +139,7 @@ class KeyValueRows:
         return self.owner.capacity
 
     def lazy_initialization(self, *_args: object, **_kwargs: object) -> None:
-        """Nothing: `update` allocates."""
+        """Does nothing: `update` allocates."""
 
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.keys, self.values, self.indexer_keys) if t is not None]
@@ -146,7 +147,7 @@ class KeyValueRows:
 
 class StateRows:
     """Convolution and recurrent states of one layer, (S, ...) each. A prefill fills rows from prompts of one length; a
-    decode step of B rows goes on with the first B slots, which models may also write in place.
+    decode step of B rows continues the first B slots, which models may also write in place.
 
     `conv_states`, `recurrent_states` and `has_previous_state` are what transformers' Cache reads.
     """
@@ -169,7 +170,7 @@ class StateRows:
         self.has_previous_state = dict.fromkeys(empty, not is_prefill)
 
     def _store(self, name: str, index: int, state: Tensor) -> Tensor:
-        """Put states in their rows; returns what the model goes on with."""
+        """Put states in their rows; returns the states that the model continues with."""
         if self.stored[name][index] is None:
             self.stored[name][index] = state.new_zeros(self.owner.num_slots, *state.shape[1:])
         rows, step = self.stored[name][index], self.owner.step
@@ -180,22 +181,22 @@ class StateRows:
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None,
                           **_kwargs: object) -> Tensor:
-        """Append the new columns; keep the last conv_kernel_size and return all that the convolution looks at."""
+        """Append the new columns; keep the last conv_kernel_size and return all that the convolution covers."""
         if self.has_previous_state[state_idx]:
             kernel = self.conv_states[state_idx].shape[-1]
-            whole = torch.cat([self.conv_states[state_idx], conv_states], -1)
+            window = torch.cat([self.conv_states[state_idx], conv_states], -1)
         else:
             kernel = conv_kernel_size or conv_states.shape[-1]
-            whole = nn.functional.pad(conv_states, (max(0, kernel - conv_states.shape[-1]), 0))
+            window = nn.functional.pad(conv_states, (max(0, kernel - conv_states.shape[-1]), 0))
             self.has_previous_state[state_idx] = True
-        self._store("conv", state_idx, whole[..., -kernel:])
-        return whole
+        self._store("conv", state_idx, window[..., -kernel:])
+        return window
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_kwargs: object) -> Tensor:
         return self._store("recurrent", state_idx, recurrent_states)
 
     def lazy_initialization(self, *_args: object, **_kwargs: object) -> None:
-        """Nothing: `_store` allocates."""
+        """Does nothing: `_store` allocates."""
 
     def tensors(self) -> list[Tensor]:
         return [t for states in self.stored.values() for t in states.values() if t is not None]
@@ -208,8 +209,8 @@ class StateRows:
 
 
 class SlotCache:
-    """The cache of all layers. fused_cache_write: layers whose decode columns the attention function writes.
-    has_spare: one more column, for idle rows. steps: what is recorded over this cache's tensors (cuda_graphs.py).
+    """The cache of all layers. fused_cache_write: layers whose decode columns the attention function writes. has_spare:
+    one more column, for idle rows. steps: the recordings over this cache's tensors (cuda_graphs.py).
     """
 
     def __init__(self, kinds: list[LayerKind], num_slots: int, capacity: int, device: torch.device,
@@ -219,12 +220,12 @@ class SlotCache:
         self.fused_cache_write = fused_cache_write
         self.all_slots = torch.arange(num_slots, device=device)
         self.layer_class_to_replicate, self.offloading = None, False
-        self._myself = weakref.proxy(self)  # for layers: a circle would keep the memory until Python looks for one
-        self.layers = [_layer(self._myself, i, kind) for i, kind in enumerate(kinds)]
+        self._weak_self = weakref.proxy(self)  # for layers: a cycle would hold the memory until garbage collection
+        self.layers = [_layer(self._weak_self, i, kind) for i, kind in enumerate(kinds)]
         self.step: Step | None = None
 
     def begin(self, step: Step) -> None:
-        """Announce the next forward."""
+        """Set the step of the next forward."""
         self.step = step
         for layer in self.layers:
             if isinstance(layer, StateRows):
@@ -232,7 +233,7 @@ class SlotCache:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object):  # noqa: ANN201
         while layer_idx >= len(self.layers):  # decoders cut from encoder-decoders count their layers elsewhere
-            self.layers.append(_layer(self._myself, len(self.layers), _PLAIN))
+            self.layers.append(_layer(self._weak_self, len(self.layers), _PLAIN))
         return self.layers[layer_idx].update(key, value, *args, **kwargs)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
@@ -304,8 +305,8 @@ def make_cache(model: nn.Module, num_slots: int, capacity: int, device: torch.de
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that is really free on `device`, or None where that cannot be told."""
+    """Free bytes on `device`, with what torch holds unused; None where that is unknown."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch gives it back at need
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch frees it at need
         return torch.cuda.mem_get_info(device)[0] + unused
     return free_host_bytes()

@@ -1,5 +1,5 @@
-"""Overrides of single models to run over slots: undone on leaving the mode, and subject to the parity check. No forward
-is rewritten: only positions and the attention itself.
+"""Overrides for particular models to run over slots: undone when the mode ends, and subject to the parity check. They
+replace positions and attention only, no forward.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from hybrid_rlhf.models.transformers_compat import attends_by
 
 
 def has_own_attention_adapted(model: nn.Module) -> bool:
-    """Whether our attention can take the place of one that transformers' registry does not reach."""
+    """Whether we have an attention for a model that transformers' registry of attention functions does not cover."""
     return any(_name(module) in _ATTENTIONS for module in model.modules())
 
 
 def counters(model: nn.Module) -> list[nn.Module]:
-    """Position embeddings that count one position for the whole batch but would take each row's own (BART's family)."""
+    """Position embeddings that count one position for the whole batch but accept each row's own (BART's family)."""
     if "position_ids" in forward_parameters(model):
         return []
-    lengths = {"cache_length", "past_key_values_length"}  # of transformers 5.24, and before
+    lengths = {"cache_length", "past_key_values_length"}  # of transformers 5.24, and of earlier releases
     return [m for m in model.modules() if "position_ids" in (named := forward_parameters(m)) and lengths & named]
 
 
 @contextmanager
 def adapted(model: nn.Module, attention: SlotAttention, with_attention: bool) -> Iterator[None]:
-    """Within the block, rows stand at the positions of `attention`'s step and, with_attention, attend by it."""
+    """Within the block rows have the positions of `attention`'s step and, with_attention, attend by `attention`."""
     with ExitStack() as stack:
         for module in counters(model):
             for hook in _placed(module, attention):
                 stack.callback(hook.remove)
-        own = [m for m in model.modules() if with_attention and _name(m) in _ATTENTIONS]
-        for index, module in enumerate(own):
+        modules = [m for m in model.modules() if with_attention and _name(m) in _ATTENTIONS]
+        for index, module in enumerate(modules):
             stack.enter_context(attends_by(module, _ATTENTIONS[_name(module)](module, index, attention)))
         yield
 
@@ -45,7 +45,7 @@ def _name(module: nn.Module) -> str:
 
 
 def _placed(module: nn.Module, attention: SlotAttention) -> list:
-    """Such a module looks up one row of positions: it is given those of all rows in a line, cut into rows again."""
+    """Hooks for such a module, which looks up one row of positions: they flatten all rows and reshape its output."""
 
     def line_up(_module: nn.Module, inputs: tuple, named: dict) -> tuple[tuple, dict]:
         return inputs[:1], {"position_ids": attention.cache.step.positions.flatten()}
@@ -57,7 +57,7 @@ def _placed(module: nn.Module, attention: SlotAttention) -> list:
 
 
 def _gpt_neo(module: nn.Module, _index: int, attention: SlotAttention) -> Callable:
-    """GPT-Neo multiplies without a scale, and every second layer looks back over a window."""
+    """GPT-Neo does not scale attention scores, and every second layer has a sliding window."""
     window = module.config.window_size if module.attention_type == "local" else None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:

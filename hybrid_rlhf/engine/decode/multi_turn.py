@@ -1,4 +1,4 @@
-"""Sequences of several turns: a request ends, somebody adds tokens, and another request goes on where it ended."""
+"""Sequences of several turns: a request ends, the caller adds tokens, and another request continues it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hybrid_rlhf.engine.decode.scheduler import Scheduler
 
 
 class Turns(Protocol):
-    """stops: tokens that end a turn and are its last one. Requests may go on (`Request.may_go_on`), and the next one of
-    a sequence (`request.following`) is submitted at any time later; until then, or `release`, its columns are kept
-    where there is room for them."""
+    """Runs sequences of several turns. stops: tokens that end a turn and are its last one. Requests may go on
+    (`Request.may_go_on`): the next one of a sequence (`request.following`) may be submitted at any later time. Until
+    then, or `release`, the columns are kept where there is room for them."""
 
     stops: frozenset[int]
 
     def submit(self, request: Request) -> None: ...
 
     def release(self, request: Request) -> None:
-        """Nothing will follow this one."""
+        """Free a request's columns: none will follow it."""
 
     def step(self) -> list[Request]:
-        """At least one token for all that may run; those that have ended, in no order that the clock decides.
-        UserError for logits that are not finite."""
+        """Draw at least one token for all that may run; returns those that have ended, in an order that does not depend
+        on timing. Raises UserError for logits that are not finite."""
 
     @property
     def is_busy(self) -> bool:
@@ -33,10 +33,10 @@ class Turns(Protocol):
 
 
 class SlotTurns:
-    """Over the slots of one cache. open_scheduler: over as many slots as fit. shrink: called where memory ran out;
-    raises UserError where no fewer slots remain to be tried. What runs is then drawn again from the beginning of its
-    turn, and draws the same. note_bytes: told how much the cache holds, whenever a turn ends (it is made when the first
-    token is read)."""
+    """Turns over the slots of one cache. open_scheduler: opens a scheduler with as many slots as fit. shrink: called
+    where memory ran out; raises UserError where no fewer slots are left to try. Running turns are then drawn again from
+    their beginning, with the same tokens. note_bytes: called with the cache's bytes whenever a turn ends (it is
+    allocated at the first token)."""
 
     def __init__(self, open_scheduler: Callable[[], Scheduler], shrink: Callable[[Exception], None],
                  note_bytes: Callable[[int], None]) -> None:
@@ -90,8 +90,8 @@ class SlotTurns:
         ended, self._running.ended = self._running.ended, []
         if ended:
             self._note_bytes(self._running.cache.num_bytes())
-            gone = {id(request) for request in ended}
-            self._live = [request for request in self._live if id(request) not in gone]
+            ended_ids = {id(request) for request in ended}
+            self._live = [request for request in self._live if id(request) not in ended_ids]
         return ended
 
     def _restart(self, failure: Exception) -> None:
@@ -107,8 +107,9 @@ class SlotTurns:
 
 
 class BatchTurns:
-    """By transformers' generate, for models that do not run over slots: all that wait are drawn to their end, whatever
-    was said before them is read again. note_bytes: told how much the largest cache of a step held."""
+    """Turns by transformers' generate, for models that do not run over slots: a step draws all waiting requests to
+    their end, and reads their prompts from the start. note_bytes: called with the bytes of a step's largest cache.
+    """
 
     def __init__(self, batches: GenerateBatches, note_bytes: Callable[[int], None]) -> None:
         self._batches, self.stops, self._note_bytes = batches, batches.stops, note_bytes
@@ -123,7 +124,7 @@ class BatchTurns:
         self._waiting.append(request)
 
     def release(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Does nothing: no columns are kept."""
 
     def step(self) -> list[Request]:
         drawn, self._waiting = self._waiting, []

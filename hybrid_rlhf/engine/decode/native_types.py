@@ -1,7 +1,7 @@
 """Model types that decode natively with the tested releases: those rows of docs/results/architectures.md.
 
-A model of one of them that takes a slower path has met a release of transformers that changed its forward, or an
-unusual configuration, and its user is told.
+If a model of one of them takes a slower path, transformers has changed its forward or its configuration is unusual, and
+the user is warned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a probe compares: a model's logits over ragged slots, and those of its plain forward."""
+"""The parity check of a probe: a model's logits over ragged slots against those of its plain forward."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hybrid_rlhf.core.tensors import pad_right
 from hybrid_rlhf.models.backbone import text_logits
 from hybrid_rlhf.models.text_part import text_forward
 
-PROBE_LENGTHS = (9, 1, 6)  # a prompt of one token starts from a state that nothing has prefilled
+PROBE_LENGTHS = (9, 1, 6)  # a prompt of one token starts from a state without a prefill
 PROBE_STEPS = 4
-# Without a mask, or with a column lost, logits differ by 0.07 and more; random models of 2 to 32 layers in bfloat16 by
-# 0.026 at most over slots.
+# Without a mask, or with a column lost, logits differ by 0.07 or more; over slots those of random models of 2 to 32
+# layers in bfloat16 differ by at most 0.026.
 _LEAST_BOUNDS, _LEAST_BOUND, _ROUNDINGS = {torch.float32: 1e-4}, 0.05, 4
 _BOUNDS: WeakKeyDictionary[nn.Module, dict[torch.dtype, float]] = WeakKeyDictionary()
 
@@ -22,7 +22,7 @@ _BOUNDS: WeakKeyDictionary[nn.Module, dict[torch.dtype, float]] = WeakKeyDiction
 def probe_sequences(model: nn.Module) -> list[list[int]]:
     """Three ragged sequences, the same each time: 4 decoded tokens after a prompt."""
     size = model.config.get_text_config().vocab_size
-    first = min(5, size - 1)  # tokens below are often special, and a pad has no position of its own
+    first = min(5, size - 1)  # tokens below are often special, and a pad token may have no position
     return [[first + (7 + 31 * i + 13 * j + i * j) % (size - first) for j in range(n + PROBE_STEPS)]
             for i, n in enumerate(PROBE_LENGTHS)]
 
@@ -33,14 +33,14 @@ def logits_over_slots(runner) -> Tensor:  # noqa: ANN001 - a Runner
     slots = [0, 1, 2] if runner.is_stateful else [2, 0, 3]  # states have no slot table: row b is slot b
     cache = runner.new_cache(4, max(map(len, sequences)) + 3)
     heads = [s[: n - 1] for s, n in zip(sequences, PROBE_LENGTHS, strict=True)]
-    runner.prefill(cache, [heads[0][:5]] * 2, [1, 0], slots[:2])  # sequences that left before the others came
+    runner.prefill(cache, [heads[0][:5]] * 2, [1, 0], slots[:2])  # earlier sequences in the slots
     cache.clear_states(cache.all_slots)
     if runner.is_stateful:
         runner.prefill(cache, [heads[0][::-1], heads[0]], [1, 0], [slots[0], 3])
         runner.prefill(cache, [heads[2]], [0], slots[2:])
     else:
         runner.prefill(cache, [heads[0][:5], heads[2][:3]], [0, 1], slots[::2])
-        runner.extend(cache, [heads[0][5:], heads[2][3:]], slots[::2], [5, 3])  # behind columns that are there: turns
+        runner.extend(cache, [heads[0][5:], heads[2][3:]], slots[::2], [5, 3])  # behind stored columns, as a turn
     runner.measure(cache)
     order = None if runner.is_stateful else torch.tensor(slots, device=runner.device)
     logits = []
@@ -79,9 +79,9 @@ def padded_logits(model: nn.Module, device: torch.device) -> Tensor:
 
 
 def probe_bound(model: nn.Module) -> float:
-    """The relative difference of logits that rounding explains: four times that between the plain forward of rows alone
-    and of the same rows in a padded batch, which are one to a model; at least what small models differ by, at most
-    four times as much. Measured once for a model, before its weights are shared out.
+    """The relative difference of logits that rounding explains: four times that between the plain forwards of single
+    rows and of the same rows in a padded batch. At least the bound for small models (_LEAST_BOUND), at most four times
+    that. Measured once per model, before its weights are sharded.
     """
     weight = next(model.parameters())
     known = _BOUNDS.setdefault(model, {})

@@ -1,4 +1,4 @@
-"""Hidden states of given sequences in inference mode: what a server needs to say how likely each token was."""
+"""Hidden states of given sequences in inference mode, from which a server computes the likelihood of each token."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from hybrid_rlhf.models.backbone import hidden_states
 
 
 class Reader:
-    """One sequence after the other, each by one prefill, in a slot of its own of `capacity` columns.
+    """Reads one sequence at a time by one prefill, in a slot of `capacity` columns.
 
     The slot keeps the columns of the last sequence, so that one that begins like it (the next answer to a question) is
-    computed from where they part. A model that carries states, or runs by `generate`, reads each from its start.
+    computed from where they differ. A model with recurrent states, or that runs by `generate`, reads each from its
+    start.
     """
 
     def __init__(self, runner: Runner, capacity: int) -> None:
@@ -34,11 +35,11 @@ class Reader:
     def states(self, ids: Sequence[int], first: int = 0) -> Tensor:
         """(N - first, H): the last hidden states of ids[first:], the N tokens of a sequence; row i predicts what
         follows ids[first + i]. Raises ValueError where ids[:first] are not all held, or the slot is too small, and
-        UserError for a model that does not say its states."""
+        UserError for a model that does not return its states."""
         if first > self.num_held(ids) or len(ids) > self._capacity:
             raise ValueError(f"{len(ids)} tokens from {first}, of which {self.num_held(ids)} are held, in a slot of "
                              f"{self._capacity}")
-        if self._runner.path == "generate":  # nothing of the model is replaced there
+        if self._runner.path == "generate":  # the model runs by its own code there
             tokens = torch.tensor([list(ids)], device=self._runner.device)
             real = torch.ones_like(tokens, dtype=torch.bool)
             return hidden_states(self._runner.model, SequenceBatch(tokens, real, real))[0, first:]

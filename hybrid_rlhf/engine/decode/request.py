@@ -1,4 +1,4 @@
-"""One response to make, and the random numbers that belong to it."""
+"""One response to generate, and its random stream."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _WORD = (1 << 64) - 1
 
 @dataclass
 class Request:
-    """One response to make: number (its name under the seed), the prompt, the most tokens it may have, and the seed.
+    """One response to generate: number (of its random stream under the seed), prompt, limit of tokens, and seed.
 
     is_stored: the columns of the prompt, but for its last token, are in the slot already. sampling: settings of its
-    own; None: the scheduler's. may_go_on: its slot is kept when it ends, for a request that `follows` it: whose prompt
-    is its prompt, its tokens and more. num_drawn: tokens drawn before under the same number, by those that it follows.
-    kept: of each token the words (int32) that it was drawn from, where who runs the requests keeps them.
+    own; None: the scheduler's. may_go_on: its slot is kept when it ends, for a request that `follows` it, whose prompt
+    is this prompt, these tokens and more. num_drawn: tokens drawn before under the same number, in earlier turns. kept:
+    per token the candidate ids (int32) that it was drawn from, with keep_candidates.
     """
 
     number: int
@@ -39,14 +39,14 @@ class Request:
 
 
 def following(before: Request, added: Sequence[int], limit: int) -> Request:
-    """The next turn of a sequence: what it said before, `added` tokens of somebody else's, and at most `limit` more."""
+    """The next turn of a sequence: its tokens so far, `added` ones from elsewhere, and at most `limit` more."""
     prompt = [*before.prompt, *before.tokens, *added]
     return Request(before.number, prompt, limit, before.seed, sampling=before.sampling, may_go_on=True,
                    follows=before, num_drawn=before.num_drawn + len(before.tokens))
 
 
 def check_finite(logprob: float, request: Request) -> None:
-    """Raise UserError where the logprob of a request's next draw says that the model broke."""
+    """Raise UserError where the logprob of a request's next token is not finite: the model's weights have broken."""
     if not math.isfinite(logprob):
         raise UserError(f"the model's logits are not finite at position {len(request.prompt) + len(request.tokens)} of "
                         f"request {request.number}: its weights have broken (too large a step?); "

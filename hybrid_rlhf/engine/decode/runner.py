@@ -1,8 +1,8 @@
-"""A model's own Hugging Face forward over slots: prefill, decode, and the probe that says whether it can be trusted.
+"""A model's own Hugging Face forward over slots: prefill, decode, and the parity check of both.
 
-Every token goes through the model exactly once as written by its authors; what is ours is attention, masks and cache.
-The last token of a prompt is left to the first decode step, so that prefills need no head and no ragged gather, and the
-samples of one prompt differ in nothing before their first draw.
+Every token goes through the model's own code exactly once; only attention, masks and cache are ours. The last token of
+a prompt is left to the first decode step, so that prefills need no head and no ragged gather, and the samples of one
+prompt do not differ before their first draw.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Runner:
     """One model over slots. path: how its attention runs, found by `probe`.
 
     "native": our attention function. "eager": the model's own attention, with our cache and masks. "generate": neither
-    gives the model's own logits, and its sequences must be made by transformers' generate; `reasons` says why, and
-    `keeps_cache` whether generate gives them with the model's own cache or only by reading everything again.
-    ranks: the tensor-parallel group over which the model is spread within the mode (None: this process alone).
+    gives the model's own logits, and transformers' generate must make its sequences; `reasons` says why, and
+    `keeps_cache` whether generate gives these logits with the model's own cache or only without one.
+    ranks: the tensor-parallel group over which the model is sharded within the mode (None: this process alone).
     """
 
     def __init__(self, model: nn.Module, ranks: RankGroup | None = None) -> None:
@@ -73,23 +73,23 @@ class Runner:
         self.is_stateful = False
         self.keeps_cache = True
         self.first_position = 0  # position id of a sequence's first token
-        self.ending_ids: list[int] = []  # tokens after which this model's own positions are no longer ours
+        self.ending_ids: list[int] = []  # tokens after which the model's own positions differ from ours
         self.bytes_per_column = self.bytes_per_slot = 0.0  # of a slot: what grows with its length, and what does not
-        self.capture = None  # what records decode steps over static buffers (cuda_graphs.py), once tried
+        self.capture = None  # records decode steps over static buffers (cuda_graphs.py), once tried
         self._direct: set[int] = set()
         self._attention = SlotAttention(self.ops, causal_mask_function())
         self.fusions = Fusions()
-        self.layers: list[Form] = []  # that decode steps pass through in one call
+        self.layers: list[Form] = []  # decoder layers that one kernel call computes in decode steps
         self._inside = False
 
     # -- the mode ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def plugged_in(self, *, is_probe: bool = False) -> Iterator[Runner]:
-        """Within the block the model runs over slots; its configuration is as before afterwards, whatever happens.
+        """Within the block the model runs over slots; its configuration is restored afterwards, also after an error.
 
-        is_probe: products of 4-bit weights are those of training. The fused ones, equal to them up to rounding in each
-        layer, add up to more than a probe's bound over 36 layers; engine/logprob_drift measures them.
+        is_probe: 4-bit weights are multiplied as in training. The fused products equal these up to rounding in each
+        layer, which adds up to more than a probe's bound over 36 layers; engine/logprob_drift measures it.
         """
         with ExitStack() as stack:
             if self._group:
@@ -112,10 +112,10 @@ class Runner:
             try:
                 yield self
             finally:
-                self._inside, self._attention.cache = False, None  # the cache's memory goes back
+                self._inside, self._attention.cache = False, None  # frees the cache's memory
 
     def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
-        """An empty cache; its layers allocate themselves from the first keys they see."""
+        """An empty cache; its layers allocate themselves from the first keys they store."""
         cache = make_cache(self.model, num_slots, capacity, self.device, self._direct, self.capture is not None)
         if self.is_stateful:  # a decode step reads its states before it writes any, so they must be there
             self.prefill(cache, [[0]], [0], [0])
@@ -123,7 +123,7 @@ class Runner:
         return cache
 
     def measure(self, cache: SlotCache) -> None:
-        """Note what a slot costs, from a cache whose layers have all been allocated."""
+        """Record the bytes of a slot, from a cache whose layers have all been allocated."""
         self.bytes_per_column = cache.num_bytes(is_growing=True) / (cache.num_slots * cache.num_columns)
         self.bytes_per_slot = cache.num_bytes(is_growing=False) / cache.num_slots
 
@@ -131,7 +131,7 @@ class Runner:
                 targets: Sequence[int], offset: int = 0) -> Any:
         """Store the columns of N prompts: prompt source[i] in slot targets[i]. Prompts are padded on the right.
 
-        offset: columns that the slots hold already (the same for all). Returns what the backbone does.
+        offset: columns that the slots hold already (the same for all). Returns the backbone's output.
         """
         ids = pad_right(prompts, 0).to(self.device)
         positions = torch.arange(offset, offset + ids.shape[1], device=self.device).expand(len(prompts), -1)
@@ -145,8 +145,8 @@ class Runner:
                ) -> None:
         """Store further columns of N sequences in one forward: chunk i in slots[i], behind offsets[i] columns.
 
-        Padding has the position of its row's last token: behind it there may be none that the model knows. A model
-        that counts positions for itself takes them one sequence at a time.
+        Padding has the position of its row's last token, as later positions may exceed the model's. A model that counts
+        positions itself takes one sequence at a time.
         """
         if len(set(offsets)) == 1 or not self._takes_positions(self._body):
             groups = [range(len(chunks))] if len(set(offsets)) == 1 else [[i] for i in range(len(chunks))]
@@ -165,7 +165,7 @@ class Runner:
 
     @property
     def _body(self) -> nn.Module:
-        """The model without its head, where nobody reads the logits."""
+        """The model without its head, for forwards whose logits are not used."""
         base = text_backbone(self.model)
         return base if cache_name(base) else text_forward(self.model)
 
@@ -193,7 +193,7 @@ class Runner:
 
     def through_layer(self, layer: nn.Module, cache: SlotCache, step: Step, hidden: Tensor,
                       angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Hidden states (B, 1, H) behind one decoder layer, by its own code, in a step over `cache`."""
+        """Hidden states (B, 1, H) after one decoder layer, by its own code, in a step over `cache`."""
         cache.begin(step)
         self._attention.cache = cache
         named = {"position_embeddings": angles} if angles else {}
@@ -211,9 +211,8 @@ class Runner:
     # -- the probe ---------------------------------------------------------------------------------------------------
 
     def probe(self) -> None:
-        """Find the fastest path whose logits, over ragged slots, are those of the model's plain forward. Where the
-        model is to be spread over ranks, that is tried on each of them alone, then together: UserError on all ranks
-        where it does not hold.
+        """Find the fastest path whose logits over ragged slots match the model's plain forward. With tensor parallelism
+        it is tried on each rank alone, then on all together: UserError on all ranks where it does not match.
         """
         if not self._ranks:
             self._find_path()
@@ -230,7 +229,7 @@ class Runner:
         return f"{type(self.model).__name__} over {self._ranks.degree} ranks"
 
     def _probe_alone(self) -> Tensor:
-        """The plain forward's logits; the path is found on each rank for itself, where each has the whole model."""
+        """The plain forward's logits. Each rank finds the path for itself where it has the whole model."""
         if is_partitioned(self.model):
             self.path, self.is_stateful = "native", any(kind.num_states for kind in layer_kinds(self.model))
             return plain_logits(self.model, self.device)
@@ -247,7 +246,7 @@ class Runner:
             self._ranks.abandon()  # the others may be waiting
             if is_out_of_memory(error):
                 raise
-            raise UserError(f"{self._described()} does not run ({said(error)}); use tp 1") from error
+            raise UserError(f"{self._described()} does not run ({error_summary(error)}); use tp 1") from error
 
     def _find_path(self) -> None:
         self.fusions = find_fusions(self.model, self.ops.fused)
@@ -259,7 +258,7 @@ class Runner:
                     self.path = path
                     self.reasons.pop(path, None)
                     self._find_layers()
-                    self.ending_ids = [pad_id] if self.first_position else []  # there a pad has no position at all
+                    self.ending_ids = [pad_id] if self.first_position else []  # there a pad token has no position
                     for what, why in self.reasons.items():
                         _log.warning("%s keeps its own %s in inference mode: %s", type(self.model).__name__,
                                      "attention" if what == "native" else what, why)
@@ -273,7 +272,7 @@ class Runner:
                      "" if self.keeps_cache else " without a cache")
 
     def _find_layers(self) -> None:
-        """Take whole layers by the kernels where they are right one by one and, over the probe, together."""
+        """Compute whole decoder layers by the kernels where each passes its trial and all together pass the probe."""
         if self.path != "native":
             return
         with self.plugged_in(is_probe=True), torch.no_grad():
@@ -286,7 +285,7 @@ class Runner:
     def _probe_generate(self) -> None:
         """Take the path of generate, without a cache where only that gives the plain forward's logits.
 
-        Raises UserError where neither does: what was sampled would not be what is trained.
+        Raises UserError where neither does: the sampled policy would not be the one that is trained.
         """
         self.path, sequences = "generate", probe_sequences(self.model)
         for self.keeps_cache in (True, False):
@@ -294,10 +293,10 @@ class Runner:
                 with self.plugged_in(is_probe=True):
                     ours = forced_logits(self.model, sequences, PROBE_LENGTHS, self.keeps_cache)
                 reason = self.disagreement(ours, "in generate")
-            except Exception as error:  # whatever third-party code raises, the path is not for it
-                if is_out_of_memory(error):  # which says nothing of the path
+            except Exception as error:  # third-party code may raise anything; the path is not for it
+                if is_out_of_memory(error):  # which does not depend on the path
                     raise
-                reason = said(error)
+                reason = error_summary(error)
             if reason is None:
                 if self.keeps_cache:
                     self.bytes_per_column, self.bytes_per_slot = cache_growth(self.model)
@@ -314,16 +313,16 @@ class Runner:
             return "its attention cannot be replaced"
         if hasattr(self.model.config, "decoder_layers") and not (
                 self._takes_positions(self.model) or counters(self.model)):
-            # said outright, for in 16 bits the probe is too coarse to see small position embeddings
+            # not left to the probe, which in 16 bits is too coarse to see small position embeddings
             return "a decoder cut from an encoder-decoder counts one position for the whole batch"
         try:
             self.is_stateful = any(kind.num_states for kind in layer_kinds(self.model))
             with self.plugged_in(is_probe=True):
                 ours = logits_over_slots(self)
-        except Exception as error:  # whatever third-party code raises, the path is not for it
+        except Exception as error:  # third-party code may raise anything; the path is not for it
             if is_out_of_memory(error):
                 raise
-            return said(error)
+            return error_summary(error)
         return self.disagreement(ours, "over slots")
 
     def disagreement(self, ours: Tensor, where: str) -> str | None:
@@ -333,5 +332,5 @@ class Runner:
             f"its logits {where} differ from the plain forward by {difference:.2g}")
 
 
-def said(error: Exception) -> str:
+def error_summary(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

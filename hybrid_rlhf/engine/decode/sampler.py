@@ -1,4 +1,4 @@
-"""Tokens from logits under one configuration: what a decode step does behind the model's forward."""
+"""Draws tokens from the logits of a decode step, under one configuration or several."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hybrid_rlhf.kernels import Ops
 
 
 def sampling_key(sampling: SamplingConfig) -> tuple:
-    """What of the settings changes a draw; two with the same key draw the same."""
+    """The settings that affect a draw; with equal keys the same tokens are drawn."""
     return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty,
             sampling.min_new_tokens)
 
 
 class Sampler:
-    """Draws by the kernels. stops: tokens that end a response. Two with the same `key` draw the same."""
+    """Draws tokens by the kernels. stops: tokens that end a response. Two with the same `key` draw the same."""
 
     def __init__(self, ops: Ops, sampling: SamplingConfig, stops: Iterable[int], device: torch.device) -> None:
         stops = sorted(stops)
@@ -35,7 +35,7 @@ class Sampler:
         """logits (B, V), streams and counts (B,), seen (B, >= V) -> tokens (B,), logprobs (B,); marks them as seen.
 
         below_min_tokens: some rows may not stop yet, for they have not reached min_new_tokens. kept (B, V) bool: is
-        filled with the tokens that might have been drawn, among which the logprobs then are.
+        filled with the candidate tokens of each draw, over which the logprobs are then normalised.
         """
         seen = seen if seen is None else seen[:, : logits.shape[1]]
         tokens, logprobs = self._sample(logits, streams, counts, **self.settings, seen=seen, kept=kept,
@@ -54,7 +54,7 @@ class Sampler:
 
 
 class MixedSampler:
-    """Rows under several settings, each drawn as it is under its own alone. parts: (rows (b,) int64, what draws)."""
+    """Draws rows of several settings, each row as under its own alone. parts: (rows (b,) int64, their sampler)."""
 
     def __init__(self, parts: list[tuple[Tensor, Sampler]]) -> None:
         self._parts = parts
@@ -64,22 +64,23 @@ class MixedSampler:
         """As `Sampler`: all rows must be in one of the parts."""
         tokens, logprobs = torch.empty_like(streams), logits.new_empty(len(streams), dtype=torch.float32)
         for rows, draw in self._parts:
-            mine, own = (None if marks is None else marks[rows] for marks in (seen, kept))
-            tokens[rows], logprobs[rows] = draw(logits[rows], streams[rows], counts[rows], mine, below_min_tokens, own)
+            part_seen, part_kept = (None if marks is None else marks[rows] for marks in (seen, kept))
+            tokens[rows], logprobs[rows] = draw(logits[rows], streams[rows], counts[rows], part_seen, below_min_tokens,
+                                                part_kept)
             if seen is not None:
-                seen[rows] = mine
+                seen[rows] = part_seen
             if kept is not None:
-                kept[rows] = own
+                kept[rows] = part_kept
         return tokens, logprobs
 
 
-def no_sets(logits: Tensor) -> Tensor:
-    """(B, V) bool that a draw from these logits fills."""
+def new_candidate_mask(logits: Tensor) -> Tensor:
+    """An uninitialised mask (B, V), bool, for a draw from these logits to fill."""
     return torch.empty(logits.shape, dtype=torch.bool, device=logits.device)
 
 
-def sets_of(kept: Tensor) -> Sequence[Tensor]:
-    """kept (B, V) bool -> the words of each row, int32, on the host."""
-    if kept.device.type == "cpu":  # numpy's search is several times as fast as torch's
+def candidate_ids(kept: Tensor) -> Sequence[Tensor]:
+    """kept (B, V) bool -> the candidate ids of each row, int32, on the host."""
+    if kept.device.type == "cpu":  # numpy's flatnonzero is several times as fast as torch's
         return [torch.from_numpy(np.flatnonzero(row).astype(np.int32)) for row in kept.numpy()]
     return kept.nonzero()[:, 1].to("cpu", torch.int32).split(kept.sum(1).tolist())

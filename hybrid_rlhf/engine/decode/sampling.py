@@ -1,4 +1,4 @@
-"""How tokens are drawn: the settings, and nothing hidden behind them."""
+"""Sampling settings, and the record of what was sampled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.options import check_values, within
 
-_MOST = 2**31 - 1  # what kernels count with
+_MOST = 2**31 - 1  # the kernels count in int32
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SamplingConfig:
               f"min_new_tokens is {self.min_new_tokens}; it must lie in [0, max_new_tokens {self.max_new_tokens}]")
 
     def check_groups(self, section: str) -> None:
-        """UserError where several responses to one prompt are to be compared and all of them will be the same."""
+        """Raise UserError where several responses to one prompt are to be compared and all of them will be the same."""
         for name, value, cure in (("temperature", self.temperature, 1), ("top_k", self.top_k - 1, 0)):
             check(self.num_samples == 1 or value != 0,
                   f"{section}.sampling.{name} is {getattr(self, name):g}: greedy responses to one prompt are all the "
@@ -52,7 +52,7 @@ class SamplingConfig:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens may be cut off: what is drawn then follows not the logits, but those of the tokens left."""
+        """Whether top-k, top-p or min-p may cut tokens off, so that draws are from the remaining tokens only."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
@@ -60,10 +60,10 @@ class SamplingConfig:
 class Generation:
     """B responses: token ids up to and including the stop token, and why each ended ("eos" or "length").
 
-    logprobs: of each token, log softmax(logits / temperature) at the moment of the draw, before repetition penalty and
-    truncation (top-k, top-p, min-p): what the training forward says of the tempered policy. Greedy: of the logits.
-    kept: where it was asked for and sampling was truncated, the words (int32) that each token was drawn from; the
-    logprobs are then of that softmax over these words alone.
+    logprobs: of each token, log softmax(logits / temperature) when it was drawn, before repetition penalty and
+    truncation (top-k, top-p, min-p), as the training forward computes it. Greedy: of the logits.
+    kept: with keep_candidates, where sampling was truncated, the candidate ids (int32) that each token was drawn from;
+    the logprobs are then normalised over these candidates alone.
     """
 
     tokens: list[list[int]]

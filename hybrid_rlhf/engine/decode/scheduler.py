@@ -1,7 +1,7 @@
 """Continuous batching: a fixed number of slots, finished sequences leave at once, waiting prompts enter.
 
-What a request draws depends on its own tokens, its number and the seed, never on who shares the batch or in which slot
-it runs: random numbers are counted by (stream of the request, tokens drawn so far).
+What a request draws depends on its own tokens, its number and the seed, never on the rest of the batch or on its slot:
+random numbers are indexed by (stream of the request, tokens drawn so far).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hybrid_rlhf.engine.decode.cuda_graphs import STEPS_PER_LOOK, steps_of
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.request import Request, check_finite, stream
 from hybrid_rlhf.engine.decode.runner import Runner
-from hybrid_rlhf.engine.decode.sampler import MixedSampler, Sampler, no_sets, sampling_key, sets_of
+from hybrid_rlhf.engine.decode.sampler import MixedSampler, Sampler, candidate_ids, new_candidate_mask, sampling_key
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
 K = TypeVar("K", bound=Hashable)
 
 MAX_PREFILL_TOKENS = 4096  # of one forward, padding included
 _MAX_SAMPLERS = 64  # settings that are remembered
-_PATIENCE = 4  # looks at the tokens until what goes on enters: others may come meanwhile, for the same prefill
+_PATIENCE = 4  # calls of `step` that a following request waits for others, to share a prefill
 _STEPS_PER_SYNC = {"cuda": STEPS_PER_LOOK}  # how many steps run before the host looks at the tokens; 1 elsewhere
 
 
 @dataclass
 class _Batch:
-    """The requests that run, one row each, and their tensors; rebuilt when someone enters or leaves."""
+    """The requests that run, one row each, and their tensors; rebuilt when a request enters or leaves."""
 
     live: list[tuple[int, Request]]  # row, request; the other rows are idle
     tokens: Tensor  # the tokens to be read next
@@ -52,17 +52,17 @@ class Scheduler:
     """Runs requests through the slots of one cache. stops: tokens that end a response (they are part of it).
 
     Requests enter by `submit` and leave by ending or by `drop`, at any time between two calls of `step`. is_eager: a
-    waiting request enters as soon as a slot is free, for somebody reads along; else entries are gathered. The slot of a
-    request that may go on is kept for the one that follows it, until `release` or until another needs it: then all that
-    was said is read again. ended: of those that may go on, who has ended, for who drives the steps to take away.
-    keeps: whether requests note the words that each token was drawn from, where sampling is truncated.
+    waiting request enters as soon as a slot is free, for a streaming reader; else entries are gathered. The slot of a
+    request that may go on is kept for the one that follows it, until `release` or until another needs it: then the
+    whole sequence is read again. ended: finished requests that may go on, for the caller to collect. keep_candidates:
+    whether requests record the candidate tokens of each draw, where sampling is truncated.
     """
 
     def __init__(self, runner: Runner, cache: SlotCache, sampling: SamplingConfig,
-                 stops: Sequence[int], is_eager: bool = False, keeps: bool = False) -> None:
+                 stops: Sequence[int], is_eager: bool = False, keep_candidates: bool = False) -> None:
         self.runner, self.cache, self.sampling = runner, cache, sampling
         self.stops, self.device, self.is_eager = frozenset(stops), runner.device, is_eager
-        self._keeps = keeps and sampling.is_truncated
+        self._keep_candidates = keep_candidates and sampling.is_truncated
         self._samplers: dict[tuple, Sampler] = {}
         self._static = steps_of(runner, cache)
         if self._static:
@@ -74,7 +74,7 @@ class Scheduler:
         self._running: dict[int, Request] = {}  # slot -> request
         self._kept: dict[int, Request] = {}  # slot -> the request that ended in it and may go on, oldest first
         self.ended: list[Request] = []
-        self._batch: _Batch | None = None  # None: someone has entered or left
+        self._batch: _Batch | None = None  # None: a request has entered or left
         self._free = deque(range(cache.num_slots))
         self._stored: dict[int, Sequence[int]] = {}  # slot -> the prompt whose columns it still holds
         self._seen: Tensor | None = None
@@ -82,7 +82,7 @@ class Scheduler:
         self._steps = STEPS_PER_LOOK if self._static else _STEPS_PER_SYNC.get(self.device.type, 1)
 
     def run(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Draw everything, into the requests; yields whenever they have grown, by one token each or by some.
+        """Run all requests to their end; yields whenever their tokens have grown, by one each or by several.
 
         Raises UserError when the model's logits are not finite.
         """
@@ -97,20 +97,20 @@ class Scheduler:
             (self._waiting if request.follows is None else self._returning).append(request)
 
     def drop(self, request: Request) -> None:
-        """Forget a request, waiting or running; its slot is free. Nothing where it has ended."""
+        """Remove a waiting or running request and free its slot. Does nothing where it has ended."""
         self._waiting = deque(r for r in self._waiting if r is not request)
         self._returning = [r for r in self._returning if r is not request]
         self._free_slots([slot for slot, running in self._running.items() if running is request])
 
     def release(self, request: Request) -> None:
-        """Nothing will follow a request that has ended: its slot is free."""
-        for slot in [slot for slot, kept in self._kept.items() if kept is request]:
+        """Free the slot of a request that has ended: none will follow it."""
+        for slot in [slot for slot, ended in self._kept.items() if ended is request]:
             del self._kept[slot]
             self._give_free(slot)
 
     def step(self) -> bool:
-        """One token for every running request, or some, after the waiting ones that may have entered; False when all
-        is done. Raises UserError when the model's logits are not finite."""
+        """Admit waiting requests where they may enter, then draw one or several tokens for every running one; False
+        when all are done. Raises UserError when the model's logits are not finite."""
         if self._returning and self._should_go_on():
             self._go_on()
         if self._should_admit():
@@ -125,7 +125,7 @@ class Scheduler:
         return True
 
     def _leave(self, slots: list[int]) -> None:
-        """Requests have ended; the slots of those that may go on are kept, but states, which have moved on."""
+        """Free the slots of ended requests; keep those of requests that may go on (but not states, which moved on)."""
         going_on = [slot for slot in slots if self._running[slot].may_go_on]
         self.ended += [self._running[slot] for slot in going_on]
         for slot in () if self.runner.is_stateful else going_on:
@@ -151,14 +151,14 @@ class Scheduler:
     # -- going on ----------------------------------------------------------------------------------------------------
 
     def _should_go_on(self) -> bool:
-        """Several in one prefill, but nobody waits for more than a few looks."""
+        """Whether following requests enter now: several share a prefill, but none waits for more than a few steps."""
         self._patience -= 1
         return (not self._running or self.is_eager or self._patience < 0
                 or len(self._returning) >= max(1, self.cache.num_slots // 4))
 
     def _go_on(self) -> None:
-        """Requests that follow another enter its slot, of which their new tokens are read. Those whose slot was given
-        away wait as if they were new, in front of those that are."""
+        """Put requests that follow another into its slot and prefill their new tokens. Those whose slot was given away
+        wait as new requests do, ahead of these."""
         slots = {id(kept): slot for slot, kept in self._kept.items()}
         entering = {slots[id(r.follows)]: r for r in self._returning if id(r.follows) in slots}
         self._waiting.extendleft(reversed([r for r in self._returning if id(r.follows) not in slots]))
@@ -175,7 +175,8 @@ class Scheduler:
     # -- entering ----------------------------------------------------------------------------------------------------
 
     def _should_admit(self) -> bool:
-        """A prefill reads all weights once, so it waits until a quarter of the slots is free, or kept for others."""
+        """Whether to prefill now. It reads all weights once, so it waits until a quarter of the slots is free or
+        evictable."""
         num_free = len(self._free) + len(self._evictable())
         if not self._waiting or not num_free:
             return False
@@ -183,7 +184,7 @@ class Scheduler:
         return not self._running or num_free >= enough
 
     def _evictable(self) -> list[int]:
-        """Slots that are kept for requests that have not come yet, oldest first: they will be read again."""
+        """Slots kept for requests that have not come yet, oldest first; these then read their whole sequence again."""
         here = {id(request.follows) for request in self._returning}
         return [slot for slot, kept in self._kept.items() if id(kept) not in here]
 
@@ -215,7 +216,7 @@ class Scheduler:
         self._mark_seen({s: r for s, r in entering.items() if self._settings(r).repetition_penalty != 1})
 
     def _copy_stored(self, wanted: dict[tuple[int, ...], list[int]]) -> None:
-        """Slots whose prompt another slot still holds are filled from there, and taken out of `wanted`."""
+        """Fill slots whose prompt another slot still holds from there, and take them out of `wanted`."""
         holders = {tuple(prompt): slot for slot, prompt in self._stored.items()}
         entering = {slot for slots in wanted.values() for slot in slots}
         for prompt, slots in wanted.items():
@@ -229,7 +230,7 @@ class Scheduler:
             wanted[prompt] = []
 
     def _buckets(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-        """Prompts in groups of like length, so that little padding is computed."""
+        """Prompts in groups of similar length, so that little padding is computed."""
         if self.runner.is_stateful:  # padding would run through the state
             for length, group in groupby(sorted(prompts, key=len), key=len):
                 alike, most = list(group), max(1, MAX_PREFILL_TOKENS // length)
@@ -270,7 +271,7 @@ class Scheduler:
         return request.sampling or self.sampling
 
     def _sampler(self, requests: list[Request]) -> Sampler | MixedSampler:
-        """What draws for these rows: one for all, or one for each of their settings."""
+        """The sampler of these rows: one for all, or one for each of their settings."""
         rows: dict[tuple, list[int]] = {}
         if len(self._samplers) > _MAX_SAMPLERS:
             self._samplers.clear()
@@ -286,16 +287,17 @@ class Scheduler:
                              for key, index in rows.items()])
 
     def _advance(self, batch: _Batch) -> bool:
-        """Some steps without looking, then a look: drop what was drawn past an end. True if some request has ended.
+        """Run some steps, then read their tokens on the host, without those past an end. True if some request has
+        ended.
 
-        This runs for every token, so it walks over the requests only where it must.
+        This runs for every token, so it loops over the requests only where it must.
         """
         steps = min(self._steps, batch.steps_left)
         if self._static and isinstance(batch.draw, Sampler):
             drawn = self._replay(batch, steps)
         else:
             queued = [self._step(batch, batch.width + i) for i in range(steps)]
-            drawn = [(tokens.tolist(), logprobs.tolist(), None if kept is None else sets_of(kept))
+            drawn = [(tokens.tolist(), logprobs.tolist(), None if kept is None else candidate_ids(kept))
                      for tokens, logprobs, kept in queued]
         batch.steps_left -= steps
         batch.width += steps
@@ -326,7 +328,7 @@ class Scheduler:
         logits = self.runner.decode(self.cache, batch.tokens, batch.positions, width, batch.slot_ids)
         seen = self._seen if self._seen is None or batch.slot_ids is None else self._seen[batch.slot_ids]
         seen = seen if seen is None else seen[: len(logits)]
-        kept = no_sets(logits) if self._keeps else None
+        kept = new_candidate_mask(logits) if self._keep_candidates else None
         tokens, logprobs = batch.draw(logits, batch.streams, batch.counts, seen, batch.below_min_tokens, kept)
         if seen is not None and batch.slot_ids is not None:
             self._seen[batch.slot_ids] = seen
@@ -335,7 +337,7 @@ class Scheduler:
 
     def _replay(self, batch: _Batch, num_steps: int,
                 ) -> Iterator[tuple[list[int], list[float], Sequence[Tensor] | None]]:
-        """Steps over static buffers, of which the host sees what was drawn only."""
+        """Replay steps over static buffers; the host reads only the tokens that were drawn."""
         has_seen = self._seen is not None
         rows = slice(len(batch.tokens)) if batch.slot_ids is None else batch.slot_ids
         if batch is not self._loaded:
@@ -343,21 +345,21 @@ class Scheduler:
                               self._seen[rows] if has_seen else None)
             self._loaded = batch
         drawn = self._static.run(num_steps, batch.draw, batch.draw.key, has_seen, batch.below_min_tokens,
-                                 self._keeps)
+                                 self._keep_candidates)
         if has_seen:
             self._seen[rows] = self._static.seen
         return drawn
 
 
 def _alike(lengths: Mapping[K, int]) -> Iterator[list[K]]:
-    """What a forward reads together, by the tokens of each: of like length, and at most MAX_PREFILL_TOKENS with the
-    padding, or one alone."""
+    """Groups that one forward reads, by the tokens of each entry: of similar length, and at most MAX_PREFILL_TOKENS
+    with padding, or a single one."""
     group: list[K] = []
-    for each, length in sorted(lengths.items(), key=lambda item: -item[1]):
+    for entry, length in sorted(lengths.items(), key=lambda item: -item[1]):
         tokens = (len(group) + 1) * lengths[group[0]] if group else 0
         if group and (tokens > MAX_PREFILL_TOKENS or (tokens > 256 and length < 0.75 * lengths[group[0]])):
             yield group
             group = []
-        group.append(each)
+        group.append(entry)
     if group:
         yield group

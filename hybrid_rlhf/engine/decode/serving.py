@@ -1,4 +1,4 @@
-"""Requests that come and go while others run: what a server asks of one model, step by step, from one thread."""
+"""Continuous batching for a server: requests come and go while others run, step by step, from one thread."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ class Serving(Protocol):
     stops: frozenset[int]
 
     def check(self, request: Request) -> None:
-        """UserError for a request that cannot run, now or later."""
+        """Raise UserError for a request that can never run."""
 
     def submit(self, request: Request) -> None: ...
 
     def drop(self, request: Request) -> None:
-        """Forget it, waiting or running; nothing where it has ended."""
+        """Remove a waiting or running request; does nothing where it has ended."""
 
     def step(self) -> bool:
-        """At least one token for some requests; False when there are none. UserError for logits that are not finite."""
+        """Draw a token or more for some requests; False when there are none. UserError for logits that are not
+        finite."""
 
 
 class SlotServing:
-    """Over the slots of one cache, all at once."""
+    """Requests over the slots of one cache, all at once."""
 
     def __init__(self, runner: Runner, num_slots: int, capacity: int, stops: Sequence[int]) -> None:
         self.num_slots, self.capacity, self.stops = num_slots, capacity, frozenset(stops)
@@ -63,7 +64,7 @@ class SlotServing:
 
 
 class TurnServing:
-    """One after the other, by transformers' generate, for models that do not run over slots."""
+    """One request after the other, by transformers' generate, for models that do not run over slots."""
 
     num_slots = 1
 
@@ -98,7 +99,7 @@ class TurnServing:
 
 
 def open_serving(runner: Runner, num_slots: int, capacity: int, stops: Sequence[int], max_bytes: int | None) -> Serving:
-    """As many of `num_slots` slots of `capacity` tokens (prompt and response) as fit in memory.
+    """Open as many of `num_slots` slots of `capacity` tokens (prompt and response) as fit in memory.
 
     Raises UserError where not even one does.
     """

@@ -1,4 +1,4 @@
-"""One response token by token, over a cache that stays between the turns of a conversation."""
+"""Stream a response token by token, over a cache that stays between the turns of a conversation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.decode.scheduler import Scheduler
 from hybrid_rlhf.models.load import max_positions
 
-MIN_COLUMNS = 1024  # of a conversation's cache, so that the turns to come find room
+MIN_COLUMNS = 1024  # of a conversation's cache, to leave room for later turns
 
 
 class Conversation:
-    """A cache of one slot and the tokens whose columns it holds. A prompt that begins like them is read from there.
+    """A cache of one slot and the tokens whose columns it holds. A prompt that begins like them is computed from there.
 
     max_bytes: the most that the cache may take (None: what is free).
     """
@@ -44,12 +44,12 @@ class Conversation:
             raise
 
     def _store(self, prompt: Sequence[int], capacity: int) -> None:
-        """Have the columns of `prompt` in the slot, computing those that are not there yet."""
+        """Store the columns of `prompt` in the slot, computing those that are missing."""
         common = 0
-        if self.runner.is_stateful:  # a state cannot go back to where two prompts part
+        if self.runner.is_stateful:  # a state cannot go back to where two prompts differ
             self.tokens = []
         if self.cache is None or self.cache.capacity < capacity:
-            self.cache, self.tokens = None, []  # given back before the new one is measured
+            self.cache, self.tokens = None, []  # freed before the new one is measured
             room = max(capacity, min(max(2 * capacity, MIN_COLUMNS), max_positions(self.runner.model) or 2 * capacity))
             self.cache = self.runner.new_cache(1, fitting_capacity(self.runner, capacity, room, self.max_bytes))
         while common < min(len(prompt), len(self.tokens)) and prompt[common] == self.tokens[common]:

@@ -1,10 +1,10 @@
-"""Tensor parallelism for inference: each rank of a group multiplies with its shard of weights that it holds anyway.
+"""Tensor parallelism for inference: each rank of a group multiplies by its shard of weights that it holds anyway.
 
-Which layers are cut and how is transformers' own plan of the model (`base_model_tp_plan` and the head's `_tp_plan`). A
-shard is a view of the training parameter: `weight[rows]` of a column-parallel layer, `weight[:, columns]` of a
-row-parallel one (Megatron-LM, arXiv 1909.08053), whole experts of a mixture, since a packed gate and up projection has
-no view that holds a part of both. Embedding tables stay whole: a look-up is no product. The logits are gathered, the
-same bits on every rank, so that all ranks draw the same tokens.
+transformers' own plan of the model says which layers are sharded and how (`base_model_tp_plan` and the head's
+`_tp_plan`). A shard is a view of the training parameter: `weight[rows]` of a column-parallel layer,
+`weight[:, columns]` of a row-parallel one (Megatron-LM, arXiv 1909.08053), whole experts of a mixture, since a packed
+gate and up projection has no view that holds a part of both. Embedding tables stay whole: a look-up is not a product.
+The logits are gathered, bit for bit the same on every rank, so that all ranks draw the same tokens.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ _ROWWISE = frozenset(("rowwise", "rowwise_split_input", "rowwise_rep"))
 _GATHERS = frozenset(("colwise_gather_output", "colwise_rep"))
 _SPLITS = frozenset(("rowwise_split_input", "rowwise_rep"))
 _EXPERTS = "moe_tp_experts"
-# Nothing to do when there are no gradients and the table of embeddings is whole; "local_params" is about DTensors.
-_WHOLE = frozenset(("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate", "embedding_rowwise",
-                    "embedding_colwise"))
+# Styles without effect when there are no gradients and embedding tables stay whole; "local_params" is about DTensors.
+_UNSHARDED = frozenset(("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate",
+                        "embedding_rowwise", "embedding_colwise"))
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
-    """Module or parameter name -> style, for everything that transformers' plan of `model` names. Parameters of sliced
-    experts are left out: they go with their module."""
+    """Module or parameter name -> style, for everything that transformers' plan of `model` names. Parameters of sharded
+    experts are left out: they are part of their module."""
     plan = getattr(model, "tp_plan", None) or {}
     patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
     names = [n for n, _ in model.named_modules()] + [n for n, _ in model.named_parameters()]
-    found = {n: style for n in names for pattern, style in patterns if pattern.fullmatch(n)}
-    experts = {n for n, style in found.items() if style == _EXPERTS}
-    return {n: style for n, style in found.items() if n.rpartition(".")[0] not in experts}
+    styles = {n: style for n in names for pattern, style in patterns if pattern.fullmatch(n)}
+    experts = {n for n, style in styles.items() if style == _EXPERTS}
+    return {n: style for n, style in styles.items() if n.rpartition(".")[0] not in experts}
 
 
 def check_shardable(model: nn.Module, degree: int) -> None:
-    """UserError, in one line, where `model` cannot be spread over `degree` ranks."""
+    """UserError, in one line, where `model` cannot be sharded over `degree` ranks."""
     plan, name = plan_of(model), type(model).__name__
     check(bool(getattr(text_backbone(model), "tp_plan", None)),
           f"{name} has no tensor-parallel plan in transformers; it runs with tp 1 only")
-    unknown = sorted(set(plan.values()) - _COLWISE - _ROWWISE - _WHOLE - {_EXPERTS})
+    unknown = sorted(set(plan.values()) - _COLWISE - _ROWWISE - _UNSHARDED - {_EXPERTS})
     check(not unknown, f"{name}: its tensor-parallel plan uses {', '.join(unknown)}, which this engine does not know; "
                        "it runs with tp 1 only")
     for path, style in plan.items():
-        if style in _WHOLE:
+        if style in _UNSHARDED:
             continue
         part, parent = _at(model, path), model.get_submodule(path.rpartition(".")[0])
         if style == _EXPERTS:
@@ -64,7 +64,7 @@ def check_shardable(model: nn.Module, degree: int) -> None:
 
 
 def check_configured(config: object, degree: int, option: str) -> None:
-    """The same as far as a transformers configuration tells it, before any weight is read. option: for the message."""
+    """`check_shardable` by a transformers configuration, before any weight is read. option: for the message."""
     text = config.get_text_config()
     plan = text.base_model_tp_plan
     check(bool(plan), f"{option} is {degree}, but {text.model_type} has no tensor-parallel plan in transformers; use 1")
@@ -86,7 +86,7 @@ def _check_linear(module: nn.Module, where: str) -> None:
 
 
 def _check_heads(module: nn.Module, parent: nn.Module, path: str, degree: int) -> None:
-    """The rows of an attention's projection are whole heads; a shard must be, too."""
+    """The rows of an attention projection are whole heads; those of a shard must be, too."""
     size = next((s for s in (getattr(parent, n, None) for n in ("head_dim", "head_size")) if isinstance(s, int)), 1)
     if size == 1:
         return
@@ -97,9 +97,9 @@ def _check_heads(module: nn.Module, parent: nn.Module, path: str, degree: int) -
 
 def _check_experts(module: nn.Module, where: str, degree: int) -> None:
     stacked = _with_wrappers(module)[-1]
-    count, own = getattr(stacked, "num_experts", None), dict(stacked.named_parameters())
-    check(isinstance(count, int) and own and all("." not in n and p.shape[0] == count and p.is_floating_point()
-                                                 for n, p in own.items()),
+    count, weights = getattr(stacked, "num_experts", None), dict(stacked.named_parameters())
+    check(isinstance(count, int) and weights and all("." not in n and p.shape[0] == count and p.is_floating_point()
+                                                     for n, p in weights.items()),
           f"{where}: experts whose weights are not one floating-point tensor of all run with tp 1 only; use tp 1")
     check(count >= degree, f"{where} has {count} experts, fewer than tp {degree}; lower it")
 
@@ -109,13 +109,13 @@ def _check_experts(module: nn.Module, where: str, degree: int) -> None:
 
 @contextmanager
 def sharded(model: nn.Module, ranks: RankGroup) -> Iterator[None]:
-    """Within the block every planned layer of `model` holds and multiplies its shard, and the ranks add or gather what
-    comes out. Afterwards every module has its own parameter objects back, whatever happened.
+    """Within the block every planned layer of `model` holds and multiplies by its shard, and the ranks add or gather
+    the outputs. Afterwards every module has its own parameter objects back, also after an error.
 
-    Weights that ZeRO 3 holds in parts are gathered one layer at a time, for a copy of the shard; what the plan leaves
-    whole is gathered for the block. Then every process of the run must enter.
+    Weights that ZeRO 3 partitions are gathered one layer at a time and their shard is copied; what the plan leaves
+    whole is gathered for the block. Every process of the run must then enter.
     """
-    parts = {path: style for path, style in plan_of(model).items() if style not in _WHOLE}
+    parts = {path: style for path, style in plan_of(model).items() if style not in _UNSHARDED}
     is_in_parts = is_partitioned(model)
     with ExitStack() as stack:
         if is_in_parts:
@@ -144,7 +144,7 @@ def _shard(stack: ExitStack, model: nn.Module, path: str, style: str, ranks: Ran
 
 
 def gathers_logits(model: nn.Module) -> bool:
-    """Whether the plan gathers the head's output, which makes the logits the same bits on every rank."""
+    """Whether the plan gathers the head's output, so that the logits are bit for bit the same on every rank."""
     head = model.get_output_embeddings()
     plan = plan_of(model)
     return any(module is head and plan.get(name) in _GATHERS for name, module in model.named_modules())
@@ -156,12 +156,12 @@ def _at(model: nn.Module, path: str) -> nn.Module | Tensor:
 
 
 def _base(module: nn.Module) -> nn.Module:
-    """The layer itself, or the one that adapters stand beside."""
+    """The layer itself, without the adapters beside it."""
     return getattr(module, "base_layer", module)
 
 
 def _with_wrappers(experts: nn.Module) -> list[nn.Module]:
-    """Experts behind the wrappers that give each of their weights its adapter, outermost first."""
+    """The experts and the wrappers that give each of their weights its adapter, outermost first."""
     layers = [experts]
     while hasattr(layers[-1], "base_layer"):
         layers.append(layers[-1].base_layer)
@@ -173,22 +173,22 @@ def _adapters(module: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _swap(stack: ExitStack, module: nn.Module, name: str, value: Tensor | None) -> None:
-    whole = getattr(module, name)
-    setattr(module, name, None if value is None else nn.Parameter(_kept(whole, value), requires_grad=False))
-    stack.callback(setattr, module, name, whole)
+    original = getattr(module, name)
+    setattr(module, name, None if value is None else nn.Parameter(_kept(original, value), requires_grad=False))
+    stack.callback(setattr, module, name, original)
 
 
 def _kept(parameter: Tensor, view: Tensor) -> Tensor:
-    """A view of a parameter; its copy where the parameter is whole for the moment only."""
+    """A view of a parameter, or a copy of it where the parameter is gathered only for the moment."""
     return view.clone(memory_format=torch.contiguous_format) if is_part(parameter) else view
 
 
 def _cut(parameter: Tensor, style: str, ranks: RankGroup) -> Tensor:
     """This rank's view of a bare parameter: output features are its last but one dimension, or its only one."""
-    whole = parameter.detach()
-    dim = whole.ndim - 1 if style in _ROWWISE else max(whole.ndim - 2, 0)
-    part = ranks.part(whole.shape[dim])
-    return whole.narrow(dim, part.start, part.stop - part.start)
+    full = parameter.detach()
+    dim = full.ndim - 1 if style in _ROWWISE else max(full.ndim - 2, 0)
+    part = ranks.part(full.shape[dim])
+    return full.narrow(dim, part.start, part.stop - part.start)
 
 
 def _shard_columns(stack: ExitStack, module: nn.Module, ranks: RankGroup, gathers: bool) -> None:
@@ -197,7 +197,7 @@ def _shard_columns(stack: ExitStack, module: nn.Module, ranks: RankGroup, gather
         for name, parameter in layer.named_parameters(recurse=False):
             _swap(stack, layer, name, _cut(parameter, "colwise", ranks))
     if gathers:
-        # before any other hook: the rows of added tokens are columns of the whole
+        # before any other hook: the rows of added tokens are columns of the full output
         stack.callback(module.register_forward_hook(lambda _m, _i, out: ranks.gather(out, size), prepend=True).remove)
 
 
@@ -210,17 +210,17 @@ def _shard_rows(stack: ExitStack, module: nn.Module, ranks: RankGroup, splits: b
         _swap(stack, base, "bias", None)
         bias = _kept(bias, bias.detach())
 
-    def whole(_module: nn.Module, _inputs: tuple, out: Tensor) -> Tensor:
+    def add_up(_module: nn.Module, _inputs: tuple, out: Tensor) -> Tensor:
         out = ranks.sum(out)
         return out if bias is None else out + bias
 
-    stack.callback(module.register_forward_hook(whole).remove)
+    stack.callback(module.register_forward_hook(add_up).remove)
     if splits:
         stack.callback(module.register_forward_pre_hook(lambda _m, inputs: (inputs[0][..., part], *inputs[1:])).remove)
 
 
 def _shard_experts(stack: ExitStack, module: nn.Module, ranks: RankGroup) -> None:
-    """This rank's experts. A token's other experts are answered by the first of them with the weight zero."""
+    """Shard the experts. A token's experts on other ranks become this rank's first one, with weight zero."""
     layers = _with_wrappers(module)
     stacked, count = layers[-1], layers[-1].num_experts
     part = ranks.part(count)
@@ -234,12 +234,12 @@ def _shard_experts(stack: ExitStack, module: nn.Module, ranks: RankGroup) -> Non
         layer.num_experts = part.stop - part.start
         stack.callback(setattr, layer, "num_experts", count)
 
-    def own(_module: nn.Module, inputs: tuple) -> tuple:
+    def select(_module: nn.Module, inputs: tuple) -> tuple:
         hidden, index, weights, *rest = inputs
         if index.is_floating_point() or not weights.is_floating_point():
             raise TypeError("experts that are not called with (hidden states, expert index, weights)")
-        is_mine = (index >= part.start) & (index < part.stop)
-        return hidden, (index - part.start).where(is_mine, 0), weights.where(is_mine, 0), *rest
+        is_local = (index >= part.start) & (index < part.stop)
+        return hidden, (index - part.start).where(is_local, 0), weights.where(is_local, 0), *rest
 
-    stack.callback(module.register_forward_pre_hook(own).remove)
+    stack.callback(module.register_forward_pre_hook(select).remove)
     stack.callback(module.register_forward_hook(lambda _m, _i, out: ranks.sum(out)).remove)

@@ -2,9 +2,9 @@
 
 Each micro-batch's loss is its share of the minibatch's, so the gradient does not depend on the split. When a
 micro-batch runs out of memory the budget becomes half its size. Scoring goes on with the rows that are left. A step
-starts its minibatch again without gradients: a backward pass that failed has left some of its own. So do all processes
+discards its gradients, of which a failed backward pass leaves some, and restarts its minibatch. So do all processes
 where one of them ran out, under the lowest limit of any; passes.py keeps them in step until then. The limits are kept
-in `engine.oom_limits`, phase -> most tokens, for later steps and for checkpoints (they move the rounding).
+in `engine.oom_limits`, phase -> most tokens, for later steps and for checkpoints (they change the rounding).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hybrid_rlhf.engine.idle_cache import give_back_idle
 from hybrid_rlhf.engine.train.passes import attempt, forget
 from hybrid_rlhf.models.complete import few
 
-Found = TypeVar("Found")
+Scores = TypeVar("Scores")
 
 _log = logging.getLogger(__name__)
 
-# What starting a forward and backward costs, in tokens times weights: about 20 ms of the device's products. Reading the
-# weights once more comes to about 64 tokens everywhere.
+# Fixed cost of a forward and backward, in tokens times weights: about 20 ms of the device's matrix products. Reading
+# the weights once more costs about as much as 64 tokens on any device.
 _PASS_WEIGHTS = {"cpu": 5e9}
 _is_rehearsal = False
 UPDATE, SCORE = "update", "score"  # the phases: with gradients and without
@@ -47,7 +47,7 @@ Shortage = tuple[Tensor, Exception]  # lengths of the micro-batch that ran out o
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
-    """Within the block steps make their passes, for the time that these take, and change no weight: their gradients are
+    """Within the block steps run their passes, to measure their time, and change no weight: the gradients are
     discarded, as those of a step that ran out of memory are."""
     global _is_rehearsal
     _is_rehearsal = True
@@ -103,7 +103,7 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
             training.discard_gradients()
             raise
         if norm is not None:
-            for each in on_host(seen):  # once, when all is launched: asking for a number waits for what is before it
+            for each in on_host(seen):  # once, after all launches: reading a number waits for the work before it
                 metrics.add_all(each)
             return _report(engine, norm, metrics).add("learning_rate", learning_rate).add("micro_batch_tokens", budget)
         training.discard_gradients()
@@ -116,9 +116,9 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
 
 @contextmanager
 def _naming_unreached(engine: HybridEngine) -> Iterator[set[str]]:
-    """In an engine's first step the trained weights that no backward pass within the block reaches are named, in one
-    line. Experts, which the router may have passed by, and embeddings whose gradient comes by rows are not. Yields the
-    names of those reached; cleared, as after a step that did not fit in memory, it says nothing."""
+    """Warn in an engine's first step, in one line, about trained weights that no backward pass within the block
+    reaches, except experts, which the router may have passed by, and embeddings whose gradient comes by rows. Yields
+    the names of those reached; if cleared, as after a step that did not fit in memory, there is no warning."""
     reached: set[str] = set()
     weights = {} if engine.training.num_steps else {
         name: weight for name, weight in engine.training.parameters.items()
@@ -135,7 +135,7 @@ def _naming_unreached(engine: HybridEngine) -> Iterator[set[str]]:
 
 
 def _passes(engine: HybridEngine, budget: int, minibatch: Sequence[Rows]) -> tuple[list[Observed], Shortage | None]:
-    """The forward and backward passes of a step: what was observed in them, and where memory ran out, if it did."""
+    """The forward and backward passes of a step: their metrics, and where memory ran out, if it did."""
     micro_batches = [(rows, index) for rows in minibatch
                      for index in split(engine, rows.lengths, budget, rows.prefix_groups)]
     num_passes = max(1, engine.num_forwards(len(micro_batches)))  # under ZeRO 2 and 3 as many on every process
@@ -174,7 +174,7 @@ def _passes_together(engine: HybridEngine, micro_batches: Sequence[tuple[Rows, T
         least = partial(run, i, None, None) if _meets_others(engine, UPDATE) else None
         error = attempt(engine.module, partial(run, i, rows, index), least, engine.training.discard_gradients)
         if error is not None and (rows is None or shortage is not None):
-            raise error  # with the least there is to compute
+            raise error  # the smallest pass does not fit either
         if error is not None:
             shortage = rows.lengths[index], error
     return observed, shortage
@@ -195,8 +195,8 @@ def split(engine: HybridEngine, lengths: Tensor, budget: int, prefix_groups: Ten
     return token_budget_groups(lengths, budget, 64 + _PASS_WEIGHTS.get(engine.device.type, 1.5e12) // size)
 
 
-def score(engine: HybridEngine, lengths: Tensor, max_tokens: int, score_fn: Callable[[Tensor], Found],
-          prefix_groups: Tensor | None = None) -> Iterator[tuple[Tensor, Found]]:
+def score(engine: HybridEngine, lengths: Tensor, max_tokens: int, score_fn: Callable[[Tensor], Scores],
+          prefix_groups: Tensor | None = None) -> Iterator[tuple[Tensor, Scores]]:
     """(index of rows, score_fn(index)) for micro-batches that hold every row once; nothing is trained.
 
     lengths (N,): tokens of each row; prefix_groups as in Rows. A micro-batch that runs out of memory is split, and so
@@ -206,7 +206,7 @@ def score(engine: HybridEngine, lengths: Tensor, max_tokens: int, score_fn: Call
     least = engine.dummy_forward if _meets_others(engine, SCORE) else None
     is_again = False
     while num_passes := engine.num_forwards(len(waiting)):  # under ZeRO 2 and 3 as many on every process
-        if is_again and engine.stage >= 2:  # on this process or another memory ran out, and all know
+        if is_again and engine.stage >= 2:  # memory ran out on this process or another, as all know
             forget(engine.module)
             agree_on_limit(engine, SCORE)
         error, is_again = None, True
@@ -214,10 +214,10 @@ def score(engine: HybridEngine, lengths: Tensor, max_tokens: int, score_fn: Call
             if error is not None or not waiting:
                 engine.dummy_forward()
                 continue
-            found: list[Found] = []
-            error = attempt(engine.module, partial(_into, found, score_fn, waiting[0]), least)
+            results: list[Scores] = []
+            error = attempt(engine.module, partial(_into, results, score_fn, waiting[0]), least)
             if error is None:
-                yield waiting.pop(0), found.pop()
+                yield waiting.pop(0), results.pop()
             elif least is None:
                 break
         if error is not None:
@@ -228,22 +228,22 @@ def score(engine: HybridEngine, lengths: Tensor, max_tokens: int, score_fn: Call
             release()
 
 
-def _into(found: list[Found], score_fn: Callable[[Tensor], Found], index: Tensor) -> None:
-    found.append(score_fn(index))
+def _into(results: list[Scores], score_fn: Callable[[Tensor], Scores], index: Tensor) -> None:
+    results.append(score_fn(index))
 
 
 def agree_on_limit(engine: HybridEngine, phase: str) -> None:
-    """Take the lowest limit of all processes, which know that one of them ran out of memory in `phase`."""
-    own = engine.oom_limits.get(phase, sys.maxsize)
-    lowest = -max_over_ranks(-own)
-    if lowest < own:
+    """Take the lowest limit of all processes. Each calls it where one of them ran out of memory in `phase`."""
+    limit = engine.oom_limits.get(phase, sys.maxsize)
+    lowest = -max_over_ranks(-limit)
+    if lowest < limit:
         engine.oom_limits[phase] = lowest
         _log.warning("out of memory in the %s's %s on another process; from now on a micro-batch has at most %d tokens "
                      "on all", engine.name, phase, lowest)
 
 
 def _report(engine: HybridEngine, norm: float, metrics: Metrics) -> Metrics:
-    """`metrics` with grad_norm, where it is a number, and how many updates were skipped because it was none.
+    """`metrics` with grad_norm, where it is finite, and the number of updates skipped because it was not.
 
     Raises NotFinite after too many in a row. Every process counts the same.
     """
@@ -264,8 +264,8 @@ def _report(engine: HybridEngine, norm: float, metrics: Metrics) -> Metrics:
 
 
 def halve_budget(engine: HybridEngine, phase: str, lengths: Tensor, error: BaseException) -> int:
-    """Half the tokens of the micro-batch of `lengths` that ran out of memory, kept as a limit; or as many again, where
-    there was memory to give back.
+    """Half the tokens of the micro-batch of `lengths` that ran out of memory, kept as a limit; or the same size, where
+    an idle decode cache was freed.
 
     Raises `error` if it is not about memory, and UserError where nothing can be split.
     """
@@ -285,6 +285,6 @@ def halve_budget(engine: HybridEngine, phase: str, lengths: Tensor, error: BaseE
 
 
 def _meets_others(engine: HybridEngine, phase: str) -> bool:
-    """Whether other processes may wait for this one in a pass of this phase: in updates at every stage of ZeRO, for the
-    last adds up gradients."""
+    """Whether other processes may wait for this one in a pass of this phase: in updates at every stage of ZeRO, because
+    the last one reduces the gradients."""
     return world_size() > 1 and (phase == UPDATE or engine.stage == 3)

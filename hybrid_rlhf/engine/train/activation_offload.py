@@ -1,4 +1,4 @@
-"""What the backward pass needs, kept in the CPU's memory until it is needed."""
+"""Activation offload: what the backward pass needs is kept in CPU memory until then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def saved_on_cpu(module: nn.Module, min_bytes: int = MIN_BYTES) -> Iterator[dict
     """Activations that the block saves for its backward pass go to the CPU (pinned, if there is an accelerator).
 
     With gradient checkpointing these are the inputs of the layers. The weights of `module` stay where they are. Yields
-    {"bytes": how many were moved}. A tensor that is on the CPU already is copied: correct, and of no use.
+    {"bytes": how many were moved}. A tensor that is on the CPU already is copied, which is correct but useless.
     """
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
     moved = {"bytes": 0}

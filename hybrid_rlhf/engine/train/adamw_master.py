@@ -1,8 +1,8 @@
-"""AdamW for 16-bit weights at ZeRO 0: fp32 masters and moments, stepped where they are.
+"""AdamW for 16-bit weights at ZeRO 0: fp32 masters and moments, updated in place.
 
 DeepSpeed's 16-bit optimizers flatten masters, gradients and weights anew in every step; here nothing is copied: a
-device's own kernel does it in one pass, and where there is none the gradient goes a piece at a time into a buffer that
-stays in the cache.
+device's own kernel does the step in one pass, and without one the gradient goes through a buffer piece by piece, which
+stays in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hybrid_rlhf.core.distributed import sum_over_ranks, world_size
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.kernels.ops import Updates
 
-_PIECE = {"cpu": 1 << 19}  # 2 MiB of each fp32 tensor of a piece
+_PIECE = {"cpu": 1 << 19}  # elements: 2 MiB of each fp32 tensor
 _PIECE_ELSEWHERE = 1 << 25
-_KEEPS_SUMS = ("cpu",)  # devices whose new memory is slow
+_KEEPS_SUMS = ("cpu",)  # devices where new memory is slow
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_BUCKET = 1 << 24  # numbers that are sent over at once
+_BUCKET = 1 << 24  # elements of one all-reduce
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -29,21 +29,21 @@ class MasterAdamW(torch.optim.Optimizer):
 
     state[parameter]: master (16-bit parameters only; fp32 ones are their own), exp_avg and exp_avg_sq in fp32, step.
     The parameter is its master, rounded. Call `expect` before each backward pass: where a minibatch has several, the
-    gradients are summed in fp32, in state[parameter]['sum'], so that the split moves nothing but rounding. On a CPU the
-    sums stay, for clearing new memory for them takes longer than the step itself; a card's go with the step, to make
-    room for the next rollout. Several processes each have all
-    of it, and `reduce` makes their gradients one.
+    gradients are summed in fp32, in state[parameter]['sum'], so that the split changes nothing but rounding. On a CPU
+    the sums stay allocated, for clearing new memory for them takes longer than the step itself; on a card they are
+    freed after the step, to make room for the next rollout. Each of several processes has the full state, and `reduce`
+    sums their gradients.
     """
 
     def __init__(self, groups: list[dict], learning_rate: float, betas: tuple[float, float], epsilon: float, *,
                  fused: bool) -> None:
         super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": epsilon, "weight_decay": 0.0})
         self._fused, self._factor, self._is_summing = fused, 1.0, False
-        self._summed: set[nn.Parameter] = set()  # those whose sum holds something
+        self._summed: set[nn.Parameter] = set()  # those whose sum is in use
         self._spare: dict[torch.device, Tensor] = {}
         for parameter in self._parameters():
             if parameter.dtype != torch.float32:
-                # moments as well, before the first activations: what stays between those tears holes into a heap
+                # moments too, before the first activations: lasting memory between those would fragment the heap
                 self.state[parameter] |= {"master": parameter.detach().float(), **_fresh(parameter)}
                 parameter.register_post_accumulate_grad_hook(self._collect)
 
@@ -56,10 +56,10 @@ class MasterAdamW(torch.optim.Optimizer):
         return "master" in self.state.get(parameter, {})
 
     def expect(self, is_last: bool) -> None:
-        """Before a backward pass: whether it is the minibatch's last."""
+        """Call before a backward pass; is_last: whether it is the minibatch's last."""
         self._is_summing = not is_last or bool(self._summed) or world_size() > 1
         for parameter in self._parameters() if self._is_summing else ():
-            if self.has_master(parameter) and "sum" not in self.state[parameter]:  # all at once, for the heap's sake
+            if self.has_master(parameter) and "sum" not in self.state[parameter]:  # all at once, for the heap
                 self.state[parameter]["sum"] = torch.empty_like(parameter, dtype=torch.float32)
 
     def _collect(self, parameter: nn.Parameter) -> None:
@@ -76,8 +76,8 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def add_rows(self, parameter: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
-        """Add fp32 rows (M, H) to rows `ids` (M,) of the gradient that is being gathered. An id that is there twice has
-        the same row twice, and gets it once."""
+        """Add fp32 rows (M, H) to rows `ids` (M,) of the gradient that is being gathered. A repeated id has the same
+        row each time, which is added once."""
         state = self.state[parameter]
         if parameter in self._summed:
             state["sum"][ids] = state["sum"][ids] + rows
@@ -90,12 +90,12 @@ class MasterAdamW(torch.optim.Optimizer):
             parameter.grad = torch.zeros_like(parameter).index_copy_(0, ids, rows.to(parameter.dtype))
 
     def discard(self) -> None:
-        """Forget the sums of a pass that failed."""
+        """Forget the sums of a failed pass."""
         self._summed.clear()
         self._give_back_sums()
 
     def _give_back_sums(self) -> None:
-        """With the buffers by which they were added up."""
+        """Free the sums and the conversion buffers, except on devices in _KEEPS_SUMS."""
         self._spare = {place: spare for place, spare in self._spare.items() if place.type in _KEEPS_SUMS}
         for parameter in self._parameters():
             if parameter.device.type not in _KEEPS_SUMS:
@@ -106,43 +106,43 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add up the gradients of all processes, in fp32. Every process calls it, before `clip`."""
+        """Sum the gradients of all processes, in fp32. Every process calls it, before `clip`."""
         if world_size() == 1:
             return
         self.expect(is_last=True)  # the sums are there, whether or not this process had a pass
-        held: list[Tensor] = []
+        gradients: list[Tensor] = []
         for parameter in self._parameters():
             if parameter.dtype != torch.float32 and parameter not in self._summed:  # this process has nothing to add
                 self.state[parameter]["sum"].zero_()
                 self._summed.add(parameter)
             elif parameter.dtype == torch.float32 and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            held.append(self._gradient(parameter))
-            if sum(g.numel() for g in held) >= _BUCKET:
-                _add_up(held)
-                held = []
-        if held:
-            _add_up(held)
+            gradients.append(self._gradient(parameter))
+            if sum(g.numel() for g in gradients) >= _BUCKET:
+                _add_up(gradients)
+                gradients = []
+        if gradients:
+            _add_up(gradients)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """The norm of all gradients, in fp32; the next step takes them scaled down to max_norm."""
+        """The norm of all gradients, in fp32; the next step scales them down to max_norm."""
         norms, spare = [], {}
         for gradient in filter(lambda g: g is not None, map(self._gradient, self._parameters())):
-            own = self._updates(gradient)
-            if own:
-                norms.append(torch.tensor(own.sum_of_squares(gradient) ** 0.5))
+            updates = self._updates(gradient)
+            if updates:
+                norms.append(torch.tensor(updates.sum_of_squares(gradient) ** 0.5))
             else:
                 norms += [torch.linalg.vector_norm(_fp32(piece, spare)) for (piece,) in _pieces(gradient)]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
-        both = torch.stack([norm, factor]).cpu()  # the one wait for the device
+        both = torch.stack([norm, factor]).cpu()  # the only wait for the device
         self._factor = float(both[1])
         return both[0]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step every parameter that has a gradient. The sums are used up."""
+        """Step every parameter that has a gradient, and use up the sums."""
         spare: dict[torch.device, Tensor] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -154,9 +154,9 @@ class MasterAdamW(torch.optim.Optimizer):
         self._factor = 1.0
 
     def _updates(self, *tensors: Tensor) -> Updates | None:
-        """The kernels that step these, of one device; None where torch's own are to."""
-        own = ops_for(tensors[0].device.type).updates if self._fused and tensors[0].device.type == "cpu" else None
-        return own if own and all(t.is_contiguous() for t in tensors) else None
+        """The kernels that update these tensors, all of one device; None where torch's own do."""
+        updates = ops_for(tensors[0].device.type).updates if self._fused and tensors[0].device.type == "cpu" else None
+        return updates if updates and all(t.is_contiguous() for t in tensors) else None
 
     def _step(self, parameter: nn.Parameter, gradient: Tensor, group: dict, spare: dict) -> None:
         state = self.state[parameter]
@@ -164,22 +164,22 @@ class MasterAdamW(torch.optim.Optimizer):
             state |= _fresh(parameter)
         master = state.get("master", parameter)
         (beta1, beta2), count = group["betas"], float(state["step"])
-        own = self._updates(parameter, gradient, master)
-        if own:
-            own.adamw(None if master is parameter else parameter.detach(), master.detach(), gradient,
-                      *(state[k] for k in MOMENTS), step=state["step"] + 1, lr=group["lr"], beta1=beta1, beta2=beta2,
-                      eps=group["eps"], weight_decay=group["weight_decay"], factor=self._factor)
+        updates = self._updates(parameter, gradient, master)
+        if updates:
+            updates.adamw(None if master is parameter else parameter.detach(), master.detach(), gradient,
+                          *(state[k] for k in MOMENTS), step=state["step"] + 1, lr=group["lr"], beta1=beta1,
+                          beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"], factor=self._factor)
             state["step"] += 1
             return
-        for weight, own, grad, avg, square in _pieces(parameter, master, gradient, *(state[k] for k in MOMENTS)):
+        for weight, fp32, grad, avg, square in _pieces(parameter, master, gradient, *(state[k] for k in MOMENTS)):
             grad = _fp32(grad, spare)
             if self._factor != 1.0:
                 grad.mul_(self._factor)
-            adamw([own], [grad], [avg], [square], [], [torch.full((), count, device=own.device)], fused=self._fused,
+            adamw([fp32], [grad], [avg], [square], [], [torch.full((), count, device=fp32.device)], fused=self._fused,
                   foreach=False, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], eps=group["eps"],
                   weight_decay=group["weight_decay"], maximize=False)
             if master is not parameter:
-                weight.copy_(own)
+                weight.copy_(fp32)
         state["step"] += 1
 
 
@@ -189,7 +189,7 @@ def _fresh(parameter: nn.Parameter) -> dict:
 
 
 def _add_up(gradients: list[Tensor]) -> None:
-    """Each becomes its sum over all processes, in one message."""
+    """Replace each by its sum over all processes, in one all-reduce."""
     total = sum_over_ranks(torch.cat([g.flatten() for g in gradients]))
     for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view(gradient.shape))
@@ -209,7 +209,7 @@ def _fp32(piece: Tensor, spare: dict[torch.device, Tensor]) -> Tensor:
     """`piece` in fp32: itself, or a copy in the buffer of its device, which the next call overwrites."""
     if piece.dtype == torch.float32:
         return piece
-    held = spare.get(piece.device)
-    if held is None or held.numel() < piece.numel():
-        spare[piece.device] = held = torch.empty(piece.numel(), device=piece.device)
-    return held[:piece.numel()].view(piece.shape).copy_(piece)
+    buffer = spare.get(piece.device)
+    if buffer is None or buffer.numel() < piece.numel():
+        spare[piece.device] = buffer = torch.empty(piece.numel(), device=piece.device)
+    return buffer[:piece.numel()].view(piece.shape).copy_(piece)

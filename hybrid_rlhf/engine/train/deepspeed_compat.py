@@ -1,9 +1,8 @@
-"""The private parts of DeepSpeed that are used here, and nowhere else: what its optimizers keep at ZeRO 1 to 3, what it
-does to parameters at ZeRO 3, the collectives that it makes, and a build that it does at import.
+"""The only use of DeepSpeed's private parts: its optimizers' state at ZeRO 1 to 3, its parameters at ZeRO 3, its
+collectives, and a build at import.
 
-DeepSpeed has no calls for most of this: to forget a pass that failed half way or to go through it again, to take a
-checkpoint that is bit for bit its own state on any number of processes, to run a module without its hooks. Every stage
-of it is tested.
+DeepSpeed has no calls for most of this: to discard or repeat a pass that failed half way, to take a checkpoint that is
+bit for bit its own state on any number of processes, to run a module without its hooks. Every stage of it is tested.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ _OF_SPLIT_WEIGHTS = (*_OF_BOTH, "_partition_all_parameters", "_reassign_or_swap_
                      "fp16_groups", "fp32_partitioned_groups_flat", "parameter_offload", "persistent_parameters")
 _OF_OPTIMIZER = {1: _OF_SPLIT_STATE, 2: _OF_SPLIT_STATE, 3: _OF_SPLIT_WEIGHTS}  # by ZeRO stage
 _OF_PARAMETER = ("ds_id", "ds_numel", "ds_shape", "ds_tensor")  # at ZeRO 3
-# by which ZeRO 3 knows where in a pass it is, and in which order layers come
+# ZeRO 3's position in a pass, and its order of layers
 _OF_COORDINATOR = tuple(f"_PartitionedParameterCoordinator__{name}" for name in (
     "active_backward_submodules", "most_recent_step_id_param_fetched_for", "n_available_params", "param_order",
     "param_queue", "step_id", "step_id_module_fetched_for", "submodule_order", "trace_mode"))
 _COLLECTIVES = ("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_reduce", "all_reduce_coalesced",
                 "all_to_all_single", "barrier", "broadcast", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-_IN_PLACE = ("all_reduce", "barrier", "broadcast", "reduce")  # what one process alone has already
+_IN_PLACE = ("all_reduce", "barrier", "broadcast", "reduce")  # without effect in a world of one
 _GATHERED = ("output_tensor", "output_tensors", "tensor_list")  # what a gather writes to
 _offloads: weakref.WeakSet = weakref.WeakSet()  # of all engines at ZeRO 3
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def check_parts(optimizer, stage: int, parameters: Iterable[nn.Parameter]) -> None:  # noqa: ANN001
-    """UserError unless a new engine's optimizer, and its parameters at ZeRO 3, have the parts that are used below."""
+    """UserError unless a new engine's optimizer, and its parameters at ZeRO 3, have the private parts used below."""
     if stage:
         DEEPSPEED.require(optimizer, *_OF_OPTIMIZER[stage])
     for parameter in parameters if stage == 3 else ():
@@ -57,16 +56,16 @@ def check_parts(optimizer, stage: int, parameters: Iterable[nn.Parameter]) -> No
 
 
 def skip_inference_build() -> None:
-    """DeepSpeed's C++ for tensor-parallel inference, which is not done by it here, is compiled, or looked up by
-    compiler, at every start."""
+    """Skip the build of DeepSpeed's C++ for tensor-parallel inference, which is not used here, but compiled, or looked
+    up by compiler, at every start."""
     module = DEEPSPEED.module("deepspeed.comm.torch")
     DEEPSPEED.require(module, "build_shm_op")
     module.build_shm_op = lambda: None
 
 
-def share_patience() -> None:
-    """The group in which DeepSpeed's ZeRO talks waits as long as ours: its own would have NCCL's ten minutes. Every
-    process calls it, where DeepSpeed has been imported and before its first engine."""
+def share_timeout() -> None:
+    """Give the process group of DeepSpeed's ZeRO our timeout: its own would have NCCL's ten minutes. Every process
+    calls it after importing DeepSpeed and before its first engine."""
     groups = DEEPSPEED.module("deepspeed.utils.groups")
     DEEPSPEED.require(groups, "_WORLD_GROUP")
     if groups._WORLD_GROUP is None:
@@ -74,8 +73,8 @@ def share_patience() -> None:
 
 
 def skip_lone_collectives() -> None:
-    """DeepSpeed's sums and broadcasts in a world of one are not made: for the first of them, the broadcast of the
-    weights at the start, NCCL would take 0.55 GiB of the card (H100, docs/results/gpu.md)."""
+    """Skip DeepSpeed's sums and broadcasts in a world of one: for the first of them, the broadcast of the weights at
+    the start, NCCL would take 0.55 GiB of the card (H100, docs/results/gpu.md)."""
     backend = DEEPSPEED.module("deepspeed.comm.torch").TorchBackend
     DEEPSPEED.require(backend, *_IN_PLACE)
     for name in _IN_PLACE:
@@ -90,8 +89,8 @@ def _unless_alone(backend: Any, make: Callable, *inputs: Any, **named: Any) -> A
 
 @contextmanager
 def taking_parts(module: nn.Module) -> Iterator[None]:
-    """Within the block ZeRO 3 takes over what each process has read of weights of `module` in parts: without sending
-    the first process's whole weight to all. All of them are taken."""
+    """Within the block ZeRO 3 takes over the parts of the weights of `module` that each process has read, without
+    sending the first process's full weight to all. All parts are taken."""
     if not is_cut(module):
         yield
         return
@@ -100,7 +99,7 @@ def taking_parts(module: nn.Module) -> Iterator[None]:
     before = DEEPSPEED.part(owner, name)
     DEEPSPEED.require(owner, "_convert_to_deepspeed_param")
     for parameter in module.parameters():
-        if part_of(parameter) is not None:  # else the first process's whole weight, here a stand-in, is sent to all
+        if part_of(parameter) is not None:  # else rank 0's full weight, here a placeholder, is sent to all
             parameter.ds_status = zero.ZeroParamStatus.NOT_AVAILABLE
 
     def take(self, parameter: nn.Parameter) -> None:  # noqa: ANN001
@@ -108,7 +107,7 @@ def taking_parts(module: nn.Module) -> Iterator[None]:
             before(self, parameter)
             return
         self._convert_to_deepspeed_param(parameter)
-        parameter.partition()  # of the stand-in: makes the place for the part, wherever that is to be
+        parameter.partition()  # of the placeholder: allocates the part, wherever that is to be
         parameter.ds_tensor.data.copy_(take_part(parameter))
 
     setattr(owner, name, take)
@@ -121,22 +120,22 @@ def taking_parts(module: nn.Module) -> Iterator[None]:
 
 
 def is_partitioned(module: nn.Module) -> bool:
-    """Whether ZeRO 3 keeps the weights of `module` in parts: its forwards are then the business of all processes."""
+    """Whether ZeRO 3 partitions the weights of `module`: all processes must then run its forwards together."""
     return any(is_part(p) for p in module.parameters())
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether ZeRO 3 keeps this parameter in parts; it may be whole at the moment."""
+    """Whether ZeRO 3 partitions this parameter; it may be gathered at the moment."""
     return hasattr(parameter, "ds_id")
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Of the whole parameter: one that ZeRO 3 has partitioned looks empty."""
+    """Shape of the full parameter: one that ZeRO 3 has partitioned looks empty."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def size_of(parameter: nn.Parameter) -> int:
-    """Numbers of the whole parameter."""
+    """Number of elements of the full parameter."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
@@ -171,7 +170,7 @@ def link_state(optimizer, stage: int, parameters: Iterable[nn.Parameter], *, is_
 
 
 def spread_masters(optimizer, stage: int) -> None:  # noqa: ANN001
-    """After the masters have been written: the weights from the parts of all processes, as DeepSpeed's step ends."""
+    """Set the weights from all processes' masters after these have been written, as DeepSpeed's step does."""
     if stage in (1, 2):
         optimizer.update_lp_params()
         optimizer._hp_optimizer_states_linked = False
@@ -195,27 +194,27 @@ def is_loss_scale_exhausted(error: Exception) -> bool:
 
 
 def loss_scale(optimizer) -> dict[str, float]:  # noqa: ANN001
-    """What fp16's loss scaler goes by, for a checkpoint; empty where there is none."""
+    """The state of fp16's loss scaler, for a checkpoint; empty where there is none."""
     scaler = getattr(optimizer, "loss_scaler", None)
     return {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
 
 
 def set_loss_scale(optimizer, values: Mapping[str, float]) -> None:  # noqa: ANN001
-    """Go on with what `loss_scale` gave. Bfloat16's, from ZeRO 1 on, is always 1, and there is none where masters of
-    our own take the place of its stage."""
+    """Restore what `loss_scale` gave. Bfloat16's, from ZeRO 1 on, is always 1, and there is none where our own masters
+    replace DeepSpeed's."""
     scaler = getattr(optimizer, "loss_scaler", None)
     for name, value in values.items() if scaler is not None else ():
         setattr(scaler, name, value)
 
 
 def set_loss_factor(optimizer, value: float) -> None:  # noqa: ANN001
-    """At ZeRO 1 to 3: multiply losses by `value`, and free gradients of it before they are clipped and stepped."""
+    """At ZeRO 1 to 3: multiply losses by `value`, and divide gradients by it before they are clipped and stepped."""
     optimizer.override_loss_scale(value)
 
 
 def discard_gradients(engine, stage: int) -> None:  # noqa: ANN001
-    """As if the passes since the last step had not been: gradients that wait in buckets and in sums, which only
-    DeepSpeed's own step clears, and how far its hooks have counted in the backward pass."""
+    """Undo the passes since the last step: gradients in buckets and in sums, which only DeepSpeed's own step clears,
+    and the counts of its hooks in the backward pass."""
     engine.zero_grad()
     if stage == 0:
         return
@@ -229,7 +228,7 @@ def discard_gradients(engine, stage: int) -> None:  # noqa: ANN001
 
 
 def _empty_buckets(optimizer) -> None:  # noqa: ANN001
-    """At ZeRO 1 and 2."""
+    """Discard gradients at ZeRO 1 and 2."""
     for bucket in optimizer.ipg_buckets.values():
         bucket.clear()
     optimizer.extra_large_param_to_reduce.clear()
@@ -242,7 +241,7 @@ def _empty_buckets(optimizer) -> None:  # noqa: ANN001
 
 
 def _empty_partitions(optimizer) -> None:  # noqa: ANN001
-    """At ZeRO 3: buckets, and the layers that were gathered when the pass failed."""
+    """Discard gradients at ZeRO 3: buckets, and the layers that were gathered when the pass failed."""
     optimizer.averaged_gradients = {}
     for bucket in optimizer.ipg_buckets.values():
         bucket.clear_params()
@@ -252,8 +251,8 @@ def _empty_partitions(optimizer) -> None:  # noqa: ANN001
 
 @dataclass
 class Collective:
-    """One that this process has come to. answer: what it gave, where that is compared or counted with; is_made: whether
-    the call came back."""
+    """A collective that this process has reached. answer: its result, where later code compares or computes with it;
+    is_made: whether the call returned."""
 
     name: str
     sizes: list[int]
@@ -262,12 +261,12 @@ class Collective:
 
 
 class OutOfStep(RuntimeError):
-    """A pass that was to meet the same collectives as another one did not."""
+    """A pass did not make the same collectives as an earlier one."""
 
 
 class Collectives:
-    """The collectives that a pass comes to, in their order (`noted`). The first, as many as `skipped`, are not made
-    (None: no one is), and what they would have gathered is zero. Raises OutOfStep where they are not like `skipped`."""
+    """Records the collectives of a pass, in their order (`noted`). The first len(skipped) are not made (None: none of
+    them is), and what they would have gathered is zero. Raises OutOfStep where they differ from `skipped`."""
 
     def __init__(self, skipped: Sequence[Collective] | None = ()) -> None:
         self.noted: list[Collective] = []
@@ -275,7 +274,7 @@ class Collectives:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the block DeepSpeed's, and sums over processes of our own."""
+        """Within the block record DeepSpeed's collectives, and our own sums over processes."""
         backend = DEEPSPEED.module("deepspeed.comm.comm").cdb
         DEEPSPEED.require(backend, *_COLLECTIVES)
         for name in _COLLECTIVES:
@@ -288,36 +287,36 @@ class Collectives:
                 delattr(backend, name)
 
     def _of_deepspeed(self, name: str, make: Callable, *inputs: Any, **named: Any) -> Any:
-        is_skipped, found = self._note(name, [*inputs, *named.values()])
+        is_skipped, collective = self._note(name, [*inputs, *named.values()])
         if is_skipped:
-            if found.answer is not None:
-                named["tensor"].copy_(found.answer)
+            if collective.answer is not None:
+                named["tensor"].copy_(collective.answer)
             for tensor in _tensors(named[name] for name in _GATHERED if name in named):
                 tensor.zero_()
             return _Done()
         handle = make(*inputs, **named)
-        found.is_made = True
+        collective.is_made = True
         if name == "broadcast":  # of layers' numbers, which are compared with this process's own
-            found.answer = named["tensor"].clone()
+            collective.answer = named["tensor"].clone()
         return handle
 
     def _of_ours(self, tensor: Tensor, make: Callable[[], object]) -> None:
-        is_skipped, found = self._note("sum", [tensor])
+        is_skipped, collective = self._note("sum", [tensor])
         if not is_skipped:
             make()
-            found.answer, found.is_made = tensor.clone(), True
-        elif found.answer is not None:
-            tensor.copy_(found.answer)
+            collective.answer, collective.is_made = tensor.clone(), True
+        elif collective.answer is not None:
+            tensor.copy_(collective.answer)
 
     def _note(self, name: str, values: Sequence[Any]) -> tuple[bool, Collective]:
-        """(whether it is not made, the note)."""
-        found = Collective(name, [tensor.numel() for tensor in _tensors(values)])
-        self.noted.append(found)
+        """(whether to skip it, its record)."""
+        collective = Collective(name, [tensor.numel() for tensor in _tensors(values)])
+        self.noted.append(collective)
         if self._skipped is None or len(self.noted) > len(self._skipped):
-            return self._skipped is None, found
+            return self._skipped is None, collective
         before = self._skipped[len(self.noted) - 1]
-        if (found.name, found.sizes) != (before.name, before.sizes):
-            raise OutOfStep(f"{found.name} of {found.sizes} in place of {before.name} of {before.sizes}")
+        if (collective.name, collective.sizes) != (before.name, before.sizes):
+            raise OutOfStep(f"{collective.name} of {collective.sizes} in place of {before.name} of {before.sizes}")
         return True, before
 
 
@@ -337,7 +336,7 @@ class _Done:
 
 
 def note_offload(engine) -> None:  # noqa: ANN001
-    """Keep what holds the weights of a new engine at ZeRO 3, for PassStart."""
+    """Register what holds the weights of a new engine at ZeRO 3, for PassStart."""
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # a frozen module has no optimizer
     DEEPSPEED.require(offload, "get_param_coordinator", "partition_all_parameters", "release_backward_leftovers")
     DEEPSPEED.require(offload.get_param_coordinator(), *_OF_COORDINATOR)
@@ -345,33 +344,34 @@ def note_offload(engine) -> None:  # noqa: ANN001
 
 
 class PassStart:
-    """What ZeRO 3 knows of `module` as a pass begins: which weights are whole, and as far as it has been noted the
-    order of layers. Other engines on the same weights are asked too, for their hooks are called as well."""
+    """State of ZeRO 3 for `module` at the start of a pass: which weights are gathered, and the recorded order of
+    layers. Other engines on the same weights are included, because their hooks run as well."""
 
     def __init__(self, module: nn.Module) -> None:
-        own = {id(p) for p in module.parameters()}
-        self._offloads = [o for o in _offloads if any(id(p) in own for p in o.module.parameters())]
-        self._whole = list({id(p): p for o in self._offloads for p in o.module.parameters() if _is_whole(p)}.values())
+        ids = {id(p) for p in module.parameters()}
+        self._offloads = [o for o in _offloads if any(id(p) in ids for p in o.module.parameters())]
+        weights = (p for o in self._offloads for p in o.module.parameters() if _is_gathered(p))
+        self._gathered = list({id(p): p for p in weights}.values())
         self._known = [_known(o.get_param_coordinator()) for o in self._offloads]
 
     def restore(self) -> None:
-        """Begin the pass again, with no other process: weights that were whole are of the right size, but zero. Every
-        process has to `forget` afterwards."""
+        """Begin the pass again without other processes: weights that were gathered have their full size, but are zero.
+        Every process has to `forget` afterwards."""
         self.forget()
         for offload, known in zip(self._offloads, self._known, strict=True):
             vars(offload.get_param_coordinator()).update(known)
         with Collectives(None).watched():
-            for parameter in self._whole:
+            for parameter in self._gathered:
                 parameter.all_gather([parameter])
 
     def forget(self) -> None:
-        """No weight is whole any more: each is gathered anew when it is needed."""
+        """Release all gathered weights: each is gathered again when it is needed."""
         for offload in self._offloads:
             offload.release_backward_leftovers()
             offload.partition_all_parameters()
 
 
-def _is_whole(parameter: nn.Parameter) -> bool:
+def _is_gathered(parameter: nn.Parameter) -> bool:
     return is_part(parameter) and parameter.ds_status.name == "AVAILABLE"
 
 

@@ -1,7 +1,7 @@
 """A moving average of trained weights (Polyak and Juditsky 1992; DeepSpeed-Chat's EMA of the actor), in fp32.
 
-Each process averages what its own optimizer steps: the fp32 masters or weights whole at ZeRO 0, its flat part of them
-at ZeRO 1 to 3. So nothing is sent about in an update, and an adapter's average is as small as the adapter.
+Each process averages what its own optimizer steps: the full fp32 masters or weights at ZeRO 0, its flat part of them at
+ZeRO 1 to 3. So an update needs no communication, and an adapter's average is as small as the adapter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybrid_rlhf.engine.train.repartition import PROCESSES
 
 
 class WeightAverage:
-    """average <- decay average + (1 - decay) weight, from the weights as they are when it is made."""
+    """average <- decay average + (1 - decay) weight, starting from the weights at construction."""
 
     def __init__(self, engine: HybridEngine, decay: float) -> None:
         if engine.training is None or not 0 <= decay < 1:
@@ -39,13 +39,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an optimizer step."""
+        """Call it after an optimizer step."""
         with self.engine.active():
             for name, weight in self._stepped().items():
                 self._averages[name].lerp_(weight.float(), 1 - self.decay)
 
     def weights(self) -> dict[str, Tensor]:
-        """The average whole, by parameter, in fp32 on the CPU. Every process calls it, for each may hold a part."""
+        """The full average, by parameter, in fp32 on the CPU. Every process calls it, for each may hold a part."""
         with self.engine.active():
             self._exchange()
             try:
@@ -55,11 +55,11 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """The optimizer's weights and their average change places, bit for bit."""
+        """Swap the optimizer's weights with their average, bit for bit."""
         for name, weight in self._stepped().items():
-            own = weight.clone()
+            current = weight.clone()
             weight.copy_(self._averages[name])
-            self._averages[name].copy_(own)
+            self._averages[name].copy_(current)
 
     @torch.no_grad()
     def _exchange_in_parts(self) -> None:
@@ -68,11 +68,11 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Within the block the model's weights are the average, rounded to their dtype; after it, what they were.
+        """Within the block the model's weights are the average, rounded to their dtype; afterwards they are restored.
 
         Every process enters; nothing may be trained inside.
         """
-        if self.engine.training.stage == 3:  # never whole: each process's part changes places with its average
+        if self.engine.training.stage == 3:  # never gathered: each process swaps its part with its average
             with self.engine.active():
                 self._exchange_in_parts()
                 try:
@@ -80,12 +80,12 @@ class WeightAverage:
                 finally:
                     self._exchange_in_parts()
             return
-        whole = self.weights()
+        averages = self.weights()
         with self.engine.active(), torch.no_grad():
             parameters = self.engine.training.parameters
             before = [(p, p.data.clone()) for p in parameters.values()]
             for name, parameter in parameters.items():
-                parameter.copy_(whole[name])
+                parameter.copy_(averages[name])
             try:
                 yield
             finally:
@@ -97,7 +97,7 @@ class WeightAverage:
         return {"averages": dict(self._averages), "partition": zero_state.partition(self.engine.training).state()}
 
     def load_state(self, state: Mapping) -> None:
-        """Go on where `state` was taken, or those of the processes in `state` together."""
+        """Restore `state`, or the states of all processes in it together."""
         if PROCESSES not in state:
             for name, average in self._averages.items():
                 average.copy_(state["averages"][name])
@@ -106,5 +106,5 @@ class WeightAverage:
         parts = zero_state.regrouped(self.engine.training, saved, lambda each, part: each["averages"][part].numel(),
                                      self._averages)
         for name, average in self._averages.items():
-            own = parts.tensor(name, average.numel(), lambda r, part: saved[r]["averages"][part])
-            average.copy_(own.view(average.shape))
+            tensor = parts.tensor(name, average.numel(), lambda r, part: saved[r]["averages"][part])
+            average.copy_(tensor.view(average.shape))

@@ -17,15 +17,15 @@ AddRows = Callable[[nn.Parameter, Tensor, Tensor], None]
 
 
 class _LookUp(torch.autograd.Function):
-    """F.embedding whose backward pass gives the rows to `add_rows`. `anchor` needs a gradient, so that there is one;
-    the weight comes in a tuple, so that autograd does not wait for its gradient from here."""
+    """F.embedding whose backward pass gives the rows to `add_rows`. `anchor` requires a gradient, so that there is a
+    backward pass; the weight comes in a tuple, so that autograd does not expect its gradient from here."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, anchor: Tensor, ids: Tensor, held: tuple[nn.Parameter], padding_idx: int | None,
+    def forward(ctx: FunctionCtx, anchor: Tensor, ids: Tensor, weights: tuple[nn.Parameter], padding_idx: int | None,
                 add_rows: AddRows) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.held, ctx.padding_idx, ctx.add_rows = held, padding_idx, add_rows
-        return F.embedding(ids, held[0])
+        ctx.weights, ctx.padding_idx, ctx.add_rows = weights, padding_idx, add_rows
+        return F.embedding(ids, weights[0])
 
     @staticmethod
     @once_differentiable
@@ -35,17 +35,17 @@ class _LookUp(torch.autograd.Function):
         is_real = None if ctx.padding_idx is None else ids != ctx.padding_idx
         if ids.device.type != "cpu":
             rows = rows if is_real is None else rows.masked_fill(~is_real[:, None], 0.0)
-            ctx.add_rows(ctx.held[0], *summed_in_place(ids, rows))
+            ctx.add_rows(ctx.weights[0], *summed_in_place(ids, rows))
             return None, None, None, None, None
         if is_real is not None:
             ids, rows = ids[is_real], rows[is_real]
-        ctx.add_rows(ctx.held[0], *summed(ids, rows))
+        ctx.add_rows(ctx.weights[0], *summed(ids, rows))
         return None, None, None, None, None
 
 
 def summed_in_place(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """ids (N,), rows (N, H) -> the ids in order (N,) and with each the sum of all its rows (N, H) in fp32: as often as
-    the id itself, for how many ids there are the host would have to wait to be told."""
+    """ids (N,), rows (N, H) -> the sorted ids (N,) and for each the sum of all its rows (N, H) in fp32. Repeated ids
+    stay repeated: the host would have to wait to learn how many different ones there are."""
     ordered, order = ids.sort(stable=True)
     places = torch.nn.functional.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
     sums = rows.new_zeros(rows.shape, dtype=torch.float32).index_add_(0, places, rows[order].float())
@@ -54,8 +54,8 @@ def summed_in_place(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """ids (N,), rows (N, H) -> each id once (M,) and the sum of its rows (M, H) in fp32."""
-    found, places = ids.unique(return_inverse=True)
-    return found, rows.new_zeros(len(found), rows.shape[1], dtype=torch.float32).index_add_(0, places, rows.float())
+    single, places = ids.unique(return_inverse=True)
+    return single, rows.new_zeros(len(single), rows.shape[1], dtype=torch.float32).index_add_(0, places, rows.float())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Memory of the CPU that a card copies to and from."""
+"""Page-locked (pinned) CPU memory that a card copies to and from."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _log = logging.getLogger(__name__)
 
 
 class HostBlock:
-    """`size` bytes, page-locked for a card: it copies such memory by itself and several times faster. Where the system
-    refuses that (WSL2 allows little, and so do limits of locked memory), they are ordinary, which is said once.
+    """`size` bytes, page-locked for a card, which then copies asynchronously and several times faster. Where the system
+    refuses that (WSL2 and limits of locked memory allow little), the memory is pageable, with one warning.
 
     The size is as asked: torch's own page-locked memory is rounded up to a power of two, and kept when it is freed.
     """
@@ -23,7 +23,7 @@ class HostBlock:
     def __init__(self, size: int, device: torch.device) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8)
         self.is_locked = size > 0 and device.type == "cuda" and _lock(self.bytes)
-        if self.is_locked:  # the memory is there until it is unlocked: the finalizer holds it
+        if self.is_locked:  # the finalizer holds the memory until it is unlocked
             weakref.finalize(self, _unlock, torch.cuda.cudart(), self.bytes).atexit = False
 
     def part(self, offset: int, size: int) -> Tensor:
@@ -32,18 +32,18 @@ class HostBlock:
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
-    """An empty tensor of the CPU's in the form of one of a card's, page-locked where that is possible."""
+    """An empty CPU tensor in the form of `tensor`, page-locked where that is possible."""
     try:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
     except RuntimeError as error:
-        _tell(tensor.numel() * tensor.element_size(), str(error).splitlines()[0])
+        _warn_once(tensor.numel() * tensor.element_size(), str(error).splitlines()[0])
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _lock(block: Tensor) -> bool:
     code = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
     if code:
-        _tell(block.numel(), f"CUDA error {code}")
+        _warn_once(block.numel(), f"CUDA error {code}")
         _forget_error()
     return code == 0
 
@@ -53,16 +53,16 @@ def _unlock(runtime: Any, block: Tensor) -> None:
 
 
 def _forget_error() -> None:
-    """CUDA keeps the last error until somebody asks for it: else the next kernel would be blamed."""
+    """Clear CUDA's last error, for which the next kernel would be blamed."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
-_told: set[str] = set()
+_reasons: set[str] = set()
 
 
-def _tell(size: int, reason: str) -> None:
-    if not _told:
+def _warn_once(size: int, reason: str) -> None:
+    if not _reasons:
         _log.warning("%.1f GiB of the computer's memory could not be page-locked (%s): what waits there takes longer "
                      "to come back", size / 2**30, reason)
-    _told.add(reason)
+    _reasons.add(reason)

@@ -18,7 +18,7 @@ WINDOW = 1000  # updates without an overflow, after which the scale doubles; as 
 
 
 class LossScale:
-    """A factor of the loss, of which gradients are freed before they are clipped. value: the present one."""
+    """A factor of the loss, by which gradients are divided before they are clipped. value: the current one."""
 
     def __init__(self) -> None:
         self.value, self._num_good = FIRST, 0
@@ -26,7 +26,7 @@ class LossScale:
     def update(self, *, is_finite: bool) -> None:
         """After the gradients of an update: double after WINDOW good ones in a row, halve after one that overflowed.
 
-        Raises NotFinite where they overflow at the smallest scale: it is not the scale's doing.
+        Raises NotFinite where they overflow at the smallest scale: then the scale is not the cause.
         """
         if is_finite:
             self._num_good += 1
@@ -41,7 +41,7 @@ class LossScale:
         return {"value": self.value, "num_good": self._num_good}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on where `state` was taken; a checkpoint from before there was a scale changes nothing."""
+        """Restore `state`; an older checkpoint, without a scale, changes nothing."""
         if state:
             self.value, self._num_good = float(state["value"]), int(state["num_good"])
 
@@ -53,7 +53,7 @@ def exhausted() -> NotFinite:
 
 
 def scale_for(module: nn.Module, trained: torch.dtype) -> LossScale | None:
-    """The scale for weights of the dtype `trained` in `module`; None where gradients meet no float16, or where
+    """The scale for weights of the dtype `trained` in `module`; None where no gradient is in float16, or where
     DeepSpeed, which trains weights in float16, has its own."""
     is_needed = trained == torch.float32 and any(p.dtype == torch.float16 for p in module.parameters())
     return LossScale() if is_needed else None

@@ -1,4 +1,4 @@
-"""An engine's turn on the device: its own adapter active, its tensors there; while others work, both may be away."""
+"""Activation of an engine: its adapter active and its tensors on the device; offloading while others work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALIGNED = 512  # bytes
 
 
 class _Place(NamedTuple):
-    """Where in the block a storage's bytes are, and of which version of its tensor: torch counts what is written."""
+    """Where in the host block a storage's bytes are, and its tensor's version (torch counts in-place writes)."""
 
     storage: torch.UntypedStorage
     offset: int
@@ -24,12 +24,12 @@ class _Place(NamedTuple):
 
 
 class IdleOffload:
-    """Moves what `tensors()` names off `device` and back.
+    """Moves the tensors of `tensors()` off `device` and back.
 
-    Whole storages move, and under the tensors that hold them: views into flat buffers, as DeepSpeed makes them of
-    weights and gradients, and weights tied to each other stay what they were. While away, the tensors have no memory at
-    all. The CPU's side is one block for all turns; weights that nothing trains are written to it once. On a CPU there
-    is nowhere to go and nothing is done, unless `is_forced` (for tests). num_moves: how often all came back.
+    Whole storages move, under the tensors that use them: views into flat buffers, as DeepSpeed makes them of weights
+    and gradients, and tied weights stay what they were. While offloaded, the tensors have no memory at all. The CPU's
+    side is one block, reused every time; weights that nothing trains are written to it once. On a CPU nothing is moved,
+    unless `is_forced` (for tests). num_moves: how often all came back.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, *,
@@ -37,7 +37,7 @@ class IdleOffload:
         self._tensors, self._device = tensors, device
         self._is_on = is_forced or device.type != "cpu"
         self._block: HostBlock | None = None
-        self._places: dict[int, _Place] = {}  # by the identity of storages, which live as long as they are held here
+        self._places: dict[int, _Place] = {}  # by id() of the storages, which are held here
         self._is_away = False
         self.num_moves = 0
 
@@ -46,13 +46,13 @@ class IdleOffload:
         return sum(place.size for place in self._places.values()) if self._is_away else 0
 
     def leave(self) -> None:
-        """Free the device's memory. Does nothing for what has left already."""
+        """Offload all tensors and free the device's memory. Does nothing where they are offloaded already."""
         if not self._is_on or self._is_away:
             return
         before, self._places = self._places, self._laid_out()
         size = sum(map(_room, self._places.values()))
         if self._block is None or len(self._block.bytes) < size:
-            self._block = before = None  # the old one is given back before there is a new one
+            self._block = before = None  # the old one is freed before there is a new one
             self._block = HostBlock(size, self._device)
         for key, place in self._places.items():
             if place.version is None or not before or not _is_same(before.get(key), place):
@@ -64,7 +64,7 @@ class IdleOffload:
         self._is_away = True
 
     def come_back(self) -> None:
-        """Put every byte where it was read from."""
+        """Move all tensors back to the device."""
         if not self._is_away or self._block is None:
             return
         for place in self._places.values():
@@ -74,7 +74,7 @@ class IdleOffload:
         self.num_moves += 1
 
     def readable(self, state: Any) -> Any:
-        """`state`, of dicts, lists and tensors; those that are away by their numbers in the CPU's memory, no copies."""
+        """`state`, of dicts, lists and tensors, with views of the host's copy for those that are offloaded."""
         if isinstance(state, dict):
             return {name: self.readable(value) for name, value in state.items()}
         if isinstance(state, (list, tuple)):
@@ -89,16 +89,17 @@ class IdleOffload:
         return numbers.as_strided(tensor.shape, tensor.stride(), numbers.storage_offset() + tensor.storage_offset())
 
     def _laid_out(self) -> dict[int, _Place]:
-        """A place for each storage on the device: those that nothing trains first, so that theirs stay the same."""
-        found: dict[int, tuple[torch.UntypedStorage, int | None]] = {}
+        """A place for each storage on the device: those that nothing trains first, so that their places last."""
+        storages: dict[int, tuple[torch.UntypedStorage, int | None]] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
             if tensor.device.type == self._device.type and storage.nbytes():
                 is_still = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-                _, version = found.get(id(storage), (None, 0))
-                found[id(storage)] = storage, (version + tensor._version if is_still and version is not None else None)
+                _, version = storages.get(id(storage), (None, 0))
+                version = version + tensor._version if is_still and version is not None else None
+                storages[id(storage)] = storage, version
         places, offset = {}, 0
-        for key, (storage, version) in sorted(found.items(), key=lambda item: item[1][1] is None):
+        for key, (storage, version) in sorted(storages.items(), key=lambda item: item[1][1] is None):
             places[key] = _Place(storage, offset, storage.nbytes(), version)
             offset += _room(places[key])
         return places
@@ -124,44 +125,44 @@ def module_tensors(module: nn.Module) -> Iterator[Tensor]:
             yield tensor.grad
 
 
-class Turn:
-    """What holds while an engine computes: the context `adapter` (its low-rank adapter is the active one of a shared
-    base), and its tensors on the device where `offload` is set, and the context `forms` (how its module computes)."""
+class Activation:
+    """The context in which an engine computes: `adapter` (its low-rank adapter is the active one of a shared base), its
+    tensors on the device where `offload` is set, and `forms` (how its module computes)."""
 
     def __init__(self, adapter: Callable[[], AbstractContextManager] = nullcontext,
                  forms: Callable[[], AbstractContextManager] = nullcontext) -> None:
-        self._adapter, self._forms, self._is_taken = adapter, forms, False
-        self._is_kept = False
+        self._adapter, self._forms, self._is_active = adapter, forms, False
+        self._is_resident = False
         self.offload: IdleOffload | None = None
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """The turn, for the block. Inside itself it does nothing."""
-        if self._is_taken:
+    def activated(self) -> Iterator[None]:
+        """Activate for the block; inside itself it does nothing."""
+        if self._is_active:
             yield
             return
         with self._adapter():
             if self.offload:
                 self.offload.come_back()
-            self._is_taken = True
+            self._is_active = True
             try:
                 with self._forms():
                     yield
             finally:
-                self._is_taken = False
-                if self.offload and not self._is_kept:
+                self._is_active = False
+                if self.offload and not self._is_resident:
                     self.offload.leave()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Within the block the tensors come to the device once and stay there between turns."""
-        if self.offload is None or self._is_taken or self._is_kept:
+    def resident(self) -> Iterator[None]:
+        """Within the block the tensors come to the device once and stay there between activations."""
+        if self.offload is None or self._is_active or self._is_resident:
             yield
             return
         self.offload.come_back()
-        self._is_kept = True
+        self._is_resident = True
         try:
             yield
         finally:
-            self._is_kept = False
+            self._is_resident = False
             self.offload.leave()

@@ -1,4 +1,4 @@
-"""Which optimizer steps, and its settings."""
+"""The optimizers and their settings."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ MASTERED: dict[str, Callable[[list[dict], OptimizerConfig], torch.optim.Optimize
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and its bounds. Norms and biases are never decayed. max_skipped_updates: so many in a row whose
-    gradient is not finite end the run."""
+    """The optimizer and its bounds. Norms and biases are never decayed. max_skipped_updates: the
+    run ends after so many updates in a row whose gradient is not finite."""
 
     learning_rate: float = 5e-5
     weight_decay: float = 0.0

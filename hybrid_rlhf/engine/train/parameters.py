@@ -15,16 +15,16 @@ from hybrid_rlhf.models.text_part import reads_text
 
 
 def count_parameters(engine: HybridEngine) -> tuple[int, int]:
-    """(trained, all) weights of the engine's module, whole ones where ZeRO 3 or a quantisation has them in parts. Of
-    one that trains, the adapters of other roles on its base (a teacher's) are no part of all."""
+    """(trained, all) weights of the engine's module, at their full size under ZeRO 3 or quantisation. If it trains,
+    `all` leaves out the adapters of other roles on its base (a teacher's)."""
     trained = list(engine.training.parameters.values()) if engine.training else []
-    own = {id(p) for p in trained}
-    others = {id(p) for p in _adapters(engine.module) if id(p) not in own} if trained else set()
+    trained_ids = {id(p) for p in trained}
+    others = {id(p) for p in _adapters(engine.module) if id(p) not in trained_ids} if trained else set()
     return sum(map(size_of, trained)), sum(_size(p) for p in engine.module.parameters() if id(p) not in others)
 
 
 def _adapters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights of all adapters, whoever's."""
+    """The weights of all adapters, of any role."""
     for layer in lora_layers(module).values():
         yield from (*layer.lora_A.parameters(), *layer.lora_B.parameters())
     for rows in holders(module).values():
@@ -33,7 +33,7 @@ def _adapters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def share_unquantised(engine: HybridEngine) -> float:
     """Share of a quantised base that is not held in fewer bits: embeddings, norms, the head, and fused experts, which
-    are no linear layers."""
+    are not linear layers."""
     base = [p for name, p in engine.module.named_parameters() if ".lora_" not in name]
     packed = {id(layer.weight) for layer in quantized_layers(engine.module).values()}
     return sum(_size(p) for p in base if id(p) not in packed) / sum(map(_size, base))

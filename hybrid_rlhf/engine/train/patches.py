@@ -1,4 +1,4 @@
-"""Faster forms of what a model computes in training mode, equal in meaning: plugged in while an engine computes."""
+"""Faster, equivalent operations for what a model computes in training mode, plugged in while an engine computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybrid_rlhf.models.transformers_compat import sdpa_replaced
 
 MAX_LENGTH = 1024  # tokens: up to here forward and backward take 0.15-0.4 (bf16) and 0.6 (fp32) of torch's time
 
-_found: WeakKeyDictionary[nn.Module, Fusions] = WeakKeyDictionary()
+_fusions: WeakKeyDictionary[nn.Module, Fusions] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -32,15 +32,15 @@ def training_forms(module: nn.Module) -> Iterator[None]:
         stack.enter_context(attention_by(ops))
         stack.enter_context(without_padding_check(module))
         if not is_partitioned(module):  # ZeRO 3 gathers a layer's weights when that layer itself is called
-            if module not in _found:
-                _found[module] = find_fusions(module, ops.fused)
-            stack.enter_context(_found[module].swapped())
+            if module not in _fusions:
+                _fusions[module] = find_fusions(module, ops.fused)
+            stack.enter_context(_fusions[module].swapped())
             stack.enter_context(fused_adapters(module))
         yield
 
 
 def attention_by(ops: Ops) -> AbstractContextManager:
-    """The block in which models whose attention is "sdpa" take that of `ops`, where there is one and it fits."""
+    """The block in which models whose attention is "sdpa" use that of `ops`, where there is one and it fits."""
     return sdpa_replaced(partial(attend, ops.causal_attention)) if ops.causal_attention else nullcontext()
 
 

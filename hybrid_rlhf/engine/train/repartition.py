@@ -1,9 +1,9 @@
-"""What several processes saved of trained weights, each its part, cut anew for the processes that go on with it.
+"""Repartition trained weights that several processes saved in parts, for the processes that go on with them.
 
-At ZeRO 0 every process has whole parameters, the same ones. At ZeRO 1 and 2 a group of parameters is one flat row of
+At ZeRO 0 every process has full parameters, the same ones. At ZeRO 1 and 2 a group of parameters is one flat row of
 numbers, cut into as many equal parts as there are processes; at ZeRO 3 each parameter is cut by itself, and a part is
-the pieces of a group, one behind the other. What does not divide is filled up at the end, of the row or of each
-parameter. So each number of a parameter has one place in any layout, and only a process's own part is ever in memory.
+the pieces of a group, one after the other. The row or each parameter is padded at its end to divide evenly. So each
+number of a parameter has one place in any layout, and only a process's own part is ever in memory.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class Span(NamedTuple):
 def spans(partition: Partition, sizes: Mapping[str, int], world: int, lengths: Mapping[str, int]) -> list[Span]:
     """Where all numbers lie. sizes: of the parameters; lengths: of each process's part of a group, by "group i".
 
-    Raises ValueError where parts so long cannot be those of these parameters.
+    Raises ValueError where these lengths do not fit these parameters.
     """
     if partition.stage == 0:
         return [Span(name, 0, size, 0, name, 0) for name, size in sizes.items()]
     if sorted(name for group in partition.groups for name in group) != sorted(sizes):
         raise ValueError("the checkpoint is of other weights than those that are trained here")
-    found: list[Span] = []
+    result: list[Span] = []
     for i, group in enumerate(partition.groups):
-        part, own = f"group {i}", {name: sizes[name] for name in group}
-        found += (_pieces if partition.stage == 3 else _row)(own, part, lengths[part], world)
-    return found
+        part, group_sizes = f"group {i}", {name: sizes[name] for name in group}
+        result += (_pieces if partition.stage == 3 else _row)(group_sizes, part, lengths[part], world)
+    return result
 
 
 def _row(sizes: Mapping[str, int], part: str, length: int, world: int) -> Iterator[Span]:
-    """ZeRO 1 and 2: parameter behind parameter, cut every `length` numbers."""
+    """ZeRO 1 and 2: parameter after parameter, cut every `length` numbers."""
     _check(0 <= world * length - sum(sizes.values()) < 2 * world, part, length, world)  # padded to even parts
     start = 0
     for name, size in sizes.items():
@@ -73,7 +73,7 @@ def _row(sizes: Mapping[str, int], part: str, length: int, world: int) -> Iterat
 
 
 def _pieces(sizes: Mapping[str, int], part: str, length: int, world: int) -> Iterator[Span]:
-    """ZeRO 3: of each parameter a piece."""
+    """ZeRO 3: a piece of each parameter."""
     _check(length == sum(-(-size // world) for size in sizes.values()), part, length, world)
     offset = 0
     for name, size in sizes.items():
@@ -91,7 +91,7 @@ def _check(is_right: bool, part: str, length: int, world: int) -> None:
 
 
 class Regrouped:
-    """Tensors of parts that were saved by some processes, for one of those that go on.
+    """Tensors for one of the processes that go on, from the parts that other processes saved.
 
     saved: where all numbers lie among the processes that saved; wanted: where this process's are to lie.
     """
@@ -105,19 +105,19 @@ class Regrouped:
             self._wanted.setdefault(span.part, []).append(span)
 
     def sources(self, part: str) -> list[tuple[int, str]]:
-        """(rank, its part) that hold numbers of this process's `part`, which are none where it is only filled up."""
+        """(rank, its part) that hold numbers of this process's `part`; empty where it is padding only."""
         return list(dict.fromkeys((old.rank, old.part) for old, _, _, _ in self._overlaps(part)))
 
     def tensor(self, part: str, length: int, find: Callable[[int, str], Tensor | None]) -> Tensor:
         """This process's `part` of `length` numbers, flat, fp32, on the CPU. find: (rank, its part) -> the tensor that
         it saved, of which only what is needed is read; None stands for zeros."""
-        found, opened = torch.zeros(length), {source: find(*source) for source in self.sources(part)}
+        target, opened = torch.zeros(length), {source: find(*source) for source in self.sources(part)}
         for old, begin, end, place in self._overlaps(part):
             tensor = opened[old.rank, old.part]
             if tensor is not None:
                 flat, start = tensor.reshape(-1), old.offset + begin - old.begin
-                found[place:place + end - begin] = flat[start:start + end - begin]
-        return found
+                target[place:place + end - begin] = flat[start:start + end - begin]
+        return target
 
     def _overlaps(self, part: str) -> Iterator[tuple[Span, int, int, int]]:
         """(where it was saved, first and last + 1 number of the parameter, where it goes)"""

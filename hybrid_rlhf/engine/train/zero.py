@@ -2,7 +2,7 @@
 
 What was tried and holds (DeepSpeed 0.19, against plain torch): ZeRO 0 to 3 in fp32 give torch's weights to rounding
 when micro-batches announce the accumulation boundary, with one process and with two. At ZeRO 0 in bf16 DeepSpeed takes
-a zero-gradient optimizer step at start: there it is not told of bf16, and adamw_master.py keeps the masters.
+a zero-gradient optimizer step at start, so there bf16 is not configured, and adamw_master.py keeps the masters.
 fp16 begins at ZeRO 1, and so does bf16 on several processes but for a small part of the weights (adapters).
 """
 
@@ -34,7 +34,7 @@ from hybrid_rlhf.engine.train.deepspeed_compat import (
     note_offload,
     set_loss_factor,
     shape_of,
-    share_patience,
+    share_timeout,
     size_of,
     skip_inference_build,
     skip_lone_collectives,
@@ -62,18 +62,18 @@ def _import_deepspeed():  # noqa: ANN202 - a module
     return deepspeed
 
 
-def _deepspeed_engine(settings: dict, **given: object):  # noqa: ANN202 - a DeepSpeed class
-    """An engine by `deepspeed.initialize`, which asks for LOCAL_RANK even where nothing was launched. It is taken back
-    where no forward needs it again, for with it a program started from here, one that uses accelerate among them, looks
-    for a launcher."""
+def _deepspeed_engine(settings: dict, **arguments: object):  # noqa: ANN202 - a DeepSpeed class
+    """An engine by `deepspeed.initialize`, which needs LOCAL_RANK even without a launcher. The variable is removed
+    where no forward needs it again: with it, programs started from here, one that uses accelerate among them, would
+    look for a launcher."""
     is_added = "LOCAL_RANK" not in os.environ
     os.environ.setdefault("LOCAL_RANK", "0")
     with _stdout_to_stderr():
         deepspeed = _import_deepspeed()
-        share_patience()
+        share_timeout()
         skip_lone_collectives()
-        with taking_parts(given["model"]):
-            engine, *_ = deepspeed.initialize(config=settings, dist_init_required=False, **given)
+        with taking_parts(arguments["model"]):
+            engine, *_ = deepspeed.initialize(config=settings, dist_init_required=False, **arguments)
     if settings["zero_optimization"]["stage"] == 3:
         note_offload(engine)
     elif is_added:
@@ -121,7 +121,7 @@ class ZeroTraining:
             "gradient_clipping": self.max_grad_norm if self.stage else 0.0,  # at ZeRO 0 `step` clips and knows the norm
         }
         settings["zero_optimization"]["reduce_bucket_size"] = bucket
-        if is_shared:  # what one engine gathers ahead, another on the same module would find neither here nor away
+        if is_shared:  # weights prefetched by one engine are neither gathered nor partitioned for another on it
             settings["zero_optimization"] |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
         if self.stage == 3:
             _gather_experts_at_once(module)
@@ -179,7 +179,7 @@ class ZeroTraining:
         self.engine.backward(loss * (world_size() * factor))
 
     def discard_gradients(self) -> None:
-        """Forget all that was accumulated since the last step, after a pass that failed half way."""
+        """Discard all that was accumulated since the last step, after a pass that failed half way."""
         discard_gradients(self.engine, self.stage)
         if self._masters:
             self._masters.discard()
@@ -198,7 +198,7 @@ class ZeroTraining:
         elif self.stage == 0:
             self._unscale()
             norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.max_grad_norm)
-            norm = norm.cpu()  # the one wait for the device
+            norm = norm.cpu()  # the only wait for the device
         if norm is not None and not norm.isfinite():
             self.discard_gradients()
             is_skipped = True
@@ -239,7 +239,7 @@ class ZeroTraining:
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        return zero_state.whole(self, safe_get_full_fp32_param, safe_get_full_optimizer_state)
+        return zero_state.full_state(self, safe_get_full_fp32_param, safe_get_full_optimizer_state)
 
     def shard(self) -> dict:
         """What this process's optimizer holds, bit for bit, for a checkpoint: the trained weights (or their masters, or
@@ -248,7 +248,7 @@ class ZeroTraining:
         return zero_state.shard(self)
 
     def load_shard(self, state: Mapping) -> None:
-        """Go on where `shard` was taken; each process calls it. Tensors are looked up one by one.
+        """Restore what `shard` returned; each process calls it. Tensors are looked up one by one.
 
         state: this process's, of as many processes; or those of any number, as {"processes": [of each]}. Raises
         ValueError where other weights are trained than in `state`.
@@ -257,9 +257,9 @@ class ZeroTraining:
 
 
 def _gather_experts_at_once(module: nn.Module) -> None:
-    """Blocks of experts as ZeRO 3's leaf modules: all processes gather all of a block when they come to it.
+    """Make blocks of experts ZeRO 3's leaf modules: all processes gather a whole block when they reach it.
 
-    Else an expert is met only by those whose tokens chose it, and the others answer with parts of another layer: they
+    Else only processes whose tokens chose an expert gather it, and the others answer with parts of another layer: they
     wait for each other, or the gradient is silently wrong (by 54% with one expert each on two processes).
     """
     blocks = {type(m) for m in module.modules() if isinstance(getattr(m, "experts", None), nn.Module)}
@@ -304,8 +304,8 @@ def gathered(module: nn.Module) -> Iterator[None]:
     """Within the block every weight of `module` is whole on every process, and its forward needs no other process.
 
     Every process must enter. Weights are read only: what is written to them is lost, and references to their storage
-    are stale afterwards. A module that ZeRO 3 does not hold is whole as it is; of its forward too DeepSpeed does not
-    hear, whose timer would wait for the card at every step of decoding.
+    are stale afterwards. A module that ZeRO 3 does not partition is whole as it is; DeepSpeed's hooks are off for it
+    too, for their timer would wait for the card at every step of decoding.
     """
     with gathered_weights(module.parameters()) if is_partitioned(module) else nullcontext(), without_hooks(module):
         yield
@@ -349,7 +349,7 @@ def for_main(module: nn.Module, work: Callable[[Gather], None]) -> None:
 
 
 class _stdout_to_stderr:
-    """DeepSpeed reports builds by bare print; standard output belongs to whoever pipes it."""
+    """DeepSpeed prints its builds to standard output, which a caller may pipe: these lines go to standard error."""
 
     def __enter__(self) -> None:
         self._stdout, sys.stdout = sys.stdout, sys.stderr

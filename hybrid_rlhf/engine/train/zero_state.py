@@ -1,4 +1,4 @@
-"""The state of a ZeroTraining: whole, by parameter, for who looks at it; or this process's part, for checkpoints."""
+"""The state of a ZeroTraining: in full, by parameter, to inspect or export; or this process's part, for checkpoints."""
 
 from __future__ import annotations
 
@@ -22,58 +22,58 @@ from hybrid_rlhf.engine.train.deepspeed_compat import (
 from hybrid_rlhf.engine.train.repartition import PROCESSES, Partition, Regrouped
 
 
-def whole(training, full_weight: Callable[[nn.Parameter], Tensor],  # noqa: ANN001 - a ZeroTraining
-          full_moment: Callable[[nn.Parameter, str], Tensor]) -> dict:
-    """ZeroTraining.state. full_weight, full_moment: DeepSpeed's ways to gather what several processes hold."""
-    optimizer, own = training.engine.optimizer, training._optimizer
+def full_state(training, full_weight: Callable[[nn.Parameter], Tensor],  # noqa: ANN001 - a ZeroTraining
+               full_moment: Callable[[nn.Parameter, str], Tensor]) -> dict:
+    """ZeroTraining.state. full_weight, full_moment: DeepSpeed's functions that gather what several processes hold."""
+    optimizer, local = training.engine.optimizer, training._optimizer
     link_state(optimizer, training.stage, training.parameters.values(), is_stepped=training.num_steps > 0)
-    keys = ("exp_avg", "exp_avg_sq") if isinstance(own, (torch.optim.AdamW, MasterAdamW)) else ()
+    keys = ("exp_avg", "exp_avg_sq") if isinstance(local, (torch.optim.AdamW, MasterAdamW)) else ()
     state: dict = {"num_steps": training.num_steps, "weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for name, parameter in training.parameters.items():
         if training.stage == 0:
-            held = own.state.get(parameter, {})
-            found = {"weights": held.get("master", parameter), **{k: held.get(k) for k in keys}}
+            moments = local.state.get(parameter, {})
+            values = {"weights": moments.get("master", parameter), **{k: moments.get(k) for k in keys}}
         else:
-            found = {"weights": full_weight(parameter)}
+            values = {"weights": full_weight(parameter)}
             if training.num_steps:
-                found |= {k: full_moment(parameter, k) for k in keys}
-        for key, value in found.items():
+                values |= {k: full_moment(parameter, k) for k in keys}
+        for key, value in values.items():
             if value is not None:
                 state[key][name] = value.detach().cpu().clone()
     if not keys:  # other optimizers, as they keep it: 8-bit moments with their scales, by tensor in order
         state["own"] = [{k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in each.items()}
-                        for each in own.state.values()]
+                        for each in local.state.values()]
     return state
 
 
 def shard(training) -> dict:  # noqa: ANN001 - a ZeroTraining
-    """ZeroTraining.shard: what the optimizer steps in this process, and its state, as they are."""
+    """ZeroTraining.shard: what the optimizer steps in this process, and its state, without copies."""
     state: dict = {"num_steps": training.num_steps, "weights": {}, "optimizer": {},
                    "partition": partition(training).state(),
                    "skipped": [training.num_skipped, training.num_skipped_in_a_row]}
     for name, tensor in _stepped(training).items():
-        own = {k: v for k, v in training._optimizer.state.get(tensor, {}).items() if k != "sum"}
-        state["optimizer"][name] = own
-        if "master" not in own:  # else the weight is its master, rounded
+        values = {k: v for k, v in training._optimizer.state.get(tensor, {}).items() if k != "sum"}
+        state["optimizer"][name] = values
+        if "master" not in values:  # else the weight is its master, rounded
             state["weights"][name] = tensor.detach()
-    own = training.scale.state() if training.scale else loss_scale(training.engine.optimizer)
-    return state | {"loss_scale": own}
+    scale = training.scale.state() if training.scale else loss_scale(training.engine.optimizer)
+    return state | {"loss_scale": scale}
 
 
 @torch.no_grad()
 def load_shard(training, state: Mapping) -> None:  # noqa: ANN001
     """ZeroTraining.load_shard. Tensors of `state` are looked up one by one."""
     stepped = _stepped(training)
-    first, found = state, _as_saved(state)
+    first, entries = state, _as_saved(state)
     if PROCESSES in state:
-        first, found = state[PROCESSES][0], _cut_anew(training, state[PROCESSES], stepped)
+        first, entries = state[PROCESSES][0], _cut_anew(training, state[PROCESSES], stepped)
     else:
         _check_names(stepped.keys(), state["optimizer"].keys())
-    for name, saved, weight in found:
-        tensor, own = stepped[name], training._optimizer.state
+    for name, saved, weight in entries:
+        tensor, values = stepped[name], training._optimizer.state
         for key in saved:
-            own[tensor][key] = _taken(own[tensor].get(key), saved[key], key, tensor, training._optimizer)
-        _copy(tensor, own[tensor]["master"] if "master" in saved else weight, name)
+            values[tensor][key] = _taken(values[tensor].get(key), saved[key], key, tensor, training._optimizer)
+        _copy(tensor, values[tensor]["master"] if "master" in saved else weight, name)
     training.num_steps = int(first["num_steps"])
     training.num_skipped, training.num_skipped_in_a_row = map(int, first["skipped"])
     if training.scale:
@@ -112,7 +112,7 @@ def _as_saved(state: Mapping) -> Iterator[tuple[str, Mapping, Tensor | None]]:
 
 def _cut_anew(training, saved: list[Mapping],  # noqa: ANN001
               stepped: dict[str, Tensor]) -> Iterator[tuple[str, Mapping, Tensor | None]]:
-    """The same, of what some other number of processes saved."""
+    """`_as_saved` for what another number of processes saved."""
     if Partition.read(saved[0]["partition"]).stage == training.stage == 0:  # each had all of it
         _check_names(stepped.keys(), saved[0]["optimizer"].keys())
         yield from _as_saved(saved[0])
@@ -121,28 +121,28 @@ def _cut_anew(training, saved: list[Mapping],  # noqa: ANN001
         _check_names(training.parameters.keys(), saved[0]["optimizer"].keys())
     parts = regrouped(training, saved, lambda state, part: _weight(state, part).numel(), stepped)
     for name, tensor in stepped.items():
-        def whole(find: Callable[[int, str], Tensor | None], name: str = name, like: Tensor = tensor) -> Tensor:
+        def joined(find: Callable[[int, str], Tensor | None], name: str = name, like: Tensor = tensor) -> Tensor:
             return parts.tensor(name, like.numel(), find).view(like.shape)
 
-        weight = whole(lambda r, part: _weight(saved[r], part))
-        held = [saved[r]["optimizer"][part] for r, part in parts.sources(name)]
-        own = {key: whole(lambda r, part, key=key: _moment(saved[r], part, key))  # type: ignore[misc]
-               for key in dict.fromkeys(k for each in held for k in each if k not in ("master", "step"))}
-        steps = [float(each["step"]) for each in held if "step" in each]
+        weight = joined(lambda r, part: _weight(saved[r], part))
+        states = [saved[r]["optimizer"][part] for r, part in parts.sources(name)]
+        values = {key: joined(lambda r, part, key=key: _moment(saved[r], part, key))  # type: ignore[misc]
+                  for key in dict.fromkeys(k for each in states for k in each if k not in ("master", "step"))}
+        steps = [float(each["step"]) for each in states if "step" in each]
         is_ours = isinstance(training._optimizer, MasterAdamW)
-        own |= {"step": int(max(steps)) if is_ours else torch.tensor(max(steps))} if steps else {}
+        values |= {"step": int(max(steps)) if is_ours else torch.tensor(max(steps))} if steps else {}
         if is_ours and training._optimizer.has_master(tensor):
-            own["master"] = weight
-        yield name, own, weight
+            values["master"] = weight
+        yield name, values, weight
 
 
 def _weight(saved: Mapping, part: str) -> Tensor:
-    own = saved["optimizer"][part]
-    return own["master"] if "master" in own else saved["weights"][part]
+    values = saved["optimizer"][part]
+    return values["master"] if "master" in values else saved["weights"][part]
 
 
 def _moment(saved: Mapping, part: str, key: str) -> Tensor | None:
-    """ValueError for what is not one number for each weight: 8-bit moments have a scale for blocks of them."""
+    """The moment, or None. ValueError unless it is one number per weight: 8-bit moments have scales for blocks."""
     value = saved["optimizer"][part].get(key)
     if value is not None and not (isinstance(value, Tensor) and value.dtype == torch.float32
                                   and value.numel() == _weight(saved, part).numel()):
@@ -164,7 +164,7 @@ def _stepped(training) -> dict[str, Tensor]:  # noqa: ANN001
 
 
 def _taken(there: object, value: object, key: str, weight: Tensor, optimizer: torch.optim.Optimizer) -> object:
-    """The value that goes on in the optimizer: the tensor that is there, filled, or the loaded one on its device."""
+    """The value for this optimizer: the tensor that it has already, filled, or the loaded one on its device."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(there, Tensor) and there.shape == value.shape and there.dtype == value.dtype:

@@ -31,7 +31,7 @@ def test_the_sets_are_what_transformers_leaves_of_the_plain_forward(path, cut):
     settings = SamplingConfig(max_new_tokens=12, **cut)
     with engine.inference():
         plain = engine.generate(MANY_PROMPTS[:16], settings, seed=3)
-        drawn = engine.generate(MANY_PROMPTS[:16], settings, seed=3, keeps=True)
+        drawn = engine.generate(MANY_PROMPTS[:16], settings, seed=3, keep_candidates=True)
     assert (engine.describe()["path"] == "generate") == (path == "generate")
     assert drawn.tokens == plain.tokens and plain.kept is None
     assert len({len(words) for row in drawn.kept for words in row}) > (1 if cut != CUTS[1] else 0)
@@ -44,7 +44,7 @@ def test_nothing_is_kept_where_nothing_is_cut_off():
     for settings in (SamplingConfig(max_new_tokens=4), SamplingConfig(max_new_tokens=4, temperature=0, top_p=0.5)):
         with engine.inference():
             plain = engine.generate(MANY_PROMPTS[:4], settings)
-            drawn = engine.generate(MANY_PROMPTS[:4], settings, keeps=True)
+            drawn = engine.generate(MANY_PROMPTS[:4], settings, keep_candidates=True)
         assert drawn.kept is None and (drawn.tokens, drawn.logprobs) == (plain.tokens, plain.logprobs)
 
 
@@ -52,7 +52,7 @@ def test_a_stop_that_may_not_be_drawn_yet_is_not_in_the_set():
     engine = decode_engine(build("llama"))
     settings = SamplingConfig(max_new_tokens=6, min_new_tokens=3, top_p=0.999, temperature=2.0)
     with engine.inference():
-        kept = engine.generate(MANY_PROMPTS[:4], settings, keeps=True).kept
+        kept = engine.generate(MANY_PROMPTS[:4], settings, keep_candidates=True).kept
     assert [[2 in words for words in row] for row in kept] == [[False] * 3 + [True] * 3] * 4
 
 
@@ -107,7 +107,7 @@ def test_the_card_keeps_what_the_processor_keeps_by_replays(card, recordings):
     for device in ("cpu", "cuda"):
         engine = decode_engine(build("llama").to(device), max_batch=6)
         with engine.inference():
-            found.append(engine.generate(MANY_PROMPTS[:20], settings, 2, keeps=True))
+            found.append(engine.generate(MANY_PROMPTS[:20], settings, 2, keep_candidates=True))
             assert engine.generate(MANY_PROMPTS[:20], settings, 2).tokens == found[-1].tokens
     assert engine.describe()["captured"] and not engine.describe()["refused"] and card.launches["graph"] > 20
     assert found[0].tokens == found[1].tokens

@@ -24,7 +24,7 @@ CPU, CARD = torch.device("cpu"), torch.device("cuda")
 def offloaded(trainer):
     """The offloads of the trainer's roles, by name."""
     engines = {name: role.engine for name, role in vars(trainer.roles).items() if role}
-    return {name: engine.offload_when_idle(is_forced=True)._turn.offload for name, engine in engines.items()}
+    return {name: engine.offload_when_idle(is_forced=True)._activation.offload for name, engine in engines.items()}
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -72,7 +72,7 @@ def half_frozen() -> nn.Module:
 def test_weights_that_nothing_trains_are_written_to_the_block_once_and_those_that_change_at_every_turn():
     module = half_frozen()
     engine = HybridEngine(module).prepare_training(OptimizerConfig(), lambda _: 1.0, ZeroConfig())
-    offload = engine.offload_when_idle(is_forced=True)._turn.offload
+    offload = engine.offload_when_idle(is_forced=True)._activation.offload
     frozen, bias = module[0].weight, module[1].bias
     block, before = offload._block, frozen.numel()
     with engine.active():
@@ -118,7 +118,7 @@ def runtime(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(
         cudaHostRegister=register, cudaHostUnregister=lambda place: asked.calls.append(("unlock", place))))
     monkeypatch.setattr(host_block, "_forget_error", cleared)
-    monkeypatch.setattr(host_block, "_told", set())
+    monkeypatch.setattr(host_block, "_reasons", set())
     return asked
 
 
@@ -165,14 +165,14 @@ def test_activations_wait_in_ordinary_memory_where_none_can_be_locked(runtime, m
 def test_a_failure_to_come_back_or_to_leave_can_be_tried_again(monkeypatch):
     engine = policy().offload_when_idle(is_forced=True)
     before = [p.numel() for p in engine.module.parameters()]
-    with pytest.raises(ZeroDivisionError), engine.staying(), engine.active():
+    with pytest.raises(ZeroDivisionError), engine.resident(), engine.active():
         1 / 0  # noqa: B018
     assert all(p.untyped_storage().nbytes() == 0 for p in engine.module.parameters())
-    with engine.staying():
+    with engine.resident():
         with engine.active():
             pass
         assert [p.untyped_storage().nbytes() // 4 for p in engine.module.parameters()] == before
-    assert engine._turn.offload.num_moves == 2
+    assert engine._activation.offload.num_moves == 2
 
 
 def test_on_a_card_nothing_of_a_role_that_waits_is_left_and_its_step_is_the_same():
@@ -187,8 +187,8 @@ def test_on_a_card_nothing_of_a_role_that_waits_is_left_and_its_step_is_the_same
             before = card.memory.allocated
             if waits:
                 engine.offload_when_idle()
-                assert card.memory.allocated == rest and engine._turn.offload._block.is_locked
-            with engine.staying():
+                assert card.memory.allocated == rest and engine._activation.offload._block.is_locked
+            with engine.resident():
                 norms.append(optimizer_step(engine, [ids, ids], lambda piece, engine=engine: engine(
                     input_ids=piece, labels=piece).loss))
             # masters and moments were there before; the sums of two micro-batches have gone again

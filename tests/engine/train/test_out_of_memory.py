@@ -219,6 +219,6 @@ def test_memory_that_runs_out_within_a_collective_ends_with_a_line_for_nobody_kn
     engine, asked = sft(1).policy.engine, []
     monkeypatch.setattr(deepspeed_compat, "world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda **_: (_ for _ in ()).throw(out_of_memory()))
-    with pytest.raises(UserError, match=r"in what processes tell each other.*engine\.micro_batch_tokens"):
+    with pytest.raises(UserError, match=r"inside a collective.*engine\.micro_batch_tokens"):
         passes.attempt(engine.module, lambda: add_up(4), lambda: asked.append(1))
     assert not asked
