@@ -44,7 +44,7 @@ ARCHITECTURES = {75: Limits("T4, RTX 20", 64, 64, 1024, 16), 80: Limits("A100", 
                  90: Limits("H100", 227, 228, 2048, 32), 100: Limits("B200", 227, 228, 2048, 32),
                  120: Limits("RTX 50", 99, 100, 1536, 24)}
 POINTERS = dict(slots="*i64", positions="*i64", mask="*i1", maxima="*fp32", totals="*fp32", seen="*i1", forbidden="*i1",
-                streams="*i64", sums="*fp32", found="*i32", logprobs="*fp32", parts="*fp32", targets="*i64",
+                streams="*i64", sums="*fp32", picks="*i32", logprobs="*fp32", parts="*fp32", targets="*i64",
                 entropy="*fp32", correct="*i1", normalisers="*fp32", by_logprobs="*fp32", by_entropy="*fp32")
 NUMBERS = dict.fromkeys(("scaling", "softcap", "temperature", "penalty", "top_p", "min_p", "eps"), "fp32")
 

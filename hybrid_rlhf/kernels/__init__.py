@@ -1,4 +1,4 @@
-"""The kernels: one table of operations by device. kernels/reference.py is the definition of each."""
+"""The kernels: one table of operations per device. kernels/reference.py defines each operation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ REFERENCE = Ops("reference", reference.decode_attention, reference.sample)
 
 @cache
 def ops_for(device_type: str) -> Ops:
-    """The fastest kernels that this machine has for a device ("cpu", "cuda"). Where there are none, the reference in
-    torch, with the reason in its name and in one line of the log: nothing falls back silently.
+    """The fastest kernels that this machine has for a device ("cpu", "cuda"). Where there are none, the torch
+    reference, with the reason in its name and in a warning: nothing falls back silently.
     """
     try:
         return _load(device_type)

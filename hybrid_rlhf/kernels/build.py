@@ -1,4 +1,4 @@
-"""Compiling the C++ kernels: once per source, flags, torch and processor, into a cache that processes share."""
+"""Compiles the C++ kernels once per source, flags, torch and processor, into a cache that processes share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast", "-Wno-psabi")
 _DIGEST = "sha256"  # of the library, in a file beside it
-# Compiled in a process of its own: the loader needs ninja on PATH, prints, and numbers the names of what it has loaded.
+# Compiled in a subprocess: torch's loader needs ninja on PATH, prints, and numbers the names of loaded modules.
 _COMPILE = """
 import sys
 from torch.utils.cpp_extension import load
@@ -46,19 +46,19 @@ def cache_folder() -> Path:
 
 
 def load_extension(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> ModuleType:
-    """The extension module `name`, compiled on first use; later calls and other processes load what is there.
+    """The extension module `name`, compiled on first use; later calls and other processes load the compiled one.
 
     Raises KernelsUnavailableError where it cannot be compiled, written or loaded, with the reason in one line.
     """
     folder = cache_folder() / f"{name}-{_fingerprint([*sources, *headers])}"
     library = folder / f"{name}.so"
     try:
-        if _is_whole(library):
-            with _mended(folder):
+        if _is_intact(library):
+            with _removed_if_broken(folder):
                 return _imported(name, library)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with take_lock(folder.with_suffix(".lock")):
-            if not _is_whole(library):  # another process may have built it meanwhile
+            if not _is_intact(library):  # another process may have built it meanwhile
                 _build(name, sources, folder)
         return _imported(name, library)
     except OSError as error:
@@ -69,19 +69,19 @@ def load_extension(name: str, sources: Sequence[Path], headers: Sequence[Path] =
 
 
 def can_load(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> bool:
-    """Whether the module is there, or a compiler to make it; nothing is compiled."""
+    """Whether the module is built, or there is a compiler for it; nothing is compiled."""
     compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
     return compiler is not None or (cache_folder() / f"{name}-{_fingerprint([*sources, *headers])}").exists()
 
 
 def is_built(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> bool:
-    """Whether the module is there, so that loading it compiles nothing."""
-    return _is_whole(cache_folder() / f"{name}-{_fingerprint([*sources, *headers])}" / f"{name}.so")
+    """Whether the module is built, so that loading it compiles nothing."""
+    return _is_intact(cache_folder() / f"{name}-{_fingerprint([*sources, *headers])}" / f"{name}.so")
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether there is a library that is as it was built: one that has lost its end takes the process with it when it
-    is loaded. One without a digest beside it is of an earlier release."""
+def _is_intact(library: Path) -> bool:
+    """Whether there is a library that is as it was built: loading a truncated one crashes the process. One without a
+    digest beside it is of an earlier release."""
     digest = library.parent / _DIGEST
     if not library.is_file() or not digest.exists():
         return library.is_file()
@@ -93,8 +93,8 @@ def _digest(library: Path) -> bytes:
 
 
 @contextmanager
-def _mended(folder: Path) -> Iterator[None]:
-    """A library that does not load is removed, so that the next start builds it again."""
+def _removed_if_broken(folder: Path) -> Iterator[None]:
+    """Within the block a library that does not load is removed, so that the next start builds it again."""
     try:
         yield
     except ImportError:
@@ -103,7 +103,7 @@ def _mended(folder: Path) -> Iterator[None]:
 
 
 def _fingerprint(files: Sequence[Path]) -> str:
-    """What the compiled code depends on, as 16 hex digits: -march=native makes the processor's flags one of them."""
+    """A hash of all that the compiled code depends on (-march=native: of the processor's flags too), 16 hex digits."""
     parts = [" ".join(FLAGS), torch.__version__, sys.implementation.cache_tag, platform.machine(), processor.flags()]
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in sorted(files):
@@ -112,7 +112,7 @@ def _fingerprint(files: Sequence[Path]) -> str:
 
 
 def _build(name: str, sources: Sequence[Path], folder: Path) -> None:
-    """Compile beside `folder` and rename: nobody ever sees half a build."""
+    """Compile beside `folder` and rename it: no process ever sees half a build."""
     compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
     if compiler is None:
         raise KernelsUnavailableError(f"no C++ compiler: {os.environ.get('CXX', 'c++')} is not on PATH")
@@ -124,7 +124,7 @@ def _build(name: str, sources: Sequence[Path], folder: Path) -> None:
         if done.returncode or not (work / f"{name}.so").exists():
             raise KernelsUnavailableError(f"{compiler} failed: {_reason(done.stdout + done.stderr)}")
         write_file(work / _DIGEST, _digest(work / f"{name}.so"))
-        if os.path.lexists(folder):  # damaged, or what is left of one
+        if os.path.lexists(folder):  # a damaged one, or a part of one
             remove_folder(folder)
         os.replace(work, folder)
     finally:
@@ -132,13 +132,13 @@ def _build(name: str, sources: Sequence[Path], folder: Path) -> None:
 
 
 def _environment(compiler: str) -> dict[str, str]:
-    """Ours, with this Python's programs (ninja) on PATH, and the compiler that was looked for."""
+    """Our environment, with this Python's programs (ninja) on PATH, and the compiler that was found."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return {"CXX": compiler} | os.environ | {"PATH": path}
 
 
 def _reason(output: str) -> str:
-    """The line of a failed build that says most."""
+    """The most informative line of a failed build."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in lines if "error: " in line), lines[-1] if lines else "it said nothing")[:300]
 

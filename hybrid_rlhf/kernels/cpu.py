@@ -1,4 +1,4 @@
-"""The C++ kernels of the processor: the operations of kernels/reference.py, compiled on first use."""
+"""The C++ kernels of the CPU: the operations of kernels/reference.py, compiled on first use."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ HEADERS = tuple(_HERE / name for name in ("simd.h", "kernels.h", "truncation.h",
 
 
 def load() -> Ops:
-    """The compiled operations; raises KernelsUnavailableError where they cannot be had.
+    """The compiled operations. Raises KernelsUnavailableError where they cannot be built or loaded.
 
-    Tensors are fp32, bf16 or fp16 on the processor; sums are in fp32. Threads are torch's own (torch.set_num_threads).
+    Tensors are fp32, bf16 or fp16 on the CPU; sums are in fp32. Threads are torch's own (torch.set_num_threads).
     """
     module = _module()
     dtypes = own_dtypes(module.has_bf16_dots())
@@ -41,8 +41,8 @@ def load() -> Ops:
 
 
 def has_tiles(module: ModuleType) -> bool:
-    """Whether products in bf16 are those of the processor's matrix unit, which this process may be refused: said then,
-    for the same products by other instructions round otherwise."""
+    """Whether products in bf16 use the processor's matrix unit. The system may refuse it to this process, which is a
+    warning, because other instructions round these products otherwise."""
     if module.compiled_with_tiles() and not module.has_tiles():
         _log.warning("the system lets this process not use the processor's matrix unit (AMX): products in bfloat16 are "
                      "slower, and rounded otherwise than in a process that may")
@@ -74,7 +74,7 @@ def _module() -> ModuleType:
 
 
 def can_load() -> bool:
-    """Whether `load` would find or compile the operations, as far as can be told without doing so."""
+    """Whether `load` would find or compile the operations, as far as can be known without doing so."""
     return build.can_load(_NAME, SOURCES, HEADERS)
 
 
@@ -84,12 +84,12 @@ def is_built() -> bool:
 
 
 def has_wide_vectors() -> bool:
-    """Whether a vector holds 512 bits, which the attention of short prompts is written for."""
+    """Whether a vector register holds 512 bits, for which the attention of short prompts is written."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def own_dtypes(has_bf16_dots: bool) -> frozenset[torch.dtype]:
-    """The dtypes in which matrix products are ours, because torch's are slower. By rule and not by trial, so that
+    """The dtypes in which matrix products are ours, because torch's are slower. Fixed by rule, not by a trial, so that
     every run on a machine rounds alike. Measured, milliseconds by torch and by us:
 
     x86 without AVX-512, 16 bits, where torch multiplies row by row: 16 rows by 2048 x 768, one core: 4.9 and 0.85.

@@ -20,12 +20,12 @@ _BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
 def load() -> Ops:
-    """The operations in Triton; raises KernelsUnavailableError where Triton is not installed, or cannot launch a first
-    kernel on the card that is here.
+    """The operations in Triton. Raises KernelsUnavailableError where Triton is not installed, or cannot launch a kernel
+    on this card.
 
-    Tensors are fp32, bf16 or fp16 on one card; sums are in fp32. Nothing waits for the device, so all of it may be
-    captured into a CUDA graph after one uncaptured run (which compiles). Scores of tokens are left to torch where they
-    are not what their definition gives on the card that is here, which is said.
+    Tensors are fp32, bf16 or fp16 on one card; sums are in fp32. Nothing waits for the device, so all operations may be
+    captured into a CUDA graph after one uncaptured run (which compiles). Token scores are computed by torch, with a
+    warning, where ours differ from their definition on this card.
     """
     try:
         from hybrid_rlhf.kernels import triton_attention, triton_fused, triton_sampling, triton_scores
@@ -43,25 +43,25 @@ def load() -> Ops:
 
 
 def can_load() -> bool:
-    """Whether `load` would find the operations, as far as can be told without doing so: True where there is no card,
-    for what is planned here then runs elsewhere."""
+    """Whether `load` would find the operations, as far as can be known without doing so: True where there is no card,
+    as a plan made here then runs elsewhere."""
     return not torch.cuda.is_available() or (importlib.util.find_spec("triton") is not None
                                              and not launcher.missing_tools())
 
 
 def why_not(token_scores: Callable) -> str | None:
-    """Why `token_scores` are not those of the definition on the current card, in one line; None where they are.
+    """Why `token_scores` differ from the definition on the current card, in one line; None where they do not.
 
-    Draws nothing from the card's generator. Out of memory is raised: it says nothing about them.
+    Draws nothing from the card's generator. Out of memory is raised: it is not about the kernel.
     """
-    wide = 4 * torch.randn(3, 5003, generator=torch.Generator().manual_seed(0))  # a block and a rest
+    wide = 4 * torch.randn(3, 5003, generator=torch.Generator().manual_seed(0))  # a block and a remainder
     wide[1, 7] = float("-inf")
     for dtype, bound in _BOUNDS.items():
         logits = wide.to("cuda", dtype)
         try:
             (want, want_gradient), (got, got_gradient) = (_with_gradient(function, logits) for function in
                                                           (reference.token_scores, token_scores))
-        except Exception as error:  # Triton raises what its compiler and the driver do: nothing in common
+        except Exception as error:  # Triton's compiler and the driver raise errors without a common class
             if is_out_of_memory(error):
                 raise
             return next(iter(str(error).splitlines()), "") or type(error).__name__

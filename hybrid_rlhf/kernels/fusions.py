@@ -1,7 +1,7 @@
 """Our fused operations in place of a model's own chains of small ones: norms, gated MLPs, rotary positions.
 
-Nothing is recognised by faith: what looks like a candidate is run on random numbers beside the original, and is swapped
-only where both agree to rounding. Everything else stays as its authors wrote it.
+A candidate is run on random numbers beside the original, and replaced only where both agree to rounding. Everything
+else stays as its authors wrote it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROTARY = "apply_rotary_pos_emb"  # transformers' name in every model file whose
 
 @dataclass
 class Fusions:
-    """What of one model may be swapped: modules and model files, with what replaces them."""
+    """The parts of one model that may be replaced: modules and model files, with their replacements."""
 
     modules: list[tuple[nn.Module, Callable]] = field(default_factory=list)
     files: list[tuple[ModuleType, Callable]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Fusions:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Within the block the fused operations run; modules that somebody else has replaced meanwhile stay."""
+        """Within the block the fused operations run; modules whose forward has been replaced meanwhile stay."""
         modules = [(m, f) for m, f in self.modules if "forward" not in vars(m)]
         originals = [getattr(file, _ROTARY) for file, _ in self.files]
         try:
@@ -55,13 +55,13 @@ class Fusions:
 
 @torch.no_grad()
 def find_fusions(model: nn.Module, ops: Fused | None, trial: Fused | None = None) -> Fusions:
-    """The places of `model` where `ops` give what its own code gives. Draws nothing from the global generator.
+    """The places of `model` where `ops` compute the same as its own code. Draws nothing from the global generator.
 
-    trial: what is tried in place of `ops` on narrow copies of the modules, where neither they nor `ops` have numbers.
+    trial: is tried in place of `ops` on narrow copies of the modules, where neither they nor `ops` have numbers.
     """
-    found = Fusions()
+    fusions = Fusions()
     if ops is None:
-        return found
+        return fusions
     first = next(model.parameters())
     serves = None if trial else first.device.type  # tensors without numbers are on any device
     with torch.random.fork_rng(devices=[first.device] if first.device.type == "cuda" else []):
@@ -72,23 +72,23 @@ def find_fusions(model: nn.Module, ops: Fused | None, trial: Fused | None = None
             for name, fusion in (("rms_norm", _norm), ("gated", _gated_mlp)):
                 forward = fusion(module, ops, trial)
                 if forward is not None:
-                    found.modules.append((module, forward))
-                    found.add(name)
+                    fusions.modules.append((module, forward))
+                    fusions.add(name)
         files = {id(f): f for m in model.modules() if hasattr(f := sys.modules.get(type(m).__module__), _ROTARY)}
         for file in files.values():
             if _agrees(getattr(file, _ROTARY), (trial or ops).rotary,
                        _rotary_example(first.dtype, torch.device("cpu") if trial else first.device), num_leaves=2):
-                found.files.append((file, _rotary(getattr(file, _ROTARY), ops.rotary, serves)))
-                found.add("rotary")
-    return found
+                fusions.files.append((file, _rotary(getattr(file, _ROTARY), ops.rotary, serves)))
+                fusions.add("rotary")
+    return fusions
 
 
 def _agrees(original: Callable, ours: Callable, example: tuple[Tensor, ...], num_leaves: int | None = None) -> bool:
-    """Whether both give the same on the example, and the same gradients by its first tensors, but for rounding."""
+    """Whether both return the same on the example, and the same gradients by its first tensors, up to rounding."""
     try:
         (wants, their_gradients), (gots, our_gradients) = (
             _with_gradients(f, example, num_leaves) for f in (original, ours))
-    except Exception as error:  # whatever third-party code raises, it is no place for ours
+    except Exception as error:  # third-party code may raise anything; it keeps its own operation
         if is_out_of_memory(error):
             raise
         return False
@@ -98,7 +98,7 @@ def _agrees(original: Callable, ours: Callable, example: tuple[Tensor, ...], num
 
 
 def _seed(device: torch.device) -> None:
-    """Of the generators that may be drawn from; torch.manual_seed goes through those of every kind of device."""
+    """Seed the generators that may be drawn from; torch.manual_seed would seed those of every kind of device."""
     torch.default_generator.manual_seed(0)
     if device.type == "cuda":
         torch.cuda.manual_seed_all(0)
@@ -107,13 +107,13 @@ def _seed(device: torch.device) -> None:
 @torch.enable_grad()
 def _with_gradients(function: Callable, example: tuple[Tensor, ...],
                     num_leaves: int | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What `function` gives, and the gradients of a weighted sum of it by the first tensors of the example."""
+    """The outputs of `function`, and the gradients of a weighted sum of them by the first tensors of the example."""
     leaves = [t.detach().clone().requires_grad_() for t in example[:num_leaves]]
-    _seed(leaves[0].device)  # dropouts draw alike where there are as many
-    found = function(*leaves, *example[len(leaves):])
-    found = found if isinstance(found, tuple) else (found,)
-    weights = [torch.linspace(-1, 1, t.numel(), device=t.device).to(t.dtype).view(t.shape) for t in found]
-    return found, torch.autograd.grad(found, leaves, weights)
+    _seed(leaves[0].device)  # equally many dropouts draw alike
+    outputs = function(*leaves, *example[len(leaves):])
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    weights = [torch.linspace(-1, 1, t.numel(), device=t.device).to(t.dtype).view(t.shape) for t in outputs]
+    return outputs, torch.autograd.grad(outputs, leaves, weights)
 
 
 def are_close(wants: tuple[Tensor, ...], gots: tuple[Tensor, ...], bound: float) -> bool:
@@ -166,7 +166,7 @@ def _gated_mlp(module: nn.Module, ops: Fused, trial: Fused | None = None) -> Cal
                                  for n, shape in zip(names, ((8, 16), (8, 16), (16, 8)), strict=True)})
         weight = tried.gate_proj.weight
     modes = {m: m.training for m in module.modules()}
-    module.train()  # an MLP with a dropout of its own is none of ours
+    module.train()  # an MLP with a dropout of its own must not match
     try:
         example = (torch.randn(2, 3, weight.shape[-1]).to(weight),)
         agrees = _agrees(partial(type(module).forward, tried), lambda x: fused(x, tried, trial or ops), example)
@@ -189,8 +189,8 @@ def _rotary_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, .
 
 
 def _rotary(original: Callable, ours: Callable, device_type: str | None) -> Callable:
-    """The function of a model file, which other models call too: those on other devices keep their own (None: all take
-    ours)."""
+    """A replacement for the function of a model file, which other models call too: those on other devices keep their
+    own (None: all use ours)."""
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: object, **named: object):  # noqa: ANN202
         is_plain = (not others and not named and q.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]

@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from hybrid_rlhf.kernels import reference
 from hybrid_rlhf.kernels.ops import Fused
 
-_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))  # that the kernels read
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))  # of the kernels' inputs
 
 
 def causal_attention_by(kernels: ModuleType) -> Callable:
@@ -67,8 +67,8 @@ def token_scores_by(kernels: ModuleType) -> Callable:
         def backward(ctx: FunctionCtx, by_logprobs: Tensor | None, by_entropy: Tensor | None,
                      _correct: None) -> tuple[Tensor | None, ...]:
             by_entropy = None if by_entropy is not None and not by_entropy.numel() else by_entropy
-            found = kernels.token_scores_backward(*ctx.saved_tensors, by_logprobs, by_entropy, ctx.temperature)
-            return found, None, None, None
+            by_logits = kernels.token_scores_backward(*ctx.saved_tensors, by_logprobs, by_entropy, ctx.temperature)
+            return by_logits, None, None, None
 
     def token_scores(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool,
                      ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -83,7 +83,7 @@ def token_scores_by(kernels: ModuleType) -> Callable:
 def fused_by(kernels: ModuleType) -> Fused:
     """rms_norm, gated and rotary of kernels/reference.py by the compiled `kernels`, with gradients.
 
-    Kept for the backward pass: what each of them reads, and nothing in fp32.
+    Kept for the backward pass: the inputs of each, and nothing in fp32.
     """
     return Fused(_rms_norm(kernels), _gated(kernels), _rotary(kernels))
 
@@ -144,7 +144,7 @@ def _rotary(kernels: ModuleType) -> Callable:
         @staticmethod
         @once_differentiable
         def backward(ctx: FunctionCtx, by_query: Tensor, by_key: Tensor) -> tuple[Tensor | None, ...]:
-            cosines, sines = ctx.saved_tensors  # a turn back: the transposed matrix of each pair
+            cosines, sines = ctx.saved_tensors  # the inverse rotation: the transposed matrix of each pair
             back = -sines.roll(sines.shape[-1] // 2, -1)
             return *kernels.rotary(by_query, by_key, cosines, back), None, None
 

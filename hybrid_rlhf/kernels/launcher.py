@@ -1,5 +1,5 @@
-"""Whether Triton can launch a kernel here. It compiles its launcher with the system's C compiler and Python.h at first
-use, so a machine that runs torch well may have no kernel of ours.
+"""Checks whether Triton can launch a kernel here. It compiles its launcher with the system's C compiler and Python.h at
+first use, so a machine that runs torch well may not run our kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def missing_tools() -> list[tuple[str, str]]:
-    """(what Triton's launcher is compiled with and is not here, how to install it), in Triton's own order of search."""
+    """(what Triton's launcher needs and is missing, how to install it), in Triton's own order of search."""
     missing = []
     named = os.environ.get("CC")
     if not any(map(shutil.which, [named] if named is not None else ["gcc", "clang"])):
@@ -28,9 +28,9 @@ def missing_tools() -> list[tuple[str, str]]:
 
 
 def why_no_launch() -> str | None:
-    """Launches a kernel of one number on the current card; what went wrong, in one line, or None.
+    """Launch a kernel of one number on the current card; returns what went wrong, in one line, or None.
 
-    Out of memory is raised: it says nothing about Triton.
+    Out of memory is raised: it is not about Triton.
     """
     import torch
 
@@ -42,7 +42,7 @@ def why_no_launch() -> str | None:
         reason = "a kernel that writes one number wrote another"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # Triton raises what its compiler, its linker and the driver do: nothing in common
+    except Exception as error:  # Triton's compiler, its linker and the driver raise errors without a common class
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
     if missing := missing_tools():
         reason = "; ".join(f"{what} is missing: {cure}" for what, cure in missing)

@@ -1,4 +1,4 @@
-"""What a device's kernels are: operations with the signatures that kernels/reference.py defines."""
+"""The table of a device's kernels: operations with the signatures that kernels/reference.py defines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-LONGEST_NORM = 8192  # numbers of a row that the norm of a card takes; the backward of longer ones spills registers
+LONGEST_NORM = 8192  # longest row of the norm kernel of a card; the backward of longer ones spills registers
 
 
 class Fused(NamedTuple):
-    """Chains of small operations in one, with gradients, for kernels/fusions.py; kernels/reference.py defines them."""
+    """Fused chains of small operations, with gradients, for kernels/fusions.py; kernels/reference.py defines them."""
 
     rms_norm: Callable
     gated: Callable
@@ -19,7 +19,7 @@ class Fused(NamedTuple):
 
 
 class Updates(NamedTuple):
-    """What an optimizer's step needs, in place on the processor; kernels/reference.py defines both."""
+    """The operations of an optimizer step, in place on the CPU; kernels/reference.py defines both."""
 
     adamw: Callable
     sum_of_squares: Callable
@@ -29,7 +29,7 @@ class Ops(NamedTuple):
     """The operations of one device. name is for people: "reference", "cpu (C++)", "cuda (Triton)".
 
     linear(input, weight, bias): nn.Linear without gradients, for kernels/products.py, of weights in linear_dtypes,
-    whose products by torch are slower; None where there are none. fused: None where nothing is fused.
+    in which torch's products are slower; None where there are none. fused: None where nothing is fused.
     causal_attention: of whole sequences, with gradients; None where torch's own is as fast.
     adapted_linear(input, weight, bias, down, up, scaling): linear + scaling up (down input), as `linear` is.
     decode_layer: the class DecodeLayer of kernels/reference.py for weights in linear_dtypes; None where there is none.
@@ -51,4 +51,4 @@ class Ops(NamedTuple):
 
 
 class KernelsUnavailableError(Exception):
-    """A device's kernels cannot be had here; the message says why in one line."""
+    """A device's kernels are not available here; the message says why in one line."""

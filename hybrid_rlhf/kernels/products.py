@@ -1,4 +1,4 @@
-"""Our matrix products in place of nn.Linear's, where a processor's kernels say that theirs are faster."""
+"""Our matrix products in place of nn.Linear's, in the dtypes in which the CPU kernels are faster."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn import functional as F
 @contextmanager
 def own_products(model: nn.Module, linear: Callable | None, dtypes: frozenset[torch.dtype]) -> Iterator[int]:
     """Within the block every plain nn.Linear of `model` with weights in `dtypes` multiplies by
-    `linear(input, weight, bias)`, which reads the weights where they are; yields how many do.
+    `linear(input, weight, bias)`, which reads the weights in place; yields how many do.
 
-    Left alone: layers of other dtypes, quantized ones, other subclasses, modules whose forward somebody has replaced
-    already (offloading hooks), and every call that needs gradients or mixes dtypes. linear None: nothing is done.
+    Left alone: layers of other dtypes, quantized ones, other subclasses, modules whose forward is replaced already
+    (offloading hooks), and every call that needs gradients or mixes dtypes. linear None: nothing is done.
     """
     modules = [m for m in model.modules() if linear and _is_plain(m, dtypes)]
     for module in modules:

@@ -1,6 +1,6 @@
-"""The definition of every kernel, in plain torch. A device's own kernel has the same signature and the same meaning;
-its results differ by rounding only, which its tests bound. Decode attention and sampling never make the host wait for a
-card, which takes them where its own kernels cannot be had.
+"""The definition of every kernel, in plain torch. A device's kernel has the same signature and meaning; its results
+differ by rounding only, which its tests bound. Decode attention and sampling never make the host wait for a card, for
+they run there where its own kernels are not available.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
     Scores are q k * scaling, then softcap * tanh(scores / softcap) if given; sinks (H,) joins the softmax as the score
     of a column whose value is zero. Sums and softmax are in fp32; the result has the query's dtype, and is contiguous.
     """
-    # to leave idle rows out, the host would have to know them: they write back what the last column, at -1, holds
+    # the host does not know the idle rows: they write back what the last column, at -1, holds
     is_live = (positions >= 0)[:, None, None]
     for cache, new in ((keys, key), (values, value)):
         cache[slots, :, positions] = torch.where(is_live, new[:, :, 0].to(cache.dtype), cache[slots, :, positions])
@@ -47,7 +47,7 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
     if sinks is not None:
         extra = sinks.float().view(1, keys.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, extra], -1)
-    # a row that may read nothing has 0 / 0; any other NaN is a broken model's and must stay visible
+    # a row that may read nothing has 0 / 0; any other NaN comes from a broken model and must stay visible
     weights = scores.softmax(-1)[..., :width].masked_fill(~visible.any(1)[:, None, None, None], 0.0)
     out = weights @ values[slots, :, :width].float()  # (B, K, H/K, Dv)
     return out.flatten(1, 2)[:, None].to(query.dtype)
@@ -141,7 +141,7 @@ def token_scores(logits: Tensor, targets: Tensor, temperature: float = 1.0,
     """logits (N, V), targets (N,) long -> logprobs (N,) fp32, entropy (N,) fp32 in nats or None, correct (N,) bool.
 
     Of the distribution softmax(logits / temperature), taken in fp32; correct: the target is its (first) most likely
-    word. A word ruled out by -inf adds nothing to the entropy.
+    token. A token with a logit of -inf adds nothing to the entropy.
     """
     x = logits.float() / temperature
     logprobs = x.log_softmax(-1)
@@ -164,7 +164,7 @@ def adamw(weight: Tensor | None, master: Tensor, gradient: Tensor, exp_avg: Tens
 
 
 def sum_of_squares(x: Tensor) -> float:
-    """Of all numbers of x: in fp32 within pieces, which are added up in double precision."""
+    """The sum over all numbers of x: in fp32 within pieces, which are added up in double precision."""
     return float(x.double().square().sum())
 
 
@@ -227,7 +227,7 @@ def truncated(scores: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float =
 def allowed_scores(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
                    repetition_penalty: float = 1.0, seen: Tensor | None = None,
                    forbidden: Tensor | None = None) -> Tensor:
-    """(B, V) fp32: the scores that `sample` draws by, -inf where a token may not be drawn. Greedy: not truncated."""
+    """(B, V) fp32: the scores by which `sample` draws, -inf where a token may not be drawn. Greedy: not truncated."""
     raw = logits.float()
     scores = raw if repetition_penalty == 1 or seen is None else torch.where(
         seen, torch.where(raw > 0, raw / repetition_penalty, raw * repetition_penalty), raw)
@@ -246,12 +246,12 @@ def sample(logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: f
     (arXiv 1909.05858), before the temperature. forbidden (B, V) bool: tokens that may not be drawn at all. Then
     `truncated`; then the token with the largest score - log(exponential), the exponentials being those of
     `random_words(streams, positions, V)`: an exact draw from the softmax (the Gumbel-max trick) that depends on the
-    row's own logits, stream and position, on nothing else in the batch.
+    row's own logits, stream and position only.
 
     logprobs are those of the policy that training sees: log softmax(logits / temperature) of the drawn token (with
     temperature 1 where greedy), before penalty, forbidden and truncation. kept (B, V) bool, dense: is filled with the
-    tokens that might have been drawn, and the logprobs are of that softmax over these tokens alone. A row whose logits
-    have no finite maximum or contain NaN gives token 0 and a logprob that is not finite: the caller's sign that the
+    candidate tokens of the draw, and the logprobs are of the softmax over these alone. A row whose logits have no
+    finite maximum or contain NaN gives token 0 and a logprob that is not finite, from which the caller sees that the
     model broke.
     """
     raw = logits.float()

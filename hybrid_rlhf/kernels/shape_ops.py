@@ -1,6 +1,6 @@
-"""The shapes of our operations without their arithmetic: what a plan runs in their place, on fake tensors.
+"""Our operations as shapes without arithmetic: a plan runs them in place of the kernels, on fake tensors.
 
-What counts operations is told of them by `telling`: aten's own ones in here make empty tensors and compute nothing.
+`telling` reports them to a listener that counts operations, for aten's operations in here only make empty tensors.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hybrid_rlhf.kernels import cpu, cuda, reference
 from hybrid_rlhf.kernels.gradients import causal_attention_by, fused_by, token_scores_by
 from hybrid_rlhf.kernels.ops import LONGEST_NORM, Fused, Ops
 
-TRIAL = Fused(reference.rms_norm, reference.gated, reference.rotary)  # by which fusions are found; no plan computes
+TRIAL = Fused(reference.rms_norm, reference.gated, reference.rotary)  # by which fusions are found without computing
 
 
 def shape_ops(device_type: str) -> Ops:
-    """What training has on a device ("cpu", "cuda"), as operations that make their outputs and leave them empty.
+    """The training operations of a device ("cpu", "cuda"), which make their outputs and leave them empty.
 
-    decode_attention and sample are missing: nothing that is counted calls them. Nothing is compiled or loaded.
+    decode_attention and sample are missing, for no counted code calls them. Nothing is compiled or loaded.
     """
     if device_type == "cuda" and cuda.can_load():
         return Ops("shapes (cuda)", _missing, _missing, fused=_FUSED._replace(rms_norm=_card_norm),
@@ -40,7 +40,7 @@ _listeners: list[Callable[[str, tuple, object], None]] = []
 
 @contextmanager
 def telling(listener: Callable[[str, tuple, object], None]) -> Iterator[None]:
-    """Within the block `listener` is told of every operation of ours: its name, what it read and what it made."""
+    """Within the block `listener` is called with every operation of ours: its name, its inputs and its outputs."""
     _listeners.append(listener)
     try:
         yield
@@ -48,18 +48,18 @@ def telling(listener: Callable[[str, tuple, object], None]) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def _told(name: str, function: Callable) -> Callable:
+def _reported(name: str, function: Callable) -> Callable:
     @wraps(function)
-    def call(*given: object, **named: object):  # noqa: ANN202 - the function's own
-        made = function(*given, **named)
+    def call(*inputs: object, **named: object):  # noqa: ANN202 - the function's own
+        outputs = function(*inputs, **named)
         for listener in _listeners:
-            listener(name, given, made)
-        return made
+            listener(name, inputs, outputs)
+        return outputs
 
     return call
 
 
-def _missing(*_given: object, **_named: object) -> None:
+def _missing(*_inputs: object, **_named: object) -> None:
     raise NotImplementedError("shapes alone do not decode")
 
 
@@ -81,7 +81,7 @@ def _scores(logits: Tensor, _targets: Tensor, _temperature: float, with_entropy:
 
 
 def _card_norm(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> Tensor:
-    """Rows that are too long for the kernel of a card stay the model's own, which computes as the definition does."""
+    """Rows that are too long for a card's kernel keep the model's own norm, which computes as the definition does."""
     return (_FUSED if x.shape[-1] <= LONGEST_NORM else reference).rms_norm(x, weight, eps, adds_one)
 
 
@@ -102,13 +102,13 @@ class _Flash(torch.autograd.Function):
 
 def flash(original: Callable, module: object, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
           **named: object) -> tuple[Tensor, None]:
-    """What torch's attention takes on a card, in transformers' interface: a plan may be made where there is none."""
+    """Torch's attention on a card, in transformers' interface: a plan may be made where there is no card."""
     if mask is None:
         return _Flash.apply(query, key, value), None
     return original(module, query, key, value, mask, **named)
 
 
-_KERNELS = SimpleNamespace(**{name: _told(name, function) for name, function in {
+_KERNELS = SimpleNamespace(**{name: _reported(name, function) for name, function in {
     "rms_norm": lambda x, *_settings: torch.empty_like(x),
     "rms_norm_backward": lambda _gradient, x, weight, _eps, _one, by_weight: (
         torch.empty_like(x), torch.empty_like(weight) if by_weight else None),

@@ -1,8 +1,8 @@
 """Decode attention with cache write in Triton. kernels/reference.py: decode_attention is its definition.
 
 One program reads one part (split) of one row's columns for one key head, by all query heads of its group; a second
-kernel joins the parts of long contexts (flash-decoding). The new column never goes through memory: the program whose
-part it ends stores it in the cache and takes it from registers, and nobody loads it.
+kernel joins the parts of long contexts (flash-decoding). The new column is never loaded from memory: the program whose
+part it ends stores it in the cache and takes it from registers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-# What the matrix units multiply; the interpreter (TRITON_INTERPRET=1) takes bf16 for integers there.
+# Dtypes of the matrix units; the interpreter (TRITON_INTERPRET=1) reads bf16 as integers there.
 _MATRIX_TYPES = (torch.float16,) if knobs.runtime.interpret else (torch.float16, torch.bfloat16)
-_SPLIT_COLUMNS = 128  # fewest columns that are worth a program of their own
+_SPLIT_COLUMNS = 128  # fewest columns of a program
 _MAX_SPLITS = 32
 _LARGE = 160 * 1024  # bytes of shared memory of a block on the large cards (A100, H100, B200); small ones have 99 KiB
 _LEAST = tl.constexpr(-3.4e38)  # the maximum of columns whose scores are all -inf, as against no columns at all
@@ -26,7 +26,7 @@ _LEAST = tl.constexpr(-3.4e38)  # the maximum of columns whose scores are all -i
 
 @triton.jit
 def _part(position, split, NUM_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First column of a split, and the column behind its last; the splits of a row are of equal size but the last."""
+    """First column of a split, and the column after its last; all splits of a row but the last are of equal size."""
     per = tl.cdiv(tl.cdiv(position + 1, BLOCK_N), NUM_SPLITS) * BLOCK_N
     first = split * per
     return first, tl.minimum(first + per, position + 1)
@@ -88,7 +88,7 @@ def _read_single(q, keys, values, new_key, new_value, mask, row, mask_b, positio
                  BLOCK_V: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """One query head over its columns: weighted values (BLOCK_V,), sum of weights, largest score, whether any was seen.
 
-    By plain fp32 arithmetic, for with one query a matrix unit would idle.
+    In plain fp32 arithmetic, as matrix units would idle with one query.
     """
     largest, total, seen = float("-inf"), 0.0, 0
     accumulated = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)  # summed over the columns once, at the end
@@ -114,25 +114,25 @@ def _attend_single(query, key, value, keys, values, slots, positions, mask, sink
                    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
                    NUM_SPLITS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
                    HAS_SOFTCAP: tl.constexpr):
-    """Grid (rows, query heads, splits). For GROUP 1, and for what `form_for` gives no matrix unit."""
-    row, own, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position, slot, head = tl.load(positions + row), tl.load(slots + row), own // GROUP
+    """Grid (rows, query heads, splits). For GROUP 1, and where `form_for` does not use matrix units."""
+    row, query_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position, slot, head = tl.load(positions + row), tl.load(slots + row), query_head // GROUP
     first, end = _part(position, split, NUM_SPLITS, BLOCK_N)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    writes = (first <= position) & (position < end) & (own % GROUP == 0)
+    writes = (first <= position) & (position < end) & (query_head % GROUP == 0)
     new_key = _new_column(key, keys, slot, position, row, head, dims, writes, key_b, key_k, keys_s, keys_k, keys_c, DIM)
     new_value = _new_column(value, values, slot, position, row, head, value_dims, writes, value_b, value_k, values_s,
                             values_k, values_c, VALUE_DIM)
-    q = tl.load(query + row * query_b + own * query_h + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    q = tl.load(query + row * query_b + query_head * query_h + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     result, total, largest, seen = _read_single(
         q, keys + slot * keys_s + head * keys_k, values + slot * values_s + head * values_k, new_key, new_value, mask,
         row, mask_b, position.to(tl.int32), first.to(tl.int32), end.to(tl.int32), dims, value_dims, keys_c, values_c,
         scaling, softcap, DIM, VALUE_DIM, BLOCK_N, BLOCK_V, HAS_MASK, HAS_SOFTCAP)
     largest = tl.where(seen > 0, tl.maximum(largest, _LEAST), float("-inf"))
-    place = (row * tl.num_programs(1) + own) * NUM_SPLITS + split
+    place = (row * tl.num_programs(1) + query_head) * NUM_SPLITS + split
     if NUM_SPLITS == 1:
         if HAS_SINKS:
-            total, scale = _with_sink(total, largest, tl.load(sinks + own).to(tl.float32))
+            total, scale = _with_sink(total, largest, tl.load(sinks + query_head).to(tl.float32))
             result = result * scale
         result = tl.where(seen > 0, result / total, 0.0)
     else:
@@ -148,7 +148,7 @@ def _read_grouped(q, keys, values, new_key, new_value, mask, row, mask_b, positi
                   HAS_SOFTCAP: tl.constexpr):
     """The heads of a group (BLOCK_G, BLOCK_D) over their key head's columns, on the matrix units, all in 16 bits.
 
-    Weights are multiplied in two parts, what rounding leaves being the second: it is the columns that cost.
+    Weights are multiplied in two parts, the second being the rounding error: loading the columns is the cost.
     """
     largest = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total, seen = tl.zeros((BLOCK_G,), tl.float32), 0
@@ -232,7 +232,7 @@ def _join(parts, maxima, totals, sinks, out, VALUE_DIM: tl.constexpr, BLOCK_V: t
 
 
 class Card(NamedTuple):
-    """What the kernels need to know of a device. shared_memory: bytes that one block may have."""
+    """Properties of a device that the kernels depend on. shared_memory: bytes that one block may have."""
 
     processors: int
     shared_memory: int
@@ -241,24 +241,25 @@ class Card(NamedTuple):
 
 @cache
 def card_of(device: torch.device) -> Card:
-    """The card of `device`; for the interpreter on a processor, one of few blocks and large tiles."""
+    """The card of `device`; for the interpreter on a CPU, one of few blocks and large tiles."""
     if device.type != "cuda":
         return Card(16, _LARGE, has_matrix_units=True)
-    found = torch.cuda.get_device_properties(device)
-    shared = getattr(found, "shared_memory_per_block_optin", 64 * 1024)  # ROCm's properties have no such field
-    return Card(found.multi_processor_count, shared, has_matrix_units=found.major >= 8)  # Triton's, from Ampere on
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)  # ROCm's properties have no such field
+    has_matrix_units = properties.major >= 8  # Triton's, from Ampere on
+    return Card(properties.multi_processor_count, shared, has_matrix_units)
 
 
 def num_splits(programs: int, width: int, processors: int) -> int:
-    """Parts of every row's columns: enough to give each processor two programs, none smaller than is worth it; a power
-    of two, since each number is compiled by itself.
+    """Parts of every row's columns: enough to give each processor two programs, none smaller than _SPLIT_COLUMNS; a
+    power of two, since each number is compiled separately.
     """
     wanted = min(-(-2 * processors // programs), width // _SPLIT_COLUMNS)
     return min(triton.next_power_of_2(wanted), _MAX_SPLITS) if wanted > 1 else 1
 
 
 class Form(NamedTuple):
-    """How a kernel is compiled: the sizes of its tiles, warps and stages. is_grouped: `_attend_grouped`'s."""
+    """How a kernel is compiled: the sizes of its tiles, warps and stages. is_grouped: for `_attend_grouped`."""
 
     is_grouped: bool
     sizes: dict[str, int]
@@ -266,11 +267,11 @@ class Form(NamedTuple):
 
 
 def form_for(card: Card, group: int, dim: int, value_dim: int, is_16_bit: bool) -> Form:
-    """The form in which a group of query heads to a key head is attended: at least two blocks to a processor, none
-    that spills registers, as compiled for each generation (docs/results/kernels.md, benchmarks/compile_kernels.py).
+    """The form for a group of query heads to a key head: at least two blocks to a processor, none that spills
+    registers, as compiled for each generation (docs/results/kernels.md, benchmarks/compile_kernels.py).
 
-    is_16_bit: query and caches are all in one 16-bit type. Matrix units take 16 of everything at least, and a query of
-    more than 512 numbers leaves them no registers.
+    is_16_bit: query and caches are all in one 16-bit type. Matrix units need at least 16 in each dimension, and a query
+    of more than 512 numbers leaves them no registers.
     """
     block_d, block_v = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     if group == 1 or not is_16_bit or not card.has_matrix_units or max(block_d, block_v) > 512:
@@ -303,18 +304,18 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
     out = query.new_empty(rows, 1, num_heads, value_dim)
     parts = out if splits == 1 else query.new_empty(rows, num_heads, splits, value_dim, dtype=torch.float32)
     maxima, totals = query.new_empty(2, rows, num_heads, splits, dtype=torch.float32).unbind(0)
-    given_sinks = out if sinks is None else sinks  # a pointer that nobody reads
-    given = (query, key, value, keys, values, slots, positions, out if mask is None else mask, given_sinks, parts,
-             maxima, totals, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3],
-             *values.stride()[:3], 0 if mask is None else mask.stride(0), scaling, softcap or 0.0)
+    any_sinks = out if sinks is None else sinks  # without sinks, a pointer that is never read
+    inputs = (query, key, value, keys, values, slots, positions, out if mask is None else mask, any_sinks, parts,
+              maxima, totals, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3],
+              *values.stride()[:3], 0 if mask is None else mask.stride(0), scaling, softcap or 0.0)
     constants = dict(DIM=dim, VALUE_DIM=value_dim, GROUP=group, NUM_SPLITS=splits,
                      HAS_MASK=mask is not None, HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap is not None, **sizes)
     if is_grouped:
-        _attend_grouped[rows, programs, splits](*given, num_heads, **constants, **launch)
+        _attend_grouped[rows, programs, splits](*inputs, num_heads, **constants, **launch)
     else:
-        _attend_single[rows, programs, splits](*given, **constants, **launch)
+        _attend_single[rows, programs, splits](*inputs, **constants, **launch)
     if splits > 1:
-        _join[rows, num_heads](parts, maxima, totals, given_sinks, out, VALUE_DIM=value_dim, BLOCK_V=sizes["BLOCK_V"],
+        _join[rows, num_heads](parts, maxima, totals, any_sinks, out, VALUE_DIM=value_dim, BLOCK_V=sizes["BLOCK_V"],
                                NUM_SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), HAS_SINKS=sinks is not None,
                                num_warps=4)
     return out

@@ -1,5 +1,5 @@
 """Norms, gates and rotary positions in Triton, forward and backward, for kernels/gradients.py: fused_by. Their
-definitions are in kernels/reference.py; kernels/fusions.py compares them with a model's own code before it takes them.
+definitions are in kernels/reference.py; kernels/fusions.py compares them with a model's own code before it uses them.
 
 All arithmetic is in fp32; numbers are rounded where the definitions round them. Gradients of norm weights are sums of
 partial sums whose number depends on the card alone, so they are the same in every run.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid_rlhf.kernels.ops import LONGEST_NORM
 
-_TILE = 2048  # numbers that a program of a norm looks at together, or a row where that is longer
+_TILE = 2048  # numbers that a program of a norm reads together, or a row where that is longer
 _BLOCK = 1024  # numbers of one program of a gate
 
 
@@ -71,7 +71,7 @@ def _norm_backward(gradient, x, weight, by_x, by_weight, num_rows, size, eps, AD
 
 
 def _norm_form(size: int) -> dict[str, int]:
-    """Raises ValueError for rows that are too long, of which kernels/fusions.py leaves the model's own code."""
+    """How a norm is compiled. ValueError for too long rows; kernels/fusions.py then keeps the model's own code."""
     if size > LONGEST_NORM:
         raise ValueError(f"a norm over {size} numbers; at most {LONGEST_NORM}")
     block = triton.next_power_of_2(size)
@@ -189,7 +189,7 @@ def _turn(x, cosines, sines, out, num_heads, length, half, x_b, x_h, x_q, out_b,
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
-    out = torch.empty_like(x)  # of the strides that x has, where those are dense
+    out = torch.empty_like(x)  # with the strides of x, where those are dense
     (rows, num_heads, length, dim), block = x.shape, triton.next_power_of_2(x.shape[-1] // 2)
     heads = min(triton.next_power_of_2(num_heads), max(1, _TILE // block))
     if x.numel():

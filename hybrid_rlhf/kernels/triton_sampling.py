@@ -1,10 +1,10 @@
 """Sampling in Triton. kernels/reference.py: sample is its definition.
 
 `_scan` reads the logits once, a chunk of a row to a program: maximum and sum for the log-probability, and the best
-token of the draw. `_draw` joins the chunks of a row. Truncation needs no sort: what top-k, top-p and min-p keep is a
-beginning of the ranking, so the best token of all is tested; if it is cut, so is all that ranks below it, and the best
-token above it is next. That makes about 1 / top_p tests, or log2(V / k) for top-k over flat logits. Only top-k with
-top-p searches for a threshold (the mass of the k), by bisection.
+token of the draw. `_draw` joins the chunks of a row. Truncation needs no sort: top-k, top-p and min-p keep the first
+tokens of the ranking, so the best token of the draw is tested; if it is cut, so is all that ranks below it, and the
+best token above it is next. That makes about 1 / top_p tests, or log2(V / k) for top-k over flat logits. Only top-k
+with top-p searches for a threshold (the mass of the k), by bisection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from hybrid_rlhf.kernels import reference
 
 _CHUNK = 2048  # tokens of one program of _scan
-_BLOCK = 4096  # tokens that _draw looks at together
+_BLOCK = 4096  # tokens that _draw reads together
 
 
 @triton.jit
@@ -83,11 +83,11 @@ def _best(values, tokens):
 
 
 @triton.jit
-def _scan(logits, seen, forbidden, streams, positions, sums, found, num_tokens, logits_b, seen_b, forbidden_b,
+def _scan(logits, seen, forbidden, streams, positions, sums, picks, num_tokens, logits_b, seen_b, forbidden_b,
           temperature, penalty, CHUNK: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr,
           GREEDY: tl.constexpr, TEMPERED: tl.constexpr, TRUNCATED: tl.constexpr):
     """Grid (rows, chunks). sums (5, rows, chunks): maximum and mass of the logits, the best value of the draw, maximum
-    and mass of the scores (if TRUNCATED). found (rows, chunks): the best value's token.
+    and mass of the scores (if TRUNCATED). picks (rows, chunks): the token of the best value.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place, step = row * tl.num_programs(1) + chunk, tl.num_programs(0) * tl.num_programs(1)
@@ -106,7 +106,7 @@ def _scan(logits, seen, forbidden, streams, positions, sums, found, num_tokens, 
         scores += _noise(tokens, tl.load(streams + row), tl.load(positions + row))
     value, token = _best(scores, tokens)
     tl.store(sums + 2 * step + place, value)
-    tl.store(found + place, token)
+    tl.store(picks + place, token)
 
 
 @triton.jit
@@ -132,23 +132,23 @@ def _above(logits, seen, forbidden, num_tokens, temperature, penalty, score, tok
 def _best_above(logits, seen, forbidden, stream, position, num_tokens, temperature, penalty, score, token,
                 BLOCK: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
     """The token of the best draw among those ranking above (score, token), and its score."""
-    best, found = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), 2147483647, tl.int32)
-    found_scores = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best, best_tokens = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), 2147483647, tl.int32)
+    best_scores = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, num_tokens, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         _, scores = _scores(logits, seen, forbidden, tokens, tokens < num_tokens, temperature, penalty, HAS_SEEN,
                             HAS_FORBIDDEN, TEMPERED)
         values = scores + _noise(tokens, stream, position)
         wins = ((scores > score) | ((scores == score) & (tokens < token))) & (values > best)
-        best, found = tl.where(wins, values, best), tl.where(wins, tokens, found)
-        found_scores = tl.where(wins, scores, found_scores)
-    _, winner = _best(best, found)
-    return winner, tl.max(tl.where(found == winner, found_scores, float("-inf")), 0)
+        best, best_tokens = tl.where(wins, values, best), tl.where(wins, tokens, best_tokens)
+        best_scores = tl.where(wins, scores, best_scores)
+    _, winner = _best(best, best_tokens)
+    return winner, tl.max(tl.where(best_tokens == winner, best_scores, float("-inf")), 0)
 
 
 @triton.jit
 def _as_float(key):
-    """The float whose place in the order of all floats is `key`, an integer of 32 bits held in 64."""
+    """The float whose rank in the order of all floats is `key`, an integer of 32 bits held in 64."""
     bits = key.to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
@@ -180,7 +180,7 @@ def _top_k_mass(logits, seen, forbidden, num_tokens, temperature, penalty, top, 
 def _kept(logits, seen, forbidden, stream, position, num_tokens, temperature, penalty, top, mass, token, floor, top_p,
           TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, BLOCK: tl.constexpr, HAS_SEEN: tl.constexpr,
           HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
-    """The token of the best draw that truncation keeps, from the best of all on."""
+    """The token of the best draw that truncation keeps, searched from the best of all on."""
     if TOP_K > 0 and HAS_TOP_P:
         mass = _top_k_mass(logits, seen, forbidden, num_tokens, temperature, penalty, top, mass, TOP_K, BLOCK,
                            HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
@@ -197,7 +197,7 @@ def _kept(logits, seen, forbidden, stream, position, num_tokens, temperature, pe
             is_cut = is_cut | (higher >= TOP_K)
         if HAS_TOP_P:
             is_cut = is_cut | (mass_above >= top_p * mass)
-        is_cut = is_cut & (above > 0)  # the first of the ranking always stays, and NaN ranks nowhere
+        is_cut = is_cut & (above > 0)  # the first of the ranking always stays, and NaN has no rank
         if is_cut:
             token, score = _best_above(logits, seen, forbidden, stream, position, num_tokens, temperature, penalty,
                                        score, token, BLOCK, HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
@@ -205,7 +205,7 @@ def _kept(logits, seen, forbidden, stream, position, num_tokens, temperature, pe
 
 
 @triton.jit
-def _draw(logits, seen, forbidden, streams, positions, sums, found, out, logprobs, num_tokens, num_chunks, logits_b,
+def _draw(logits, seen, forbidden, streams, positions, sums, picks, out, logprobs, num_tokens, num_chunks, logits_b,
           seen_b, forbidden_b, temperature, penalty, top_p, min_p, CHUNKS: tl.constexpr, TOP_K: tl.constexpr,
           HAS_TOP_P: tl.constexpr, BLOCK: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr,
           TEMPERED: tl.constexpr, TRUNCATED: tl.constexpr):
@@ -215,7 +215,7 @@ def _draw(logits, seen, forbidden, streams, positions, sums, found, out, logprob
     place, step = row * num_chunks + chunks, tl.num_programs(0) * num_chunks
     there = chunks < num_chunks
     _, token = _best(tl.load(sums + 2 * step + place, mask=there, other=float("-inf")),
-                     tl.load(found + place, mask=there, other=2147483647))
+                     tl.load(picks + place, mask=there, other=2147483647))
     token = tl.where(token < num_tokens, token, 0)  # nothing may be drawn, or all is NaN
     if TRUNCATED:
         tops = tl.load(sums + 3 * step + place, mask=there, other=float("-inf"))
@@ -240,12 +240,12 @@ def _draw(logits, seen, forbidden, streams, positions, sums, found, out, logprob
 
 def _sample_among(kept: Tensor, logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: float,
                   **rules: Any) -> tuple[Tensor, Tensor]:
-    """A draw from the tokens `kept` (B, V) bool, which the kernel never writes down where it truncates, and its
-    log-probability among them."""
+    """A draw from the tokens `kept` (B, V) bool, which the truncating kernel never stores, and its log-probability
+    among them."""
     tokens, logprobs = sample(logits, streams, positions, temperature=temperature, forbidden=~kept, **rules)
     among = (logits.float() / (temperature or 1.0)).masked_fill(~kept, -math.inf)
-    found = among.gather(-1, tokens[:, None])[:, 0] - among.logsumexp(-1)
-    return tokens, torch.where(logprobs.isfinite() & found.isfinite(), found, math.nan)
+    chosen = among.gather(-1, tokens[:, None])[:, 0] - among.logsumexp(-1)
+    return tokens, torch.where(logprobs.isfinite() & chosen.isfinite(), chosen, math.nan)
 
 
 def sample(logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: float = 1.0, top_k: int = 0,
@@ -265,14 +265,14 @@ def sample(logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: f
     forbidden = forbidden if has_forbidden else logits
     num_chunks = triton.cdiv(num_tokens, _CHUNK)
     sums = logits.new_empty(5, rows, num_chunks, dtype=torch.float32)
-    found = logits.new_empty(rows, num_chunks, dtype=torch.int32)
+    picks = logits.new_empty(rows, num_chunks, dtype=torch.int32)
     tokens, logprobs = torch.empty_like(streams), logits.new_empty(rows, dtype=torch.float32)
     flags = dict(HAS_SEEN=has_seen, HAS_FORBIDDEN=has_forbidden, TEMPERED=temperature not in (0, 1),
                  TRUNCATED=top_k > 0 or has_top_p or has_min_p)
-    _scan[rows, num_chunks](logits, seen, forbidden, streams, positions, sums, found, num_tokens, logits.stride(0),
+    _scan[rows, num_chunks](logits, seen, forbidden, streams, positions, sums, picks, num_tokens, logits.stride(0),
                             seen.stride(0), forbidden.stride(0), float(temperature), float(repetition_penalty),
                             CHUNK=_CHUNK, GREEDY=is_greedy, **flags, num_warps=4)
-    _draw[(rows,)](logits, seen, forbidden, streams, positions, sums, found, tokens, logprobs, num_tokens, num_chunks,
+    _draw[(rows,)](logits, seen, forbidden, streams, positions, sums, picks, tokens, logprobs, num_tokens, num_chunks,
                    logits.stride(0), seen.stride(0), forbidden.stride(0), float(temperature),
                    float(repetition_penalty), float(top_p), math.log(min_p) if has_min_p else -math.inf,
                    CHUNKS=triton.next_power_of_2(num_chunks), TOP_K=top_k, HAS_TOP_P=has_top_p, BLOCK=_BLOCK, **flags,

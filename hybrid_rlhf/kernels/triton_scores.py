@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens from logits in Triton, forward and backward, for kernels/gradients.py:
-token_scores_by. Their definition is token_scores in kernels/reference.py; kernels/cuda.py compares them with it first.
+token_scores_by. Their definition is token_scores in kernels/reference.py; kernels/cuda.py first compares them with it.
 
-The forward reads a row once, a block at a time: the largest number so far, and the sums beside it, which are scaled
+The forward reads a row once, a block at a time, with the largest number so far and the sums, which are rescaled
 whenever a larger one comes (online softmax, 1805.02867). The backward writes the gradient in the dtype of the logits.
 With p = softmax(logits / T): d logprob / d logits_j = (1[j = target] - p_j) / T and d entropy / d logits_j =
 -p_j (log p_j + entropy) / T.
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _WARPS = 4096, 8  # numbers of a row that a program looks at together
-_LOW = tl.constexpr(-1e30)  # of a word ruled out by -inf: it adds 0, not the NaN of 0 * -inf
+_BLOCK, _WARPS = 4096, 8  # numbers of a row that a program reads together
+_LOW = tl.constexpr(-1e30)  # in place of -inf: such a token adds 0, not the NaN of 0 * -inf
 
 
 @triton.jit
@@ -35,12 +35,12 @@ def _at_least_low(x):
 @triton.jit
 def _score(logits, targets, logprobs, entropy, correct, normalisers, num_tokens, logits_n, temperature,
            TEMPERED: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows,). A target that is no word gives NaN, and so does its gradient."""
+    """Grid (rows,). A target outside of the vocabulary gives NaN, and so does its gradient."""
     n = tl.program_id(0).to(tl.int64)
     row, target = logits + n * logits_n, tl.load(targets + n)
-    is_word = (target >= 0) & (target < num_tokens)
-    chosen = _scaled(row, target, is_word, temperature, float("nan"), TEMPERED)
-    chosen_rank = tl.where(chosen == chosen, chosen, float("inf"))  # NaN is the largest, as torch has it
+    is_token = (target >= 0) & (target < num_tokens)
+    chosen = _scaled(row, target, is_token, temperature, float("nan"), TEMPERED)
+    chosen_rank = tl.where(chosen == chosen, chosen, float("inf"))  # NaN is the largest, as in torch
     most = tl.full((), float("-inf"), tl.float32)
     total, weighted = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     above = tl.zeros((BLOCK,), tl.int32)
@@ -60,8 +60,8 @@ def _score(logits, targets, logprobs, entropy, correct, normalisers, num_tokens,
     z = tl.sum(total, 0)
     most, log_z = tl.where(most == float("-inf"), 0.0, most), tl.log(z)
     tl.store(logprobs + n, (chosen - most) - log_z)
-    tl.store(normalisers + n, tl.where(is_word, most + log_z, float("nan")))
-    tl.store(correct + n, is_word & (tl.max(above, 0) == 0))
+    tl.store(normalisers + n, tl.where(is_token, most + log_z, float("nan")))
+    tl.store(correct + n, is_token & (tl.max(above, 0) == 0))
     if WITH_ENTROPY:
         tl.store(entropy + n, log_z - tl.sum(weighted, 0) / z)
 
@@ -91,8 +91,8 @@ def token_scores(logits: Tensor, targets: Tensor, temperature: float,
                  with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """kernels/reference.py: token_scores of rows with a dense last dimension, and the log-normaliser of each row.
 
-    entropy is empty without with_entropy. A target that is no word gives NaN: nothing here waits for the device to say
-    so.
+    entropy is empty without with_entropy. A target outside of the vocabulary gives NaN, as an error would have to wait
+    for the device.
     """
     rows, targets = len(logits), targets.contiguous()
     logprobs, normalisers = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
@@ -107,7 +107,7 @@ def token_scores(logits: Tensor, targets: Tensor, temperature: float,
 
 def token_scores_backward(logits: Tensor, targets: Tensor, normalisers: Tensor, entropy: Tensor,
                           by_logprobs: Tensor | None, by_entropy: Tensor | None, temperature: float) -> Tensor:
-    """The gradient by the logits, dense and of their dtype, from what `token_scores` read and gave."""
+    """The gradient by the logits, dense and of their dtype, from the inputs and outputs of `token_scores`."""
     rows, num_tokens = logits.shape
     gradient = logits.new_empty(rows, num_tokens)
     by = [normalisers if x is None else x.contiguous() for x in (by_logprobs, by_entropy)]
