@@ -27,7 +27,7 @@ from hybrid_rlhf.memory_plan.calibration import Calibration, read_calibration
 from hybrid_rlhf.memory_plan.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
 from hybrid_rlhf.memory_plan.presets import card as preset_of
 from hybrid_rlhf.memory_plan.presets import closest
-from hybrid_rlhf.memory_plan.search import Choice, choose
+from hybrid_rlhf.memory_plan.search import SearchResult, choose
 from hybrid_rlhf.models import load, shapes
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
@@ -89,12 +89,12 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
     return chosen.config, 0
 
 
-def look_ahead(config: object, place: Place) -> tuple[object, list[Plan], Choice]:
+def look_ahead(config: object, place: Place) -> tuple[object, list[Plan], SearchResult]:
     """The resolved settings, a plan of each stage that they run, and settings that fit: the same ones if they do, else
     others (or the smallest that were tried)."""
     config = config if isinstance(config, all_stages.Config) else defaults.resolve(config)
     plans = plans_of(config, place)
-    chosen = Choice(config, plans)
+    chosen = SearchResult(config, plans)
     if not chosen.fits:
         chosen = choose(config, partial(plans_of, place=place), has_host=place.device.type != "cpu")
     return config, plans, chosen

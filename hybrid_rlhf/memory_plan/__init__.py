@@ -1,1 +1,1 @@
-"""How much memory a run takes, before it is started, and settings that fit a card."""
+"""Predicts how much memory a run needs before it starts, and finds settings that fit a card."""

@@ -17,21 +17,21 @@ def parse_bytes(text: str, option: str) -> int:
 
     K, M, G, T and KiB... count by 1024; kB, MB, GB, TB by 1000.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
-    unit = found and found.group(2).lower()
-    check(found is not None and unit in _UNITS,
-          f"{option} {text!r} is no amount of memory; write a number and a unit, such as 24GiB, 24GB or 800MiB")
-    size = int(float(found.group(1)) * _UNITS[unit])
-    check(size > 0, f"{option} {text!r} is no memory at all; write a positive amount such as 24GiB")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    unit = match and match.group(2).lower()
+    check(match is not None and unit in _UNITS,
+          f"{option} {text!r} is not an amount of memory; write a number and a unit, such as 24GiB, 24GB or 800MiB")
+    size = int(float(match.group(1)) * _UNITS[unit])
+    check(size > 0, f"{option} {text!r} is zero; write a positive amount such as 24GiB")
     check(unit != "" or size >= 2**20, f"{option} {text!r} is {size} bytes; a unit is missing, as in {text.strip()}GiB")
     return size
 
 
 @dataclass(frozen=True)
 class Cards:
-    """What a plan is made for without being there: processes, one a card of `memory` bytes. usable: what torch finds of
-    a card, 97 to 99% of its name (7.8 of 8 GiB, 79.2 of 80); the rest is the driver's. name: of CARDS in rates.py,
-    where one was named."""
+    """The cards that a plan is made for, which need not be here: one process per card, of `memory` bytes. usable: what
+    torch finds of a card, 97 to 99% of its nominal size (7.8 of 8 GiB, 79.2 of 80); the driver takes the rest. name: of
+    CARDS in rates.py, where one was named."""
 
     hosts: int
     per_host: int
@@ -60,7 +60,7 @@ def parse_cards(text: str, option: str) -> Cards:
           f"card's name in the memory's place: {known}")
     is_other = name and named and named[2] and not named[2].startswith(f"{CARDS[name].gib}g")
     check(not is_other and (bool(name) or re.fullmatch(r"[\d.]+[kmgt](i?b)?", memory) is not None),
-          f"{option} {text!r} is no amount of memory (such as 24GiB) and no card that is known here: {known}")
+          f"{option} {text!r} is neither an amount of memory (such as 24GiB) nor a card that is known here: {known}")
     hosts, per_host = [1, 1, *map(int, counts)][-2:]
     return Cards(hosts, per_host, CARDS[name].gib << 30 if name else parse_bytes(memory, option), name)
 

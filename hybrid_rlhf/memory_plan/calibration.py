@@ -1,4 +1,4 @@
-"""What a plan adds to the tensors on a card: published and rounded up, or measured on this machine's card."""
+"""What a plan adds to the tensors on a card: published values, rounded up, or measured on this machine's card."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CURE = "measure it again by hybrid-rlhf qualify, or remove the file"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Beside the tensors of a process on a card.
+    """Memory of a process on a card beside its tensors.
 
     libraries_bytes: CUDA's context and what libraries load and hold: 1.2 GiB (H100, docs/results/gpu.md: 0.68 for a
-    context and cuBLAS; after steps of GRPO with QLoRA 1.71, of which NCCL, not started for one process, had 0.55), of
-    which what is free on a machine's own card, measured in a context, lacks a part already. fragmentation: what the
-    allocator cannot use, as a share of the tensors' bytes (H100: 5%).
+    context and cuBLAS; after steps of GRPO with QLoRA 1.71, of which NCCL, not started for one process, had 0.55). The
+    free memory of this machine's own card, which is measured in a context, lacks a part of that already. fragmentation:
+    what the allocator cannot use, as a share of the tensors' bytes (H100: 5%).
     """
 
     libraries_bytes: int = 12 * 2**30 // 10
@@ -36,45 +36,45 @@ class Calibration:
 
 
 def read_calibration(folder: Path | None = None) -> Calibration:
-    """What was measured here: calibration.json of the cache folder ($HYBRID_RLHF_CACHE, else ~/.cache/hybrid_rlhf), the
-    published values for what it does not say; it may say more, for others. Raises UserError for a file that cannot be
-    read, or with values that cannot be."""
-    path, found = _stored(folder)
+    """The values measured here, from calibration.json of the cache folder ($HYBRID_RLHF_CACHE, else
+    ~/.cache/hybrid_rlhf), and published values for those that it lacks; it may hold more, for other readers. Raises
+    UserError for a file that cannot be read, or with invalid values."""
+    path, stored = _stored(folder)
     try:
-        return Calibration(**{name: found[name] for name in ("libraries_bytes", "fragmentation") if name in found})
+        return Calibration(**{name: stored[name] for name in ("libraries_bytes", "fragmentation") if name in stored})
     except UserError as error:
         raise UserError(f"{path}: {error}; {_CURE}") from error
 
 
 def read_rates(device: str, folder: Path | None = None) -> Rates | None:
-    """The rates that were measured of the card whose driver calls it `device`; None where none were. Raises UserError
-    as read_calibration does."""
-    path, found = _stored(folder)
-    if found.get("device") != device or "rates" not in found:
+    """The measured rates of the card with the driver's name `device`; None where there are none. Raises UserError as
+    read_calibration does."""
+    path, stored = _stored(folder)
+    if stored.get("device") != device or "rates" not in stored:
         return None
     try:
-        rates = Rates.of(found["rates"])
+        rates = Rates.of(stored["rates"])
         rates.with_host(0.0, 0.0)
         return rates
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{path}: rates are not what was measured; {_CURE}") from error
+        raise UserError(f"{path}: its rates are invalid; {_CURE}") from error
 
 
 def write_calibration(values: dict, folder: Path | None = None) -> Path:
-    """Put `values` into the file, whole; what else it says stays. Raises UserError for a file that cannot be read."""
-    path, found = _stored(folder)
+    """Write `values` into the file atomically; its others stay. Raises UserError for a file that cannot be read."""
+    path, stored = _stored(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(found | values, indent=1) + "\n")
+    write_file(path, json.dumps(stored | values, indent=1) + "\n")
     return path
 
 
 def _stored(folder: Path | None) -> tuple[Path, dict]:
     path = (folder or cache_folder().parent) / FILE
     try:
-        found = loads(path.read_text(encoding="utf-8"))
+        stored = loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return path, {}
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}); {_CURE}") from error
-    check(isinstance(found, dict), f"{path} is no table of names and values; {_CURE}")
-    return path, found
+    check(isinstance(stored, dict), f"{path} is not a table of names and values; {_CURE}")
+    return path, stored

@@ -1,4 +1,4 @@
-"""Counting storages while they live."""
+"""Counts the bytes of storages while they live."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from hybrid_rlhf.core import torch_compat
 
 
 class LiveBytes(torch_compat.dispatch_mode()):
-    """Counts the storages that operations make within the block, while they live. now, peak: bytes. told: called with
-    each operation, its inputs (in place and by name) and what it gave."""
+    """Counts the storages that operations make within the block, while they live. now, peak: bytes. on_operation:
+    called with each operation, its inputs (in place and by name) and its outputs."""
 
-    def __init__(self, known: tuple[Tensor, ...] = (), told: Callable[..., None] | None = None) -> None:
+    def __init__(self, known: tuple[Tensor, ...] = (), on_operation: Callable[..., None] | None = None) -> None:
         super().__init__()
-        self._told = told
+        self._on_operation = on_operation
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
         self._known = {id(tensor.untyped_storage()) for tensor in known}
         for tensor in known:
             self._add(tensor.untyped_storage(), 0)
 
-    def __torch_dispatch__(self, func: Callable, types, given=(), named=None):  # noqa: ANN001, ANN204
-        out = func(*given, **(named or {}))
-        if self._told:
-            self._told(func, given, named or {}, out)
+    def __torch_dispatch__(self, func: Callable, types, inputs=(), named=None):  # noqa: ANN001, ANN204
+        out = func(*inputs, **(named or {}))
+        if self._on_operation:
+            self._on_operation(func, inputs, named or {}, out)
         for leaf in torch_compat.leaves_of(out):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage(), leaf.untyped_storage().nbytes())
@@ -50,8 +50,8 @@ class LiveBytes(torch_compat.dispatch_mode()):
 
 
 @contextmanager
-def counting(model: nn.Module, told: Callable[..., None] | None = None) -> Iterator[LiveBytes]:
-    """Count within the block what is made beside the model itself and its gradients. told: as LiveBytes has it."""
+def counting(model: nn.Module, on_operation: Callable[..., None] | None = None) -> Iterator[LiveBytes]:
+    """Count within the block what is made beside the model itself and its gradients. on_operation: as in LiveBytes."""
     known = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    with LiveBytes(tuple(known), told) as live:
+    with LiveBytes(tuple(known), on_operation) as live:
         yield live

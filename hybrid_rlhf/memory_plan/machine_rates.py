@@ -1,4 +1,4 @@
-"""The rates of this machine's processor, measured in about a second: products, copies, our kernels, and calls."""
+"""Measures the rates of this machine's CPU in about a second: matrix products, copies, our kernels, and calls."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ VOCAB = 8192
 ROWS = (8, 64, 512)
 NUM_WEIGHTS = 64
 SIZES = (2**18, 2**20, 2**22, 2**24, 2**27)  # bytes that a copy reads
-# A model's own Python around each operation, in calls of a small module: modules in modules, views, hooks. As measured
-# on Llama's and OPT's layers in transformers 5.
+# Cost of a model's own Python around each operation (nested modules, views, hooks), in calls of a small module, as
+# measured on Llama's and OPT's layers in transformers 5.
 CODE = 5
-# Of rates measured in bursts over warm data, what whole phases reached: an efficiency factor, from models of 4M to 134M
-# (docs/results/plan_time.md).
+# Efficiency factor: the share that whole phases reached of rates measured in bursts over warm data, from models of 4M
+# to 134M (docs/results/plan_time.md).
 REACHED = 0.87
 
-clock = time.perf_counter  # what tells seconds; benchmarks on shared machines take processor time
+clock = time.perf_counter  # in seconds; benchmarks on shared machines use processor time
 
 
 @cache
 def machine_rates(dtype: torch.dtype) -> Rates:
-    """What this processor does with models of `dtype`, by the threads that torch has now."""
+    """The rates of this CPU for models of `dtype`, with torch's current number of threads."""
     name, ops = str(dtype).removeprefix("torch."), ops_for("cpu")
     dtypes = {d: getattr(torch, d) for d in (name, "float32")}  # routers and state spaces multiply in float32
     starts = {d: _product_start(F.linear, kind) for d, kind in dtypes.items()}
@@ -51,39 +51,39 @@ def machine_rates(dtype: torch.dtype) -> Rates:
 
 
 def can_measure() -> bool:
-    """Whether nothing has to be compiled first, which would take a plan longer than all the rest of it."""
+    """Whether no kernel has to be compiled first, which would take longer than all the rest of a plan."""
     return cpu.is_built() or not cpu.can_load()
 
 
 def _seconds(act: Callable[[], object]) -> float:
-    """Seconds of one call: the median of a few short series, for a run meets what else the machine does too."""
+    """Seconds of one call: the median of a few short series, as other load on the machine slows a run too."""
     act()
-    began, found = clock(), []
-    while clock() - began < MOST or len(found) < LEAST:
+    began, series = clock(), []
+    while clock() - began < MOST or len(series) < LEAST:
         start, count = clock(), 0
         while count == 0 or clock() - start < MOST / 8:
             act()
             count += 1
-        found.append((clock() - start) / count)
-    return statistics.median(found)
+        series.append((clock() - start) / count)
+    return statistics.median(series)
 
 
 @torch.no_grad()
 def _products(product: Callable, dtype: torch.dtype, start: float, num_weights: int = 1) -> Points:
-    """By rows, over several weights in turn: a decode step finds none of them in the nearest cache."""
-    found, weights = [], cycle(torch.full((num_weights, SIDE, SIDE), 0.1, dtype=dtype).unbind())
+    """Rates by rows, over several weights in turn: a decode step finds none of them in the nearest cache."""
+    rates, weights = [], cycle(torch.full((num_weights, SIDE, SIDE), 0.1, dtype=dtype).unbind())
     for rows in ROWS:
-        given = torch.randn(rows, SIDE).to(dtype)
-        taken = _seconds(lambda given=given: product(given, next(weights), None))
-        found.append((float(rows), 2 * rows * SIDE * SIDE / max(taken - start, taken / 4)))
-    return tuple(found)
+        x = torch.randn(rows, SIDE).to(dtype)
+        taken = _seconds(lambda x=x: product(x, next(weights), None))
+        rates.append((float(rows), 2 * rows * SIDE * SIDE / max(taken - start, taken / 4)))
+    return tuple(rates)
 
 
 @torch.no_grad()
 def _product_start(product: Callable, dtype: torch.dtype) -> float:
     """Seconds that the smallest product takes."""
-    weight, given = torch.randn(64, 64).to(dtype), torch.randn(8, 64).to(dtype)
-    return _seconds(lambda: product(given, weight, None))
+    weight, x = torch.randn(64, 64).to(dtype), torch.randn(8, 64).to(dtype)
+    return _seconds(lambda: product(x, weight, None))
 
 
 def _copies() -> Points:
@@ -138,8 +138,8 @@ def _scores(ops: Ops, dtype: torch.dtype) -> tuple[float, float]:
     logits = torch.randn(64, VOCAB).to(dtype).requires_grad_()
 
     def both() -> None:
-        found = score(logits, targets, 1.0, True)
-        (found[0] + found[1]).sum().backward()
+        scores = score(logits, targets, 1.0, True)
+        (scores[0] + scores[1]).sum().backward()
 
     forward = _seconds(lambda: score(logits.detach(), targets, 1.0, True))
     return logits.numel() / forward, logits.numel() / max(_seconds(both) - forward, forward / 4)
@@ -147,11 +147,11 @@ def _scores(ops: Ops, dtype: torch.dtype) -> tuple[float, float]:
 
 def _launches() -> tuple[float, float]:
     """Seconds of a call of a small module: without gradients, and of forward and backward each."""
-    model, given, length = nn.Sequential(*(nn.SiLU() for _ in range(32))), torch.ones(1, 8, requires_grad=True), 32
+    model, x, length = nn.Sequential(*(nn.SiLU() for _ in range(32))), torch.ones(1, 8, requires_grad=True), 32
 
     def with_gradients() -> None:
-        model(given).sum().backward()
+        model(x).sum().backward()
 
     with torch.no_grad():
-        plain = _seconds(lambda: model(given))
+        plain = _seconds(lambda: model(x))
     return plain / length, _seconds(with_gradients) / (2 * length)

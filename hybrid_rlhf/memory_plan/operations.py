@@ -1,4 +1,4 @@
-"""What operations cost before any device runs them: numbers multiplied, bytes read and written, and how often.
+"""Costs of operations before a device runs them: multiplications and additions, bytes moved, and how often.
 
 Products and attention are counted by torch.utils.flop_counter's formulas; of everything else the bytes count.
 """
@@ -20,14 +20,14 @@ from hybrid_rlhf.core.torch_compat import leaves_of
 PRODUCT, ATTENTION, PASS, FUSED = "product", "attention", "pass", "fused"
 _FREE = ("empty", "new_empty", "detach", "alias", "lift_fresh", "resize", "set_", "_local_scalar_dense", "is_", "sym_",
          "_unsafe_view")
-_LOOKUPS = ("embedding", "index", "index_select", "gather", "slice_scatter")  # which read what they return
+_LOOKUPS = ("embedding", "index", "index_select", "gather", "slice_scatter")  # they read as much as they return
 _BACKWARD = 2.5  # products of attention's backward over those of its forward (2307.08691, section 4.1)
 
 
 class Operation(NamedTuple):
     """kind: PRODUCT, ATTENTION, PASS (over memory) or FUSED (one of ours, over memory). least: of a product, its
-    shortest side. count: multiplications and additions; bytes: read and written, but for `packed` weights, which are
-    read in as many bits as they are held in."""
+    shortest side. count: multiplications and additions; bytes: read and written, except for `packed` weights, which are
+    read in as many bits as they are stored in."""
 
     kind: str
     dtype: torch.dtype
@@ -42,7 +42,7 @@ Tally = Counter[Operation]
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of a model, from those of one or two shallower ones with the same code: `found` at `depths`."""
+    """Operations of a model, extrapolated from one or two shallower ones with the same code: `found` at `depths`."""
 
     layers: int = 0
     depths: tuple[int, ...] = ()
@@ -58,18 +58,18 @@ class Work:
 
 
 class Recorder:
-    """Tallies what it is told of: aten operations, and ours by name. packed: weights that are held in fewer bits.
-    is_fused: whether a product reads them as they are; else in its own dtype, in which they were written just before.
+    """Tallies operations: aten's, and ours by name. packed: weights that are stored in fewer bits. is_fused: whether a
+    product reads them as they are; else in its own dtype, in which they were written just before.
     """
 
     def __init__(self, packed: Sequence[Tensor] = (), is_fused: bool = False) -> None:
         self.tally: Tally = Counter()
         self._packed, self._is_fused = {id(p.untyped_storage()) for p in packed}, is_fused
-        self._unpacked: set[int] = set()  # ids of storages, while they live: to hold them would change what is counted
+        self._unpacked: set[int] = set()  # ids of living storages: references would change what is counted
 
-    def told(self, func: object, given: tuple, named: dict, out: object) -> None:
-        """Of an aten operation, its inputs and what it gave."""
-        name, inputs, made = str(func).split(".")[1], _tensors((given, named)), _tensors(out)
+    def record(self, func: object, arguments: tuple, named: dict, out: object) -> None:
+        """An aten operation, with its inputs and outputs."""
+        name, inputs, made = str(func).split(".")[1], _tensors((arguments, named)), _tensors(out)
         if name == "empty_like" and inputs and id(inputs[0].untyped_storage()) in self._packed:
             self._unpack(inputs[0], made[0])
         if name.startswith(_FREE) or not made or _is_view(name, inputs, made):
@@ -79,13 +79,13 @@ class Recorder:
             self._attention(name, inputs, made)
         elif formula:
             kind = ATTENTION if "attention" in name else PRODUCT
-            self._product(kind, formula(*given, **named, out_val=out), inputs, made)
+            self._product(kind, formula(*arguments, **named, out_val=out), inputs, made)
         else:
             read = made if name in _LOOKUPS else inputs
             self._add(Operation(PASS, made[0].dtype, bytes=_bytes(read) + _bytes(made)))
 
-    def told_own(self, name: str, inputs: Sequence[object], out: object) -> None:
-        """Of an operation of ours (kernels/reference.py)."""
+    def record_ours(self, name: str, inputs: Sequence[object], out: object) -> None:
+        """An operation of ours (kernels/reference.py)."""
         read, made = _tensors(list(inputs)), _tensors(out)
         if "attention" in name:
             self._attention(name, read[1:] if "backward" in name else read, made)
@@ -93,7 +93,7 @@ class Recorder:
             self._add(Operation(FUSED, made[0].dtype, bytes=_bytes(read) + _bytes(made)))
 
     def _attention(self, name: str, inputs: list[Tensor], made: list[Tensor]) -> None:
-        """Of causal attention, each query sees half of the keys on average."""
+        """In causal attention each query sees half of the keys on average."""
         query, key = inputs[1:3] if "backward" in name and name.startswith("_scaled") else inputs[:2]
         batch, heads, length, width = query.shape
         count = 2.0 * batch * heads * length * key.shape[-2] * width * (_BACKWARD if "backward" in name else 1)
@@ -118,7 +118,7 @@ class Recorder:
 
 
 def _formula(name: str) -> Callable | None:
-    """torch's count of an aten operation's multiplications and additions; in place they are as many."""
+    """torch's count of an aten operation's multiplications and additions; the same for its in-place form."""
     return flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
 
 
@@ -127,7 +127,7 @@ def _tensors(tree: object) -> list[Tensor]:
 
 
 def _is_view(name: str, inputs: list[Tensor], made: list[Tensor]) -> bool:
-    """Whether nothing is read or written: what it gave is a part of what it was given, not changed in place."""
+    """Whether nothing is read or written: the outputs are parts of the inputs, not changed in place."""
     if name.endswith("_") and not name.endswith("__"):
         return False
     storages = {id(t.untyped_storage()) for t in inputs}
@@ -135,5 +135,5 @@ def _is_view(name: str, inputs: list[Tensor], made: list[Tensor]) -> bool:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    """Of expanded tensors what is there counts."""
+    """Bytes of the tensors; of expanded ones, those of their storage."""
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)

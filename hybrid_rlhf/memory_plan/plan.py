@@ -1,8 +1,8 @@
 """The memory plan: bytes by role and phase, known before any weight is loaded.
 
-A recipe says which roles there are and how large their micro-batches can become; this module counts. What is resident
-follows from formulas (formulas.py, `cache_bytes`), what a forward and backward keep from the model's own code run
-on tensors without memory (trace.py).
+A recipe says which roles there are and how large their micro-batches can become; this module counts. Resident memory
+follows from formulas (formulas.py, `cache_bytes`), that of a forward and backward from the model's own code run on
+tensors without memory (trace.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["DOES_NOT_FIT", "Generation", "Line", "Plan", "Role", "make_plan", "p
 
 KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "kept words", "targets",
          "activations", "logits")
-PASSING = ("gathered", "activations", "logits")  # given back before the next role computes
+PASSING = ("gathered", "activations", "logits")  # freed before the next role computes
 GENERATE = "generate"  # the phase in which the actor samples
 EXPORT = "export"  # the phase behind the last step
 DOES_NOT_FIT = 3  # exit code of --plan
 MAX_PREFILL_TOKENS = 4096  # of one forward, as in engine/decode/scheduler.py
 MAX_LIVE = 10**9  # elements that ZeRO 3 keeps gathered for their next use
-# What libraries hold for themselves on a CPU: 33 MB of products that oneDNN compiles for the shapes it meets, 13 of
-# modules, the rest in the heap between small tensors (docs/results/memory.md). A card's: calibration.py.
+# Memory of libraries on a CPU: 33 MB of products that oneDNN compiles for the shapes it meets, 13 of modules, the rest
+# in the heap between small tensors (docs/results/memory.md). On a card: calibration.py.
 LIBRARIES = {"cpu": 64 << 20}
 INTERPRETER = "not counted: Python and its libraries, about 0.5 GiB, which a run's own figure of its memory holds"
 
@@ -39,8 +39,8 @@ INTERPRETER = "not counted: Python and its libraries, about 0.5 GiB, which a run
 @dataclass(frozen=True)
 class Generation:
     """How a role samples: `slots` sequences at once, of at most prompt + response tokens each, over `tp` processes that
-    hold a part of the heads each. sequences: of a step (0: not known). phase: in which it does: a judge writes while
-    responses are scored. keeps: whether it notes the words that truncated sampling drew each token from."""
+    each have a part of the heads. sequences: of a step (0: not known). phase: in which it samples: a judge writes while
+    responses are scored. keeps: whether it records the candidate tokens of truncated sampling."""
 
     slots: int
     prompt: int
@@ -56,17 +56,17 @@ class Role:
     """One model of a run. length: tokens of the longest row; rows: rows of that length in the largest micro-batch.
 
     predicted: tokens of a row that get a log-probability (0 for a scalar model), in training with their entropy if
-    `entropy`. trains: whether an optimizer moves it. scores: whether it is asked for numbers between generation and
+    `entropy`. trains: whether an optimizer steps it. scores: whether it computes something between generation and
     update. base: the role whose weights it shares; is_shared: whether any other computes on its weights. offload: as
     engine.offload. waits: whether all of it is in the CPU's memory while others compute. labels: of a classifier that
-    is no decoder of ours (0: not one). has_average: whether a moving average of its weights is kept. texts: (rows,
+    is not a decoder of ours (0: not one). has_average: whether a moving average of its weights is kept. texts: (rows,
     length) of other rows that it trains on as well (a teacher: reads as well), each token of which gets a
-    log-probability and no entropy. teacher: whose logits are computed beside its own in training; of that role
-    keeps_head: what it says waits in the CPU's memory as hidden states, and its head stays on the device; only_states:
-    nothing else is asked of it, no log-probabilities. top_k: of a teacher, its likeliest words wait there instead.
+    log-probability and no entropy. teacher: whose logits are computed beside its own in training. Of a teacher:
+    keeps_head: its hidden states wait in the CPU's memory, and its head stays on the device; only_states: no
+    log-probabilities are computed; top_k: its most likely tokens wait there instead.
 
     For the time of a step: scored, trained: rows that it scores and trains on, each pass over them counted; updates:
-    optimizer steps; group: rows that begin with one prompt.
+    optimizer steps; group: rows that share a prompt.
     """
 
     name: str
@@ -104,8 +104,8 @@ class Role:
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes of one kind for one role, by phase; a phase that is not named has none. passes: whether they are given
-    back before the next role computes."""
+    """Bytes of one kind for one role, by phase; a phase that is not named has none. passes: whether they are freed
+    before the next role computes."""
 
     role: str
     kind: str
@@ -115,9 +115,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs on one process's device. available: bytes that it may use (None: unknown). host: bytes that
-    offloading keeps in the CPU's memory, for this process. roles: what it was made of; steps: of the run, if known;
-    timed: the roles at the lengths that the data has on the average, where they are known."""
+    """The memory that a run needs on one process's device. available: bytes that it may use (None: unknown). host:
+    bytes that offloading keeps in the CPU's memory, for this process. roles: the plan's inputs; steps: of the run, if
+    known; timed: the roles at the data's mean lengths, where they are known."""
 
     title: str
     phases: tuple[str, ...]
@@ -130,7 +130,7 @@ class Plan:
     timed: tuple[Role, ...] = field(default=(), repr=False)
 
     def total(self, phase: str) -> int:
-        """Roles score one after another, so of what scoring takes and gives back the largest counts."""
+        """Bytes in a phase. Roles score one after another, so of memory that scoring frees again the largest counts."""
         passing: dict[str, int] = {}
         for line in self.lines:
             if line.passes or line.kind in PASSING:
@@ -148,13 +148,13 @@ class Plan:
 
     @property
     def short(self) -> int:
-        """Bytes that are missing; 0 or less where it fits, or where nobody knows what there is."""
+        """Bytes that are missing; 0 or less where it fits, or where the available memory is unknown."""
         return self.peak - self.available if self.available is not None else 0
 
 
 def make_plan(title: str, roles: Iterable[Role], device: torch.device, available: int | None, world: int = 1,
               notes: Iterable[str] = (), *, is_exact: bool = True, calibration: Calibration | None = None) -> Plan:
-    """Count everything that `roles` need; reads configurations only. Raises UserError where one cannot be read.
+    """Count all memory of `roles`; reads configurations only. Raises UserError where one cannot be read.
 
     is_exact False: see trace.activations. calibration: of the card (None: the published one).
     """
@@ -165,16 +165,16 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
         notes.append(INTERPRETER)
     for role in roles:
         needs = _Needs(role, device, world, is_exact)
-        for kind, found in needs.by_phase(phases).items():
-            if any(found.values()):
-                lines.append(Line(role.name, kind, found, passes=needs.waits))
+        for kind, sizes in needs.by_phase(phases).items():
+            if any(sizes.values()):
+                lines.append(Line(role.name, kind, sizes, passes=needs.waits))
         host += needs.host
     lines += _of_process(device, Plan(title, phases, tuple(lines), available), calibration or Calibration())
     return Plan(title, phases, tuple(lines), available, tuple(notes), host, tuple(roles))
 
 
 def _of_process(device: torch.device, tensors: Plan, calibration: Calibration) -> list[Line]:
-    """What comes on top of the tensors, whosever they are."""
+    """Memory of the process beside the tensors of all roles."""
     if device.type != "cuda":
         return [Line("process", "libraries", dict.fromkeys(tensors.phases, LIBRARIES.get(device.type, 0)))]
     lost = {phase: round(calibration.fragmentation * tensors.total(phase)) for phase in tensors.phases}
@@ -191,7 +191,7 @@ def phases_of(roles: list[Role]) -> tuple[str, ...]:
 
 
 class _Needs:
-    """What one role needs, per process. always: kind -> bytes in every phase; now: kind -> phase -> bytes; host: bytes
+    """Memory of one role, per process. always: kind -> bytes in every phase; now: kind -> phase -> bytes; host: bytes
     that offloading moves to the CPU's memory, which on a CPU is the same and moves nothing."""
 
     def __init__(self, role: Role, device: torch.device, world: int, is_exact: bool) -> None:
@@ -225,29 +225,29 @@ class _Needs:
             self.host += sum(self.always.values())
 
     def by_phase(self, phases: tuple[str, ...]) -> dict[str, dict[str, int]]:
-        """kind -> phase -> bytes. A role that waits elsewhere is there in its own phases only."""
-        own = {phase for found in self.now.values() for phase in found}
-        there = [p for p in phases if p in own or not self.waits]
-        found = {kind: dict.fromkeys(there, self.always[kind]) if kind in self.always else self.now[kind]
+        """kind -> phase -> bytes. A role that waits elsewhere is on the device in its own phases only."""
+        active = {phase for sizes in self.now.values() for phase in sizes}
+        there = [p for p in phases if p in active or not self.waits]
+        sizes = {kind: dict.fromkeys(there, self.always[kind]) if kind in self.always else self.now[kind]
                  for kind in KINDS}
         if self.role.keeps_head:  # the largest weight of a language model
-            found["weights"] = dict.fromkeys(phases, min(self.always["weights"], self.sizes.largest)) | found["weights"]
-        return found
+            sizes["weights"] = dict.fromkeys(phases, min(self.always["weights"], self.sizes.largest)) | sizes["weights"]
+        return sizes
 
     def _add_scoring(self) -> None:
-        """The larger of its micro-batches: of samples and, of a teacher that reads them, of other texts."""
+        """The larger of its micro-batches: of samples and, for a teacher that reads them, of other texts."""
         role, forms = self.role, [(self.act.scoring, self.role.rows * self.role.predicted)]
         if role.texts and not role.trains:
             rows, length = role.texts
             forms.append((self._activations(rows, length).scoring, rows * (length - 1)))
         has_logits = not role.only_states
-        found = [(act, trace.logit_bytes(role.model, self.device, predicted, trains=False)
+        sizes = [(act, trace.logit_bytes(role.model, self.device, predicted, trains=False)
                   if predicted and has_logits else 0) for act, predicted in forms]
-        self.now["activations"]["score"], self.now["logits"]["score"] = max(found, key=sum)
+        self.now["activations"]["score"], self.now["logits"]["score"] = max(sizes, key=sum)
 
     def _add_targets(self) -> None:
-        """Hidden states of all that is trained on in a step, of samples or of as many other texts, in the CPU's memory
-        until then; or of each token top_k words' ids (8 bytes) and log-probabilities (4)."""
+        """Hidden states of all that a step trains on, of samples or of as many other texts, in the CPU's memory until
+        then; or per token the ids (8 bytes) and log-probabilities (4) of top_k tokens."""
         role, hidden = self.role, shapes.read_config(self.role.model).get_text_config().hidden_size
         longest = max(role.predicted, role.texts[1] - 1 if role.texts else 0)
         size = role.scored * longest * (role.top_k * (8 + 4) if role.top_k else hidden * self.sizes.itemsize)
@@ -262,15 +262,15 @@ class _Needs:
                                  is_exact=self.is_exact, is_partitioned=self.stage == 3)
 
     def _offloaded(self, count: int) -> int:
-        """Bytes on the device of `count` that are kept in the CPU's memory."""
+        """Bytes on the device of `count` bytes that are offloaded to the CPU's memory."""
         if self.is_host:
             return count
         self.host += count
         return 0
 
     def _add_weights(self) -> None:
-        """Whole, or under ZeRO 3 a part; then what is gathered counts too: nearly all of what the next layers use, one
-        layer of a base that roles share, and all weights for a rollout."""
+        """The full weights, or under ZeRO 3 a part; then gathered weights count too: nearly all of those that the next
+        layers use, one layer of a base that roles share, and all weights for a rollout."""
         role, whole = self.role, self.sizes.weight_bytes
         is_away = "parameters" in role.offload and not self.is_host
         if self.stage < 3 or (self.world == 1 and not is_away):
@@ -287,24 +287,23 @@ class _Needs:
         self.now["gathered"] = phases
 
     def _add_classifier(self) -> None:
-        """A model that scores text: its weights, and a batch's activations as long as our tokens say it is."""
+        """A model that scores text: its weights, and a batch's activations at the length in our tokens."""
         role = self.role
         self.always["weights"], self.now["activations"]["score"] = trace.classifier_bytes(
             role.model, self.device, role.labels, role.rows, role.length)
 
     def _add_training(self) -> None:
-        """A micro-batch takes the most at one of three moments: in the head, when all activations are there; in the
-        backbone's backward, when the head's are gone; and at the end, when gradients are reduced and activations
-        gone."""
+        """A micro-batch peaks at one of three moments: in the head, when all activations exist; in the backbone's
+        backward, when the head's are gone; and at the end, when gradients are reduced and activations are gone."""
         role = self.role
         state = state_bytes(self.sizes.trained, self.sizes.trained_dtype, self.stage, self.world, role.optim,
                             role.offload, keeps_sums=self.is_host)
         train, step = f"train {role.name}", f"step {role.name}"
         forms = [(role.rows, role.length, role.predicted, role.entropy)]
         forms += [(*role.texts, role.texts[1] - 1, False)] if role.texts else []
-        found = [self._micro_batch(*form) for form in forms]
-        kept, logits, _ = max(found, key=lambda each: each[0] + each[1])
-        self.host += max(each[2] for each in found)
+        sizes = [self._micro_batch(*form) for form in forms]
+        kept, logits, _ = max(sizes, key=lambda size: size[0] + size[1])
+        self.host += max(size[2] for size in sizes)
         average = 4 * self.sizes.trained // (self.world if self.stage else 1) if role.has_average else 0
         away = average if "optimizer" in role.offload else 0
         self.always["optimizer"] = state.optimizer + average - away + self._offloaded(state.host + away)
@@ -313,7 +312,7 @@ class _Needs:
         self.now["gradients"][step] = state.stepping
 
     def _micro_batch(self, rows: int, length: int, predicted: int, entropy: bool) -> tuple[int, int, int]:
-        """Bytes of one: activations, logits, and what of it waits in the CPU's memory."""
+        """Bytes of one: activations, logits, and offloaded activations in the CPU's memory."""
         role, act, logits = self.role, self._activations(rows, length), 0
         if predicted:
             logits = trace.logit_bytes(role.model, self.device, rows * predicted, trains=True, entropy=entropy,
@@ -324,8 +323,8 @@ class _Needs:
 
     def _add_export(self) -> None:
         """Adapters are merged weight by weight in fp32 (the weight, B A scaled, and their sum); on a CPU a file of the
-        result waits there until it is written. What was trained whole is written as it is. ZeRO 3 gathers one weight
-        for that, and the tables of words and one layer for the forward that checks it."""
+        result waits in memory until it is written. Fully trained weights are written as they are. For these ZeRO 3
+        gathers one weight at a time, and for the forward that checks the export the embedding tables and one layer."""
         whole, is_cut = self.sizes.weight_bytes, bool(self.now["gathered"])
         waiting = min(shards.MAX_BYTES, whole) if self.is_host and (self.sizes.adapter_bytes or is_cut) else 0
         merged = 12 * self.sizes.widest + waiting if self.sizes.adapter_bytes else waiting
@@ -335,8 +334,8 @@ class _Needs:
 
     def _add_generation(self) -> None:
         """The cache of all slots at full length; a prefill, which takes per token what scoring takes; one row of logits
-        per slot, in the model's dtype and in fp32; and which words each slot's token is drawn from, a byte each, on a
-        card for all steps between two looks of the host (engine/decode/cuda_graphs.py)."""
+        per slot, in the model's dtype and in fp32; and the mask of each slot's candidate tokens, a byte per token, on a
+        card for all steps between two reads of the host (engine/decode/cuda_graphs.py)."""
         role, sampling = self.role, self.role.generation
         tokens = min(sampling.slots * sampling.prompt, max(MAX_PREFILL_TOKENS, sampling.prompt))
         per_token, per_sequence = trace.cache_bytes(role.model, self.device)
@@ -345,7 +344,7 @@ class _Needs:
         if sampling.keeps:
             rows = sampling.slots if self.is_host else STEPS_PER_LOOK * -(-sampling.slots // 16) * 16
             self.now["kept words"][sampling.phase] = rows * self.sizes.vocab
-        found = {"activations": round(self.act.scoring * tokens / (role.rows * role.length)),
+        sizes = {"activations": round(self.act.scoring * tokens / (role.rows * role.length)),
                  "logits": sampling.slots * self.sizes.vocab * (4 + self.sizes.itemsize)}
-        for kind, size in found.items():
+        for kind, size in sizes.items():
             self.now[kind][sampling.phase] = max(size, self.now[kind].get(sampling.phase, 0))

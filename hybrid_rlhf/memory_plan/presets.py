@@ -9,9 +9,9 @@ from hybrid_rlhf.core.config import check, nearest
 
 @dataclass(frozen=True)
 class Card:
-    """gib: memory of the device; None: the computer's own, of which nothing is said. fits: the largest shape of the
-    Qwen2.5 family whose PPO step (four roles on one base, 8 x (512 + 512) tokens) --plan finds room for.
-    settings: options that every stage has, with their values. why: for the comments of a file that init writes.
+    """gib: memory of the device; None: the CPU, whose memory is not stated. fits: the largest shape of the Qwen2.5
+    family whose PPO step (four roles on one base, 8 x (512 + 512) tokens) fits by --plan. settings: options that every
+    stage has, with their values. why: for the comments of a file that init writes.
     """
 
     gib: int | None
@@ -41,13 +41,13 @@ CARDS = {
 
 
 def card(name: str, option: str = "--preset") -> Card:
-    """The row of that name. Raises UserError, with the nearest, for another."""
+    """The row of that name. Raises UserError, with the nearest name, where there is none."""
     check(name in CARDS, f"{option} {name}: choose {', '.join(CARDS)}{nearest(name, CARDS)}")
     return CARDS[name]
 
 
 def flags(name: str) -> list[str]:
-    """The options of a card as a command line has them; what is given after them wins."""
+    """A card's options as words of a command line; later words override them."""
     return [f"--{option}={str(value).lower() if isinstance(value, bool) else value}"
             for option, value in card(name).settings.items()]
 
@@ -62,9 +62,9 @@ def closest(gib: float | None) -> str:
 
 
 def mismatch(name: str, gib: float | None) -> str | None:
-    """A warning where the row `name` is for a card with more memory than the `gib` of this machine's, or than none."""
+    """A warning where the row `name` is for a card with more memory than this machine's `gib`, or there is no card."""
     asked, fitting = card(name).gib, closest(gib)
     if (asked or 0) <= (CARDS[fitting].gib or 0):
         return None
-    found = "torch finds none here" if gib is None else f"this one has {gib:.0f}"
-    return f"warning: --preset {name} is for a card of {asked} GiB, and {found}; this machine's is {fitting}"
+    here = "torch finds none here" if gib is None else f"this one has {gib:.0f}"
+    return f"warning: --preset {name} is for a card of {asked} GiB, and {here}; this machine's is {fitting}"

@@ -1,6 +1,6 @@
-"""How fast a device is: bytes and operations per second, and what each operation costs on top of them.
+"""How fast a device is: bytes and operations per second, and the overhead of each operation.
 
-Of cards the published figures; of what a card reaches of them SHARES, which are assumptions and no measurements.
+For cards the published figures, times SHARES, which are assumed and not measured.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Points = tuple[tuple[float, float], ...]  # (size, rate) by size; between them t
 
 @dataclass(frozen=True)
 class Rates:
-    """device: its name, for people. memory: bytes per second, by the bytes of an operation (a processor's caches are
+    """device: its display name. memory: bytes per second, by the bytes of an operation (a processor's caches are
     faster). products: operations per second of matrix products, by dtype and by their shortest side; product_start:
-    seconds that each takes beside, by dtype; few_rows: the rates in decode steps, by number of rows, where they have
+    seconds of overhead of each, by dtype; few_rows: the rates in decode steps, by number of rows, where they have
     kernels of their own. attention: operations per second, by dtype. passes: the most bytes per second of element-wise
     operations, by dtype (arithmetic, not memory). cache: bytes per second of a decode step's attention; draws: logits
     per second of sampling; scores: of log-probabilities, forward and backward (0: as passes over memory).
@@ -27,7 +27,7 @@ class Rates:
     launch: seconds of the host for an operation; gradient_launch: for one with gradients; overlaps: whether the device
     computes meanwhile; captures: whether decode steps are recorded, so that the host launches nothing. kernel: seconds
     that an operation takes at least; gap: between two of them. has_layers: whether a decode step takes whole layers in
-    one operation. published: bytes per second that the maker promises (0: as measured).
+    one operation. published: bytes per second of the data sheet (0: as measured).
     reached: the share of all of this that a whole phase reaches.
     """
 
@@ -53,21 +53,21 @@ class Rates:
 
     @classmethod
     def of(cls, stored: Mapping) -> Rates:
-        """The rates that `stored` made into a dictionary, as JSON has it."""
+        """The rates from a dictionary that `stored` made, as JSON has it."""
         points = {name: {k: _points(v) for k, v in stored.get(name, {}).items()} for name in ("products", "few_rows")}
         scores = tuple(stored.get("scores", (0.0, 0.0)))
         return cls(**{**stored, "memory": _points(stored["memory"]), "scores": scores, **points})
 
     @property
     def peak_memory(self) -> float:
-        """Bytes per second that no long read exceeds."""
+        """Bytes per second, the most of any long read."""
         return self.published or self.memory[-1][1]
 
     def stored(self) -> dict:
         return asdict(self)
 
     def seconds(self, operation: Operation, bits: float = 16, *, decodes: bool = False) -> float:
-        """Of one operation on the device, whose packed weights have `bits` each. decodes: in a decode step."""
+        """Seconds of one operation on the device, whose packed weights have `bits` each. decodes: in a decode step."""
         name = str(operation.dtype).removeprefix("torch.")
         size = operation.bytes + operation.packed * bits / 8
         moved, computed, start = size / at(self.memory, size), 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Settings that fit a given memory: what may be changed, the cheapest change first, and what was chosen."""
+"""Finds settings that fit a given memory: tries changes, the cheapest first, and says what was chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIN_TOKENS = 256  # micro-batches are not made smaller than this
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs from the given one, and what it is good for."""
+    """One setting that differs from the given one, and why."""
 
     option: str
     given: str
@@ -25,7 +25,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SearchResult:
     """Settings that fit, or the smallest that were tried; changes: what differs from the given ones."""
 
     config: object
@@ -48,18 +48,18 @@ class Choice:
 Candidate = tuple[object, tuple[Change, ...]]
 
 
-def choose(config: object, plans_of: Callable[..., list[Plan]], *, has_host: bool) -> Choice:
+def choose(config: object, plans_of: Callable[..., list[Plan]], *, has_host: bool) -> SearchResult:
     """The first of the candidates that fits; else the smallest one tried. plans_of(config, is_exact=) counts.
 
-    has_host: whether the CPU's memory is another one than the device's.
+    has_host: whether the CPU's memory is separate from the device's.
     """
-    best: Choice | None = None
+    best: SearchResult | None = None
     for options in candidates(config, has_host=has_host):
-        smallest = Choice(options[-1][0], plans_of(options[-1][0], is_exact=False), options[-1][1])
+        smallest = SearchResult(options[-1][0], plans_of(options[-1][0], is_exact=False), options[-1][1])
         best = smallest if best is None or smallest.peak < best.peak else best
         for changed, changes in options if smallest.fits else []:
             if all(p.short <= 0 for p in plans_of(changed, is_exact=False)):
-                tried = Choice(changed, plans_of(changed), changes)
+                tried = SearchResult(changed, plans_of(changed), changes)
                 if tried.fits:
                     return tried
     return best
@@ -68,19 +68,19 @@ def choose(config: object, plans_of: Callable[..., list[Plan]], *, has_host: boo
 def candidates(config: object, *, has_host: bool) -> Iterator[list[Candidate]]:
     """Settings with the changes that made them, in lists that go from the given micro-batch to the smallest.
 
-    Smaller micro-batches cost little and move no gradient, so they come first; then checkpointing (a third more time);
-    then, where there is a host to move to, idle roles, the optimizer and activations (transfers, the same numbers);
-    then a quantised base, where it is frozen: that one changes what is computed. Last comes ZeRO 3 with its parameters
-    on the host, by far the slowest.
+    Smaller micro-batches cost little and change no gradient, so they come first; then checkpointing (a third more
+    time); then, where there is a host to offload to, idle roles, the optimizer and activations (transfers, the same
+    numbers); then a quantised base, where it is frozen: that one changes what is computed. Last comes ZeRO 3 with its
+    parameters on the host, by far the slowest.
     """
     for changed, changes in _ladder(config, has_host):
-        given = changed.engine.micro_batch_tokens
+        most = changed.engine.micro_batch_tokens
         yield [(replace(changed, engine=replace(changed.engine, micro_batch_tokens=count)),
-                (*([_fewer_tokens(given, count)] if count != given else []), *changes)) for count in _halvings(given)]
+                (*([_fewer_tokens(most, count)] if count != most else []), *changes)) for count in _halvings(most)]
 
 
-def _fewer_tokens(given: int, count: int) -> Change:
-    return Change("engine.micro_batch_tokens", str(given), str(count),
+def _fewer_tokens(most: int, count: int) -> Change:
+    return Change("engine.micro_batch_tokens", str(most), str(count),
                   "fewer activations at once: more passes, the same gradient")
 
 
@@ -105,7 +105,7 @@ def _ladder(config: object, has_host: bool) -> Iterator[Candidate]:
 
 
 def _added(before: Candidate, after: Candidate) -> Candidate:
-    """One change after others; of one option that changes twice the first value given stays."""
+    """One change after others; if an option changes twice, the first given value stays."""
     options = {change.option: change for change in before[1]}
     for change in after[1]:
         if first := options.get(change.option):
@@ -140,13 +140,13 @@ def _idle_roles(config: object) -> Candidate | None:
 
 
 def _with_offload(config: object, name: str, least_stage: int, why: str) -> Candidate | None:
-    given = list(config.engine.offload)
+    before = list(config.engine.offload)
     stage = config.engine.zero_stage
-    if name in given or (stage is not None and stage < least_stage):
+    if name in before or (stage is not None and stage < least_stage):
         return None
-    kept = [*given, name]
-    return (replace(config, engine=replace(config.engine, offload=kept)),
-            (Change("engine.offload", f"[{', '.join(given)}]", f"[{','.join(kept)}]", why),))
+    after = [*before, name]
+    return (replace(config, engine=replace(config.engine, offload=after)),
+            (Change("engine.offload", f"[{', '.join(before)}]", f"[{','.join(after)}]", why),))
 
 
 def _optimizer(config: object) -> Candidate | None:

@@ -1,7 +1,7 @@
-"""Seconds of a step by phase, predicted from the operations that the memory plan traces and a device's rates.
+"""Predicts the seconds of a step by phase, from the operations that the memory plan traces and a device's rates.
 
-Every sequence is taken to be as long as its role says: the longest allowed, or the data's mean. Not counted: what
-processes send each other, what offloading moves, data, rewards that are functions or services, checkpoints.
+Every sequence is as long as its role says: the longest allowed, or the data's mean. Not counted: communication of
+processes, transfers of offloading, data, rewards that are functions or services, checkpoints.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hybrid_rlhf.models import shapes
 
 # Bytes of a packed weight: 4 bits and an fp32 scale per 64 (QLoRA, 2305.14314), or 8.
 BITS = {"4bit": 4.5, "8bit": 8.0, None: 16.0}
-# Numbers in fp32 that `likelihood` reads and writes per logit where no kernel does it: forward, what entropy adds to
-# that, backward.
+# Numbers in fp32 that `likelihood` reads and writes per logit without a kernel: forward, for entropy in addition,
+# backward.
 LOGIT_PASSES = (7, 7, 9)
-# The same of a divergence from a teacher (algorithms/divergence.py), forward and backward, as a CPU takes for the KLs:
-# of some 26 and 36 its caches spare the most, for a block of rows is small. jsd takes half as much again.
+# The same for a divergence from a teacher (algorithms/divergence.py), forward and backward, measured for the KLs on a
+# CPU: its caches serve most of some 26 and 36, for a block of rows is small. jsd takes half as much again.
 DIVERGENCE_PASSES = (9, 11)
-LAYER_CALLS = 30  # operations of a decode step around its layers where each of these is one
+LAYER_CALLS = 30  # operations of a decode step around its layers, where each layer is one operation
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by phase. device: what it was predicted for; tokens: that a step samples, or trains on where it
-    samples none; steps: of the run, if known. decode: seconds of one decode step, and those of the bytes that it must
-    read, at the bandwidth of the device. sequences: what a step consists of, for people; lengths: whose these are."""
+    """Seconds of a step by phase. device: what they are predicted for; tokens: that a step samples, or trains on where
+    it samples none; steps: of the run, if known. decode: seconds of one decode step, and of reading its weights and
+    cache at the device's bandwidth. sequences: of a step, as text; lengths: where their lengths come from."""
 
     device: str
     phases: dict[str, float]
@@ -55,23 +55,23 @@ class StepTime:
 
 def step_time(roles: Sequence[Role], device: torch.device, rates: Rates, steps: int | None = None) -> StepTime:
     """The prediction for these roles, whose counts per step (Role.scored, .trained, Generation.sequences) are given."""
-    found = dict.fromkeys(phases_of(list(roles)), 0.0)
+    phases = dict.fromkeys(phases_of(list(roles)), 0.0)
     tokens, decode = 0, None
     for role in (r for r in roles if not r.labels):
         timer = _RoleTime(role, device, rates)
         if role.generation:
             step = timer.decode_step()
-            found[role.generation.phase] += timer.generate(step[0])
+            phases[role.generation.phase] += timer.generate(step[0])
             if role.generation.phase == GENERATE:
                 decode, tokens = step, role.generation.sequences * role.generation.response
         if role.scores and role.scored:
-            found["score"] += timer.passes(role.scored, trains=False)
+            phases["score"] += timer.passes(role.scored, trains=False)
         if role.trains:
-            found[f"train {role.name}"] += timer.passes(role.trained, trains=True)
-            found[f"step {role.name}"] += role.updates * timer.update()
+            phases[f"train {role.name}"] += timer.passes(role.trained, trains=True)
+            phases[f"step {role.name}"] += role.updates * timer.update()
     tokens = tokens or sum(r.trained * r.length for r in roles if r.trains)
-    found = {phase: seconds / rates.reached for phase, seconds in found.items()}
-    return StepTime(rates.device, found, tokens, steps, decode and (decode[0] / rates.reached, decode[1]),
+    phases = {phase: seconds / rates.reached for phase, seconds in phases.items()}
+    return StepTime(rates.device, phases, tokens, steps, decode and (decode[0] / rates.reached, decode[1]),
                     _sequences(roles))
 
 
@@ -101,8 +101,8 @@ class _RoleTime:
         self.dtype = {2: torch.bfloat16, 4: torch.float32}[self.sizes.itemsize]
 
     def passes(self, rows: int, *, trains: bool) -> float:
-        """Forwards over `rows` rows, with backwards if trains, in micro-batches. Rows that begin with one prompt pass
-        it once in a language model (models/shared_prefix.py)."""
+        """Forwards over `rows` rows, with backwards if trains, in micro-batches. Rows that share a prompt pass it once
+        in a language model (models/shared_prefix.py)."""
         role, work = self.role, self.traced.train_work if trains else self.traced.score_work
         num_micro_batches = -(-rows // role.rows)
         share = 1.0
@@ -119,8 +119,8 @@ class _RoleTime:
         return work.total(lambda operation: self.rates.seconds(operation, self.bits, decodes=decodes))
 
     def _head(self, tokens: int, *, trains: bool) -> float:
-        """Log-probabilities of so many tokens: the head's products, and passes over the logits. Where there are several
-        chunks, the backward computes their logits again (algorithms/likelihood.py)."""
+        """Log-probabilities of so many tokens: the head's products, and passes over the logits. With several chunks,
+        the backward computes their logits again (algorithms/likelihood.py)."""
         role = self.role
         rows = min(tokens, chunk_rows(self.vocab, self.dtype), max(1, role.rows * role.predicted))
         product = _head_product(rows, self.hidden, self.vocab, self.dtype)
@@ -132,8 +132,8 @@ class _RoleTime:
                                 + self._beside(rows, forwards, backwards))
 
     def _beside(self, rows: int, forwards: int, backwards: int) -> float:
-        """Of so many tokens in training the teacher's logits, by its own head and without gradients, as often as the
-        student's are computed forwards, and passes over both."""
+        """The teacher's logits of so many tokens in training, by its own head and without gradients, as often as the
+        student's forward computes its own, and passes over both."""
         teacher = self.role.teacher
         if teacher is None or not backwards:
             return 0.0
@@ -153,9 +153,9 @@ class _RoleTime:
         return self.rates.seconds(Operation(PASS, self.dtype, bytes=4 * count * numbers))
 
     def update(self) -> float:
-        """One optimizer step: of each parameter that is trained its gradient read twice (its norm, its step), master
-        and moments read and written, and, in 16 bits, the weight written. Gradients that are summed over micro-batches
-        are added to a sum in fp32."""
+        """One optimizer step: per trained parameter its gradient is read twice (its norm, its step), master and moments
+        are read and written, and in 16 bits the weight is written. Gradients of several micro-batches are added to a
+        sum in fp32."""
         role, count = self.role, self.sizes.trained
         gradient = self.sizes.trained_dtype.itemsize if self.sizes.trained_dtype else 4
         num_bytes = 2 * gradient + 8 + 2 * MOMENT_BYTES[role.optim] + (2 if gradient == 2 else 0)
@@ -164,7 +164,7 @@ class _RoleTime:
         return self.rates.passed(count * num_bytes)
 
     def generate(self, step: float) -> float:
-        """All steps of all rounds through the slots, and each prompt read once."""
+        """All decode steps of all rounds through the slots, and each prompt read once."""
         sampling = self.role.generation
         rounds = -(-sampling.sequences // sampling.slots)
         tokens = sampling.sequences // self.role.group * sampling.prompt
@@ -193,7 +193,7 @@ class _RoleTime:
                    and any(o.kind == FUSED for tally in work.found for o in tally))
         count = self.layers + LAYER_CALLS if layered else work.total(lambda _: 1)
         device = (self._of(work, decodes=True) + attend + rates.seconds(head, decodes=True) + draw) / sampling.tp
-        table = 0 if self.is_tied else size * self.vocab * self.hidden  # of which a step reads a few rows
+        table = 0 if self.is_tied else size * self.vocab * self.hidden  # a step reads a few of its rows
         must_read = self.sizes.weight_bytes + self.sizes.adapter_bytes - table + cache
         return rates.with_host(device, count, is_captured=True), must_read / sampling.tp / rates.peak_memory
 

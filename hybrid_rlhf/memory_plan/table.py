@@ -10,7 +10,7 @@ from hybrid_rlhf.memory_plan.plan import Plan, size_text
 
 
 def show(plan: Plan, advice: Iterable[str] = (), stream: TextIO | None = None) -> None:
-    """Print the table, what there is, and the verdict. advice: flags that would make it fit, if it does not."""
+    """Print the table, the available memory, and the verdict. advice: flags that would make it fit, if it does not."""
     stream = stream or sys.stdout
     rows = [[line.role, line.kind, *(size_text(line.phases[p]) if line.phases.get(p) else "" for p in plan.phases)]
             for line in plan.lines]
@@ -50,7 +50,7 @@ class Changed(Protocol):
 
 
 def show_changes(changes: Sequence[Changed], stream: TextIO) -> None:
-    """Print what was chosen in place of what, and why."""
+    """Print the changed settings, their values, and why."""
     rows = [("setting", "given", "chosen", "why"), *((c.option, c.given, c.chosen, c.why) for c in changes)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     for row in rows if changes else ():

@@ -1,4 +1,4 @@
-"""The predicted seconds of a step as a table, and one line that says what they are."""
+"""Prints the predicted seconds of a step as a table, with a line that explains them."""
 
 from __future__ import annotations
 

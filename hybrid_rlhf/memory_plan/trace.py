@@ -1,8 +1,8 @@
 """Bytes that a model's training and scoring keep, counted by running its own code on tensors without memory.
 
-Nothing is guessed from sizes: the forward and backward of the model itself, with its adapters, its checkpointing, the
-fused forms that training takes and our chunked log-probabilities, run on fake tensors, and every storage that they make
-is counted while it lives. How far measured peaks are from it: docs/results/memory.md.
+Nothing is estimated from sizes: the forward and backward of the model itself, with its adapters, its checkpointing, the
+fused operations of training and our chunked log-probabilities, run on fake tensors, and every storage that they make is
+counted while it lives. How far measured peaks are from the counts: docs/results/memory.md.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from hybrid_rlhf.models.transformers_compat import sdpa_replaced
 __all__ = ["Activations", "LiveBytes", "Sizes", "activations", "cache_bytes", "classifier_bytes", "logit_bytes",
            "sizes"]
 
-# Two shallow models stand for a deep one: where all layers are alike, one of them and two; else, beyond MAX_TRACED
-# layers, such that the difference of their depths is a multiple of the periods in use (1, 2, 3, 6), and the smaller has
-# more layers than models keep dense before their experts.
+# A deep model is extrapolated from two shallow ones: of one and two layers where all layers are alike; else, beyond
+# MAX_TRACED layers, of depths whose difference is a multiple of the periods in use (1, 2, 3, 6), the smaller with more
+# layers than models keep dense before their experts.
 EQUAL, MAX_TRACED, SHALLOW = (1, 2), 16, (4, 10)
 
 
 def _remembered(function: Callable) -> Callable:
-    """Keep results by the printed arguments, of which the first is a model: settings hold lists, which have no hash."""
+    """Cache results by the printed arguments, of which the first is a model: its settings hold lists (not hashable)."""
     kept: dict[str, object] = {}
 
     @wraps(function)
-    def call(model: ModelConfig, *given: object, **named: object):  # noqa: ANN202 - the function's own
-        key = repr((model, shapes.edition(model), given, sorted(named.items())))
+    def call(model: ModelConfig, *others: object, **named: object):  # noqa: ANN202 - the function's own
+        key = repr((model, shapes.edition(model), others, sorted(named.items())))
         if key not in kept:
-            kept[key] = function(model, *given, **named)
+            kept[key] = function(model, *others, **named)
         return kept[key]
 
     return call
@@ -61,9 +61,9 @@ def _remembered(function: Callable) -> Callable:
 @dataclass(frozen=True)
 class Sizes:
     """Counts of one model. weight_bytes: of all that is not an adapter; adapter_bytes: of adapters and of the scalar
-    head beside them; trained, trained_dtype: elements that an optimizer moves; vocab: rows of its head; itemsize: bytes
-    of one element of its dtype; largest: bytes of the largest weight; widest: elements of the largest linear layer
-    beside which there may be an adapter; num_layers: of its backbone."""
+    head beside them; trained, trained_dtype: elements that an optimizer steps; vocab: rows of its head; itemsize: bytes
+    of one element of its dtype; largest: bytes of the largest weight; widest: elements of the largest linear layer that
+    may have an adapter; num_layers: of its backbone."""
 
     weight_bytes: int
     adapter_bytes: int
@@ -78,10 +78,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a backbone on rows of one length. saved: what a forward with gradients leaves for the backward; peak:
-    the most in either, gradients of parameters aside; scoring: the most of a forward without gradients. score_work,
-    train_work: the operations of a forward without gradients, and of one with its backward (empty where rows were not
-    traced themselves)."""
+    """Bytes of a backbone on rows of one length. saved: what a forward with gradients saves for the backward; peak: the
+    most in either, without gradients of parameters; scoring: the most of a forward without gradients. score_work,
+    train_work: the operations of a forward without gradients, and of a forward and backward (empty where rows were
+    interpolated)."""
 
     saved: int
     peak: int
@@ -95,7 +95,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
 
 
 def _depths(model: ModelConfig) -> tuple[int, ...]:
-    """Depths to trace: the model's own, or two shallow ones. A frozen pattern may name layers that those have not."""
+    """Depths to trace: the model's own, or two shallow ones. A frozen pattern may name layers that those lack."""
     layers = shapes.read_config(model).get_text_config().num_hidden_layers
     if model.freeze or layers <= EQUAL[1]:
         return (layers,)
@@ -111,7 +111,7 @@ def _has_equal_layers(model: ModelConfig) -> bool:
 
 
 def _deeper(values: list[float], depths: tuple[int, ...], layers: int) -> int:
-    """What grows evenly with the depth, at `layers`, from its values at `depths`."""
+    """Extrapolate to `layers` what grows linearly with the depth, from its values at `depths`."""
     if len(depths) == 1:
         return round(values[0])
     return round(values[1] + (values[1] - values[0]) / (depths[1] - depths[0]) * (layers - depths[1]))
@@ -138,7 +138,7 @@ def sizes(model: ModelConfig, device: torch.device, *, is_scalar: bool = False) 
 @_remembered
 def classifier_bytes(model: ModelConfig, device: torch.device, labels: int, rows: int, length: int) -> tuple[int, int]:
     """(weights, activations) of a sequence-classification model, encoder or decoder, with so many labels, that reads
-    `rows` padded texts of `length` tokens at once, or of as many as it has positions for."""
+    `rows` padded texts of `length` tokens at once, or of its number of positions if that is smaller."""
     config = shapes.read_config(model)
     empty = shapes.empty_classifier(config, model, device, labels)
     weights = sum(map(_bytes, [*empty.parameters(), *empty.buffers()]))
@@ -153,27 +153,27 @@ def classifier_bytes(model: ModelConfig, device: torch.device, labels: int, rows
 def _adapters(model: ModelConfig, device: torch.device) -> tuple[int, int, torch.dtype]:
     """(elements, bytes, dtype) of the adapters of `model`."""
     config = shapes.read_config(model)
-    depths, found = _depths(model), []
+    depths, parameters = _depths(model), []
     for depth in depths:
         empty = shapes.empty_model(shapes.shallow(config, depth), model, device, is_scalar=False)
-        found.append([p for p in empty.parameters() if p.requires_grad])
+        parameters.append([p for p in empty.parameters() if p.requires_grad])
     layers = config.get_text_config().num_hidden_layers
-    count, size = (_deeper([sum(f(p) for p in each) for each in found], depths, layers)
+    count, size = (_deeper([sum(f(p) for p in group) for group in parameters], depths, layers)
                    for f in (torch.Tensor.numel, _bytes))
-    return count, size, found[0][0].dtype
+    return count, size, parameters[0][0].dtype
 
 
 @_remembered
 def cache_bytes(model: ModelConfig, device: torch.device) -> tuple[int, int]:
     """(bytes per token, bytes per sequence) of the cache that one sequence of `model` fills."""
-    config, plain, found = shapes.read_config(model), _plain(model), []
+    config, plain, sizes = shapes.read_config(model), _plain(model), []
     layers = config.get_text_config().num_hidden_layers
     depths = EQUAL if _depths(plain) == EQUAL else (layers,)
     for depth in depths:
         empty = shapes.empty_model(shapes.shallow(config, depth), plain, device, is_scalar=False)
         with shapes.without_memory(device):
-            found.append(shapes.cache_bytes(shapes.on_device(empty).eval()))
-    per_token, per_sequence = (_deeper(list(values), depths, layers) for values in zip(*found, strict=True))
+            sizes.append(shapes.cache_bytes(shapes.on_device(empty).eval()))
+    per_token, per_sequence = (_deeper(list(values), depths, layers) for values in zip(*sizes, strict=True))
     return per_token, per_sequence
 
 
@@ -183,13 +183,13 @@ _traced: dict[str, dict[int, Activations]] = {}
 def activations(model: ModelConfig, device: torch.device, rows: int, length: int, *, dropout: bool = False,
                 trains: bool = True, is_exact: bool = True, is_partitioned: bool = False) -> Activations:
     """Activations of the backbone on `rows` rows of `length` tokens. trains: whether training is counted too;
-    is_partitioned: whether by ZeRO 3, whose layers compute in their own forms.
+    is_partitioned: whether under ZeRO 3, whose layers run without our fused operations.
 
-    A scalar model has the same backbone; its head adds one fp32 copy of the hidden states, which no peak contains.
-    is_exact False: counts between two that were traced are taken from the line through them, for a quick search.
+    A scalar model has the same backbone; its head adds one fp32 copy of the hidden states, which is not part of a peak.
+    is_exact False: counts between two that were traced are interpolated linearly, for a quick search.
     """
-    held = replace(model, load_in_4bit=False, load_in_8bit=bool(model.quantize))  # in fewer bits, whether 4 or 8
-    key = (held, shapes.edition(model), device, length, dropout, is_partitioned)
+    packed = replace(model, load_in_4bit=False, load_in_8bit=bool(model.quantize))  # 4 or 8 bits are traced alike
+    key = (packed, shapes.edition(model), device, length, dropout, is_partitioned)
     both = _traced.setdefault(repr((*key, True)), {})
     if not trains and rows in both:
         return both[rows]
@@ -210,22 +210,22 @@ def _between(rows: int, known: dict[int, Activations], low: int, high: int) -> A
 
 def _traced_model(model: ModelConfig, device: torch.device, rows: int, length: int, dropout: bool,
                   trains: bool, is_partitioned: bool = False) -> Activations:
-    depths, found = _depths(model), []
+    depths, traces = _depths(model), []
     for depth in depths:
         with _made(model, depth, device, dropout, is_partitioned) as empty:
-            found.append(_trace(empty, rows, length, trains=trains))
+            traces.append(_trace(empty, rows, length, trains=trains))
     layers = shapes.read_config(model).get_text_config().num_hidden_layers
-    saved = _deeper([f.saved for f in found], depths, layers)
-    on_top = found[-1].peak - found[-1].saved  # one layer's, or the embeddings' business
-    works = [Work(layers, depths, tuple(tally for f in found for tally in getattr(f, name).found))
+    saved = _deeper([f.saved for f in traces], depths, layers)
+    on_top = traces[-1].peak - traces[-1].saved  # of one layer, or of the embeddings
+    works = [Work(layers, depths, tuple(tally for f in traces for tally in getattr(f, name).found))
              for name in ("score_work", "train_work")]
-    return Activations(saved, saved + on_top, found[-1].scoring, *works)
+    return Activations(saved, saved + on_top, traces[-1].scoring, *works)
 
 
 @contextmanager
 def _made(model: ModelConfig, depth: int, device: torch.device, dropout: bool = False,
           is_partitioned: bool = False) -> Iterator[nn.Module]:
-    """The model with `depth` layers, on fake tensors and in the forms that it computes in."""
+    """The model with `depth` layers, on fake tensors, with the operations that it computes by."""
     ops = shape_ops(device.type)
     empty = shapes.empty_model(shapes.shallow(shapes.read_config(model), depth), model, device, is_scalar=False,
                                dropout=dropout)
@@ -241,18 +241,18 @@ def _made(model: ModelConfig, depth: int, device: torch.device, dropout: bool = 
 
 @_remembered
 def decode_work(model: ModelConfig, device: torch.device, slots: int) -> Work:
-    """The operations of a backbone on one token of each of `slots` sequences, attention to what came before aside."""
-    depths, found = _depths(model), []
-    held = replace(model, load_in_4bit=False, load_in_8bit=bool(model.quantize))
+    """The operations of a backbone on one token of each of `slots` sequences, without attention to earlier tokens."""
+    depths, tallies = _depths(model), []
+    packed = replace(model, load_in_4bit=False, load_in_8bit=bool(model.quantize))
     for depth in depths:
-        with _made(held, depth, device) as empty:
-            found.append(_recorded_forward(empty.eval(), _batch(slots, 1), is_fused=True)[1])
-    return Work(shapes.read_config(model).get_text_config().num_hidden_layers, depths, tuple(found))
+        with _made(packed, depth, device) as empty:
+            tallies.append(_recorded_forward(empty.eval(), _batch(slots, 1), is_fused=True)[1])
+    return Work(shapes.read_config(model).get_text_config().num_hidden_layers, depths, tuple(tallies))
 
 
 def _packed_away(empty: nn.Module, model: ModelConfig) -> int:
-    """Bytes that quantising saves: every linear layer but the head, in NF4 (half a byte, and an fp32 scale per block of
-    64 numbers: QLoRA, 2305.14314) or in int8 (a byte, and an fp32 scale per row)."""
+    """Bytes that quantisation saves: every linear layer but the head, in NF4 (half a byte, and an fp32 scale per block
+    of 64 numbers: QLoRA, 2305.14314) or in int8 (a byte, and an fp32 scale per row)."""
     heads, is_of_text = {id(empty.get_output_embeddings()), id(getattr(empty, "score", None))}, reads_text(empty)
     saved = 0
     for name, module in empty.named_modules():
@@ -277,10 +277,10 @@ def _trace(model: nn.Module, rows: int, length: int, *, trains: bool) -> Activat
     for parameter in model.parameters():  # as after a first micro-batch, so that only activations are counted
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     for module in model.train().modules():
-        if hasattr(module, "layerdrop"):  # layers are skipped by numbers drawn, and here are none: all are counted
+        if hasattr(module, "layerdrop"):  # it skips layers by random numbers, and there are none here: count all
             module.training = False
     recorder = Recorder(_packed(model))
-    with counting(model, recorder.told) as training, telling(recorder.told_own):
+    with counting(model, recorder.record) as training, telling(recorder.record_ours):
         hidden = hidden_states(model, batch)
         saved = training.now
         hidden.backward(torch.zeros_like(hidden))
@@ -290,7 +290,7 @@ def _trace(model: nn.Module, rows: int, length: int, *, trains: bool) -> Activat
 def _recorded_forward(model: nn.Module, batch: SequenceBatch, is_fused: bool = False) -> tuple[int, Tally]:
     """(most bytes, operations) of a forward without gradients."""
     recorder = Recorder(_packed(model), is_fused)
-    with counting(model, recorder.told) as scoring, telling(recorder.told_own), torch.no_grad():
+    with counting(model, recorder.record) as scoring, telling(recorder.record_ours), torch.no_grad():
         hidden_states(model, batch)
     return scoring.peak, recorder.tally
 
@@ -305,7 +305,7 @@ def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, tr
     """Most bytes that log-probabilities of `num_tokens` tokens take beside their hidden states; with a teacher, its
     hidden states and the divergence from it too."""
     config = shapes.read_config(model)
-    is_frozen = bool(model.lora.r) and model.lora.target_modules == "all-linear"  # which adapts no head
+    is_frozen = bool(model.lora.r) and model.lora.target_modules == "all-linear"  # the head has no adapter
     empty = _headed(_plain(model) if is_frozen else model, device)
     taught = _headed(_plain(teacher), device) if teacher else None
     if is_frozen:
@@ -319,33 +319,33 @@ def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, tr
             parameter.grad = torch.zeros_like(parameter) if trains and parameter.requires_grad else None
         with counting(known) as live, torch.set_grad_enabled(trains), _few_blocks(device):
             measure, beside = _divergence_from(taught, num_tokens) if taught else (None, ())
-            (logprobs, spread, _), found = token_logprobs_and(
+            (logprobs, spread, _), divergences = token_logprobs_and(
                 measure, beside, hidden, targets, own_head(empty), with_entropy=entropy,
                 chunk_size=chunk_rows(config.get_text_config().vocab_size, hidden.dtype),
                 score_logits=shape_ops(device.type).token_scores)
             if trains:
-                sum([logprobs, *([spread] if entropy else []), *found]).sum().backward()
+                sum([logprobs, *([spread] if entropy else []), *divergences]).sum().backward()
     return live.peak
 
 
 def _headed(model: ModelConfig, device: torch.device) -> nn.Module:
-    """The model with the fewest layers: its head is what counts."""
+    """The model with the fewest layers, of which only the head counts."""
     config = shapes.shallow(shapes.read_config(model), _depths(model)[0])
     return shapes.empty_model(config, model, device, is_scalar=False)
 
 
 def _divergence_from(teacher: nn.Module, num_tokens: int) -> tuple[Callable, tuple[Tensor]]:
-    """What measures the divergence that takes the most memory, and the teacher's hidden states."""
+    """A function that measures the divergence with the most memory, and the teacher's hidden states."""
     config: Any = teacher.config  # of transformers
     rows = torch.zeros(num_tokens, config.get_text_config().hidden_size, dtype=teacher.dtype)
     targets = TeacherTargets(Divergence("jsd"), [rows], head=own_head(teacher))
-    return lambda logits, own: (targets.divergence(logits, own),), (rows,)
+    return lambda logits, states: (targets.divergence(logits, states),), (rows,)
 
 
 @contextmanager
 def _few_blocks(device: torch.device) -> Iterator[None]:
-    """Within the block log-probabilities go over two blocks of each chunk: all take the same, in the same buffers, and
-    thousands of them would be most of the time that a plan takes. They are of the size that they have on `device`."""
+    """Within the block log-probabilities go over two blocks of each chunk: all blocks take the same memory, in the same
+    buffers, and thousands of them would take most of a plan's time. Blocks have the size that they have on `device`."""
     original = likelihood._blocks
     likelihood._blocks = lambda logits: islice(original(logits, device.type), 2)
     try:

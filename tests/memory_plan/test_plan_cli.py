@@ -69,8 +69,8 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would_help(sft, caps
 
 def test_memory_that_is_no_amount_is_the_users_mistake(sft, capsys) -> None:
     assert main([*sft, "--memory", "24 Gigs"]) == 2
-    assert capsys.readouterr().err == ("error: --memory '24 Gigs' is no amount of memory; write a number and a unit, "
-                                       "such as 24GiB, 24GB or 800MiB\n")
+    assert capsys.readouterr().err == ("error: --memory '24 Gigs' is not an amount of memory; write a number and a "
+                                       "unit, such as 24GiB, 24GB or 800MiB\n")
 
 
 def test_a_plan_of_nothing_is_the_users_mistake(sft, capsys) -> None:

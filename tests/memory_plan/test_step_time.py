@@ -41,7 +41,7 @@ def products(work: Work) -> float:
 def test_a_product_counts_two_operations_a_weight_and_row_and_every_byte_once() -> None:
     rows, weight = torch.ones(10, 8), torch.ones(6, 8)
     recorder = Recorder()
-    with LiveBytes(told=recorder.told):
+    with LiveBytes(on_operation=recorder.record):
         made = torch.nn.functional.linear(rows, weight)
         made.view(60).relu_()
         torch.empty(100).detach()
@@ -53,7 +53,7 @@ def test_a_product_counts_two_operations_a_weight_and_row_and_every_byte_once() 
 def test_a_recorder_keeps_nothing_alive() -> None:
     weight = torch.ones(6, 8)
     recorder = Recorder([weight])
-    with LiveBytes((weight,), recorder.told) as live:
+    with LiveBytes((weight,), recorder.record) as live:
         torch.nn.functional.linear(torch.ones(10, 8), torch.empty_like(weight))
     gc.collect()
     assert live.now == 0
