@@ -1,6 +1,6 @@
 """The stages from Python: a model, data and a few settings in; metrics, the model and its tokenizer out.
 
-A thin layer over the recipes that `train.py --stage` runs: the same folder, report, checkpoints and refusals.
+A thin layer over the recipes that `train.py --stage` runs, with the same folder, report, checkpoints and errors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Reward = Callable | str | PurePath | list
 
 
 class Training:
-    """One run of a stage. What can be known to be wrong is refused here, before anything is loaded.
+    """One run of a stage. Inputs are checked here, before anything is loaded.
 
     model: a hub id, a folder, a run's folder, or an earlier Training. train_dataset: a path or a list of paths, a
     datasets.Dataset, or any other iterable of rows (mappings). reward_funcs: one or a list of Python functions as TRL
@@ -44,8 +44,8 @@ class Training:
                  options: Mapping | None = None, tools: object = None, environment_factory: object = None,
                  eval_dataset: object = None, peft_config: object = None) -> None:
         quiet_libraries()
-        grow_segments()  # of use where nothing is on the card yet
-        bound_product_caches()  # and no product was computed
+        grow_segments()  # works only before anything is on the card
+        bound_product_caches()  # and before the first product
         with _one_line():
             check(int(os.environ.get("WORLD_SIZE", 1)) == 1,
                   "a run in several processes needs its functions by name in each; use train.py --stage under torchrun")
@@ -53,18 +53,18 @@ class Training:
             self.stage, row = stage, STAGES[stage]
             self._recipe = importlib.import_module(row.module)
             self.functions, sources = rewards_of(reward_funcs, _folder)
-            own, acting = environments_of(tools, environment_factory, self.functions)
-            self.functions |= own
-            given = dotted(self._recipe.Config, {**(settings or {}), **sources, **acting, **(options or {})})
-            folder = given.get("output_dir") if output_dir is None else str(output_dir)
+            callables, acting = environments_of(tools, environment_factory, self.functions)
+            self.functions |= callables
+            values = dotted(self._recipe.Config, {**(settings or {}), **sources, **acting, **(options or {})})
+            folder = values.get("output_dir") if output_dir is None else str(output_dir)
             self.output_dir = folder or f"outputs/{stage}"
             self._rows = {"data.sources": rows_of(train_dataset),
                           "data.eval_sources": rows_of(eval_dataset, "eval_dataset")}
             if eval_dataset is not None:
-                given = {"data.eval_fraction": 0.0} | given
-            given = _merged(given, lora_options(peft_config), "peft_config")
-            given |= {"output_dir": self.output_dir} | self._model(model) | self._data()
-            self.config, _ = parse(self._recipe.Config, [*row.preset, *words(given)], prog=f"--stage {stage}",
+                values = {"data.eval_fraction": 0.0} | values
+            values = _merged(values, lora_options(peft_config), "peft_config")
+            values |= {"output_dir": self.output_dir} | self._model(model) | self._data()
+            self.config, _ = parse(self._recipe.Config, [*row.preset, *words(values)], prog=f"--stage {stage}",
                                    unused=unread_options.of_stage(stage))
             self.output_dir = self.config.output_dir  # ~ written out
         self.metrics: dict[str, float] = {}
@@ -107,11 +107,11 @@ class Training:
         from hybrid_rlhf.run import runfile
 
         self._model_folder()
-        found = runfile.read_run(self.output_dir).metrics
+        metrics = runfile.read_run(self.output_dir).metrics
         with _one_line():
-            check(any(name.startswith("eval/") for name in found),
+            check(any(name.startswith("eval/") for name in metrics),
                   f"{self.output_dir} has evaluated nothing; give eval_dataset, or eval_fraction=0.05 of the rows")
-        return FinalMetrics({name: value for name, value in found.items() if name.startswith("eval/")})
+        return FinalMetrics({name: value for name, value in metrics.items() if name.startswith("eval/")})
 
     def save_model(self, output_dir: str | PurePath | None = None) -> str:
         """The trained model and its tokenizer in a new folder, as `hybrid-rlhf export` writes it, or where they are
@@ -141,9 +141,9 @@ class Training:
 
         def read():  # noqa: ANN202
             opened = load.load_scalar_model if self.stage == "reward" else load.load_causal_lm
-            own = self.config.model
-            return opened(load.ModelConfig(self._model_folder(), dtype=own.dtype,
-                                           trust_remote_code=own.trust_remote_code), device()).eval()
+            config = self.config.model
+            return opened(load.ModelConfig(self._model_folder(), dtype=config.dtype,
+                                           trust_remote_code=config.trust_remote_code), device()).eval()
 
         return self._once("model", read)
 
@@ -187,7 +187,7 @@ class Training:
         from hybrid_rlhf.data import chat
 
         check(isinstance(prompt, str) or (isinstance(prompt, list) and _is_messages(prompt)),
-              f"generate: {prompt!r:.60} is no prompt; give text, or a list of messages with role and content")
+              f"generate: {prompt!r:.60} is not a prompt; give text, or a list of messages with role and content")
         try:
             return chat.encode_prompt(self.tokenizer, chat.as_turn(self.tokenizer, prompt, self.config.data.raw))
         except (chat.SkipRow, KeyError) as error:
@@ -246,20 +246,20 @@ class FinalMetrics(dict):
 
     def _repr_pretty_(self, printer, _is_circle: bool) -> None:  # noqa: ANN001 - IPython's
         names = [name for first in self._FIRST for name in (first, f"eval/{first}") if name in self]
-        told = [f"{name} {self[name]:.4g}" for name in names if self[name] is not None]
-        printer.text(f"{len(self)} metrics" + (f", of which {', '.join(told)}" if told else ""))
+        shown = [f"{name} {self[name]:.4g}" for name in names if self[name] is not None]
+        printer.text(f"{len(self)} metrics" + (f", of which {', '.join(shown)}" if shown else ""))
 
 
-def _merged(given: dict, more: dict, name: str) -> dict:
-    """`given` and the options that the argument `name` stands for; UserError where both say the same."""
-    both = sorted(given.keys() & more.keys())
+def _merged(options: dict, more: dict, name: str) -> dict:
+    """`options` and those that the argument `name` stands for; UserError where both set the same."""
+    both = sorted(options.keys() & more.keys())
     check(not both, f"{name} and {', '.join(both)} are both given; leave one of them out")
-    return given | more
+    return options | more
 
 
 @contextmanager
 def _one_line():  # noqa: ANN202
-    """A UserError leaves without the frames inside: its message is what the user needs."""
+    """Re-raise a UserError without the frames inside: its message is what the user needs."""
     try:
         yield
     except UserError as error:
@@ -270,7 +270,7 @@ def _one_line():  # noqa: ANN202
 
 
 def _free_memory() -> None:
-    """What training held lies in cycles of references, which Python frees late: the model is loaded again beside it."""
+    """Collect the reference cycles of training, which Python frees late: the model is loaded again beside them."""
     import torch
 
     gc.collect()
@@ -278,8 +278,8 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _folder(given: object) -> str:
-    return given.output_dir if isinstance(given, Training) else expanded(str(given))
+def _folder(source: object) -> str:
+    return source.output_dir if isinstance(source, Training) else expanded(str(source))
 
 
 def _path_of(model: object, name: str) -> str:
@@ -361,12 +361,12 @@ def DistillTrainer(model: object = None, teacher_model: object = None, train_dat
                     tools, environment_factory, eval_dataset, peft_config)
 
 
-def _variant(given: str | None, usual: str, name: str, same: tuple[str, ...]) -> str:
+def _variant(wanted: str | None, usual: str, name: str, same: tuple[str, ...]) -> str:
     """The stage of a variant's name."""
-    if given in (None, usual, *same):
+    if wanted in (None, usual, *same):
         return usual
     module = STAGES[usual].module
     known = [stage for stage, row in STAGES.items() if row.module == module and stage not in ("ppo", usual)]
     with _one_line():
-        check(given in known, f"{name} is {given!r}; choose {', '.join([usual, *known])}")
-    return given
+        check(wanted in known, f"{name} is {wanted!r}; choose {', '.join([usual, *known])}")
+    return wanted

@@ -1,4 +1,4 @@
-"""What is given from Python, in the form that the settings of a stage have: rows as a file, options by dotted name."""
+"""Inputs from Python in the form of a stage's settings: rows as a file, options by dotted name."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hybrid_rlhf.trl_words import INSTEAD
 
 @dataclasses.dataclass
 class Rows:
-    """Rows from memory as the text of a jsonl file, whose name says what is in it: other rows are another file, so that
-    a run knows whether it has these."""
+    """Rows from memory as the text of a jsonl file, which is named by a hash of its text: other rows are another file,
+    so that a run knows whether it has these."""
 
     text: str
 
@@ -29,7 +29,7 @@ class Rows:
         return str(Path(output_dir) / ROWS_FOLDER / f"{hashlib.sha256(self.text.encode()).hexdigest()[:12]}.jsonl")
 
     def write(self, output_dir: str) -> None:
-        """Beside the run, where its settings look for them."""
+        """Write the file into the run's folder, where its settings look for it."""
         path = Path(self.path(output_dir))
         check_inside(Path(output_dir), (TRACKERS,))
         if not path.exists():
@@ -41,8 +41,8 @@ class Rows:
 
 
 def rows_of(data: object, name: str = "train_dataset") -> Rows | str | list | dict | None:
-    """Paths and sources as they are; rows from memory as Rows. Raises UserError for what is neither, by the argument's
-    name."""
+    """Paths and sources as they are; rows from memory as Rows. Raises UserError for anything else, which names the
+    argument."""
     if data is None or isinstance(data, (str, PurePath)) or _is_source(data):
         return str(data) if isinstance(data, PurePath) else data
     if isinstance(data, Mapping):  # splits of a data set, or columns
@@ -58,14 +58,14 @@ def rows_of(data: object, name: str = "train_dataset") -> Rows | str | list | di
 
 
 def _by_name(data: object) -> str:
-    """What stands second in TRL's trainers is written by name here."""
+    """A hint for arguments that stand second in TRL's trainers and are given by name here."""
     if callable(data):
         return "; functions are written by name, reward_funcs=..."
     return f"; {INSTEAD['args']}" if type(data).__name__.endswith(("Config", "Arguments")) else ""
 
 
 def _is_source(item: object) -> bool:
-    """Whether a mapping names a place of rows and is none itself."""
+    """Whether a mapping is a data source, not a row."""
     return isinstance(item, Mapping) and "path" in item and set(item) <= {f.name for f in dataclasses.fields(Source)}
 
 
@@ -81,9 +81,9 @@ def _line(row: object, where: str) -> str:
     return json.dumps(dict(row), ensure_ascii=False, default=plain) + "\n"
 
 
-def rewards_of(given: object, folder: Callable[[object], str]) -> tuple[dict[str, Callable], dict[str, object]]:
-    """Functions by the name that the settings know them by, and the settings; folder: the path of a reward model."""
-    items = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+def rewards_of(rewards: object, folder: Callable[[object], str]) -> tuple[dict[str, Callable], dict[str, object]]:
+    """Functions by their names in the settings, and these settings; folder: gives the path of a reward model."""
+    items = rewards if isinstance(rewards, (list, tuple)) else [] if rewards is None else [rewards]
     functions: dict[str, Callable] = {}
     names, models = [], []
     for item in items:
@@ -103,8 +103,8 @@ def rewards_of(given: object, folder: Callable[[object], str]) -> tuple[dict[str
 
 def environments_of(tools: object, factory: object, taken: Mapping[str, Callable]
                     ) -> tuple[dict[str, Callable], dict[str, object]]:
-    """Tools and environments by the names that the settings know them by, beside those that are `taken`, and the
-    settings. What is a name already (path.py:name, builtin:name) stays one."""
+    """Tools and environments by their names in the settings, beside those that are `taken`, and these settings. What is
+    a name already (path.py:name, builtin:name) stays one."""
     functions: dict[str, Callable] = {}
 
     def named(item: object, option: str) -> str:
@@ -128,20 +128,20 @@ def environments_of(tools: object, factory: object, taken: Mapping[str, Callable
 
 
 def _version(function: Callable) -> str:
-    """A mark of the function's text, where Python knows it: other rewards make another run."""
+    """A hash of the function's source, where Python knows it: other rewards make another run."""
     text = _text_of(function if hasattr(function, "__name__") else type(function))
     return f"@{hashlib.sha256(text.encode()).hexdigest()[:8]}" if text else ""
 
 
-def _text_of(given: Callable) -> str:
-    """The source of a function or a class; of a class that a notebook's cell defines, Python before 3.13 knows that of
-    its methods only. "" where nothing is known."""
+def _text_of(item: Callable) -> str:
+    """The source of a function or a class; for a class that a notebook's cell defines, Python before 3.13 knows that of
+    its methods only. "" where it is unknown."""
     try:
-        return inspect.getsource(given)
+        return inspect.getsource(item)
     except (OSError, TypeError):
-        methods = vars(given).values() if inspect.isclass(given) else ()
-        found = (getattr(method, "__func__", method) for method in methods)  # of a static or class method
-        return "".join(_text_of(each) for each in found if inspect.isfunction(each))
+        methods = vars(item).values() if inspect.isclass(item) else ()
+        functions = (getattr(method, "__func__", method) for method in methods)  # of a static or class method
+        return "".join(_text_of(each) for each in functions if inspect.isfunction(each))
 
 
 def _free_name(function: Callable, taken: Mapping) -> str:
@@ -150,22 +150,22 @@ def _free_name(function: Callable, taken: Mapping) -> str:
     return name if name not in taken else next(n for n in numbered if n not in taken)
 
 
-def dotted(config_class: type, given: Mapping, prefix: str = "") -> dict[str, object]:
-    """Options by their dotted names. A section may be a mapping; __ stands for a dot; a name alone is the option of
-    that name that lies least deep, where there is one only (learning_rate: the actor's, where there is one)."""
+def dotted(config_class: type, options: Mapping, prefix: str = "") -> dict[str, object]:
+    """Options by their dotted names. A section may be a mapping; __ stands for a dot; a name alone is the least deep
+    option of that name, if there is only one (learning_rate: the actor's, where there is one)."""
     known = dict(_options(config_class))
     sections = {name.rpartition(".")[0] for name in known}
-    found: dict[str, object] = {}
-    for key, value in given.items():
+    values: dict[str, object] = {}
+    for key, value in options.items():
         name = f"{prefix}{str(key).replace('__', '.')}"
         if name in sections and isinstance(value, Mapping):
-            found |= dotted(config_class, value, f"{name}.")
+            values |= dotted(config_class, value, f"{name}.")
         else:
-            found[name if name in known else _meant(name, known, is_alone=not prefix)] = value
-    return found
+            values[name if name in known else _meant(name, known, is_alone=not prefix)] = value
+    return values
 
 
-# Where what lies least deep is not what is meant, and TRL's names; of the stages that have these options.
+# Names alone that do not mean the least deep option, and TRL's names; for stages that have these options.
 SHORT = {"learning_rate": "roles.actor.learning_rate", "tp": "roles.actor.tp", "kind": "roles.critic.kind",
          "temperature": "ppo.sampling.temperature", "top_k": "ppo.sampling.top_k",
          "num_generations": "ppo.sampling.num_samples", "beta": "ppo.kl_coef", "epsilon": "ppo.cliprange",
@@ -182,7 +182,7 @@ def _options(config_class: type, prefix: str = "") -> Iterator[tuple[str, type]]
 
 
 def _meant(name: str, known: Mapping, is_alone: bool) -> str:
-    """The option that `name` is short for; UserError where there is none, or several as good."""
+    """The option that `name` is short for; UserError where there is none, or several that fit equally."""
     if is_alone and SHORT.get(name) in known:
         return SHORT[name]
     close = [option for option in known if is_alone and option.endswith(f".{name}")]

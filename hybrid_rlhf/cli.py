@@ -1,4 +1,4 @@
-"""The entry point: a stage's name and its settings become a run. `hybrid-rlhf` and train.py are this."""
+"""The entry point of `hybrid-rlhf` and train.py: a stage's name and its settings become a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hybrid_rlhf.core.startup import relaxed_gc
 from hybrid_rlhf.core.text_safety import error_line, escape_control
 from hybrid_rlhf.training.registry import STAGES, variant_options
 
-SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # what a stage may be asked in place of a run
+SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # options of every stage that are not settings
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat.repl", "doctor": "hybrid_rlhf.commands.doctor",
             "qualify": "hybrid_rlhf.commands.qualify", "init": "hybrid_rlhf.commands.init",
             "export": "hybrid_rlhf.commands.export", "label": "hybrid_rlhf.commands.label",
@@ -56,10 +56,10 @@ anything to learn from.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code (0 done, 2 the input is wrong, 3 a plan does not fit, 130 stopped
     with a checkpoint)."""
-    given = sys.argv[1:] if argv is None else argv
-    argv = [word for word in given if not word.startswith("--local_rank=")]  # deepspeed's launcher adds it
+    words = sys.argv[1:] if argv is None else argv
+    argv = [word for word in words if not word.startswith("--local_rank=")]  # deepspeed's launcher adds it
     quiet_libraries()
-    grow_segments()  # before anything of torch's is there
+    grow_segments()  # before torch allocates anything
     bound_product_caches()
     if argv == ["--version"]:
         print(f"hybrid-rlhf {__version__}")
@@ -85,13 +85,13 @@ def _main(argv: list[str]) -> int:
             error.add_note(f"go on: {_again(argv)}")
         return _fail(130, "stopped", error)
     except Exception as error:
-        if lost := _lost_process(error):  # first: its text may name any error of the system's
+        if lost := _lost_process(error):  # first: its text may name any system error
             return _fail(1, lost)
-        if short := _shortage(error):  # where nobody below knew a better advice
+        if short := _shortage(error):  # where no block inside gave better advice
             return _fail(2, short, error)
-        if found := refusal(error):  # wherever a file was written
+        if cause := refusal(error):  # wherever a file was written
             where = f" ({error.filename})" if getattr(error, "filename", None) else ""
-            return _fail(2, error_line(UserError(f"{found.words}{where}; {found.remedy}, and the same command goes on "
+            return _fail(2, error_line(UserError(f"{cause.words}{where}; {cause.remedy}, and the same command goes on "
                                                  "from the last checkpoint")), error)
         if not _is_one_of_several():
             raise
@@ -128,7 +128,7 @@ def _is_one_of_several() -> bool:
 
 
 def _join() -> None:
-    """Meet the other processes of a launcher before anything can go wrong, and leave the terminal to the first."""
+    """Join the other processes of a launcher before anything can go wrong, and leave the terminal to the main one."""
     if not _is_one_of_several():
         return
     from hybrid_rlhf.core import distributed, failure
@@ -143,7 +143,7 @@ def _join() -> None:
 
 
 def _fail(code: int, message: str, error: BaseException | None = None) -> int:
-    """End with `message` and the notes of `error`, in which a run says what is where and how it goes on."""
+    """End with `message` and the notes of `error`, in which a run says what is where and how to resume."""
     message = "\n".join([message, *map(escape_control, getattr(error, "__notes__", []))])
     if _is_one_of_several():
         from hybrid_rlhf.core.failure import fail
@@ -187,16 +187,17 @@ def _train(argv: list[str]) -> int:
 
 def read_settings(name: str, words: list[str], prog: str = "hybrid-rlhf", default: str | None = None
                   ) -> tuple[object, dict]:
-    """The settings of a stage as a command line says them, and the switches. default: a file that comes before them.
-    UserError, in one line, for what the stage does not take; nothing is read but the files of settings."""
+    """The settings of a stage from a command line, and the switches. default: a file with settings that come before
+    these. UserError, in one line, for options that the stage does not have; nothing is read but files of settings."""
     from hybrid_rlhf.training import unread_options
 
     row, base = STAGES[name], STAGES[name].base or name
     config, switches = parse(importlib.import_module(row.module).Config, [*row.preset, *words],
                              prog=f"{prog} --stage {name}", description=row.help, default_config=default,
                              extra=SWITCHES, unused=unread_options.of_stage(name))
-    given = STAGES[config.stage].base if config.stage in STAGES else None  # a variant's settings run under its base too
-    check(config.stage in (name, base) or given == name,
+    # a variant's settings run under its base too
+    variant_base = STAGES[config.stage].base if config.stage in STAGES else None
+    check(config.stage in (name, base) or variant_base == name,
           f"--stage {name}, but the settings say stage: {config.stage}; give --stage {config.stage}, or another file")
     _check_variant(name, config)
     return dataclasses.replace(config, stage=name), switches
@@ -206,12 +207,12 @@ def _preview(stage: ModuleType, config: object) -> None:
     """Print rendered examples of the data, trained tokens marked."""
     from hybrid_rlhf.data.preview import show
 
-    for found in stage.previews(config):
-        show(found)
+    for preview in stage.previews(config):
+        show(preview)
 
 
 def _check_sources(config: object) -> None:
-    """UserError for data that is not there, before a model is loaded."""
+    """UserError for missing data, before a model is loaded."""
     from hybrid_rlhf.data.sources import check_there
 
     for source in config.data.sources if hasattr(config, "data") else ():
@@ -222,13 +223,13 @@ def _check_variant(name: str, config: object) -> None:
     """UserError where the settings turn a variant into another method than the one that its name says."""
     base = STAGES[name].base
     for option, value in variant_options(name).items():
-        found = value_of(config, option)
-        check(found == value, f"--stage {name} is --stage {base} with {option} {value}, and the settings say "
-                              f"{option} {found}; leave that out, or give --stage {base}")
+        actual = value_of(config, option)
+        check(actual == value, f"--stage {name} is --stage {base} with {option} {value}, and the settings say "
+                              f"{option} {actual}; leave that out, or give --stage {base}")
 
 
 def _plan(config: object, switches: dict) -> tuple[object, int]:
-    """What --plan and --memory ask for: the settings to go on with, and the exit code to stop with."""
+    """Carry out --plan and --memory: the settings to go on with, and the exit code to stop with."""
     from hybrid_rlhf.memory_plan.amounts import parse_bytes, parse_cards
     from hybrid_rlhf.training.memory_options import carry_out
 
@@ -240,9 +241,9 @@ def _plan(config: object, switches: dict) -> tuple[object, int]:
 
 
 def _prepare_device(*, is_bounded: bool) -> None:
-    """How this process gets and gives back memory. On a CPU, where memory was named it counts for more than the time
-    that the system takes to map blocks again. Beside a card the computer's memory is for loading and for what waits
-    there: what is freed goes back."""
+    """Set how this process allocates and frees memory. On a CPU with --memory, saving memory counts for more than the
+    time that the system takes to map blocks again. With a card, the computer's memory is for loading and offloading,
+    and freed blocks go back."""
     from hybrid_rlhf.core.accelerator import keep_within_card
     from hybrid_rlhf.core.allocator import give_back_freed_blocks, keep_freed_blocks
     from hybrid_rlhf.core.distributed import device
@@ -275,7 +276,7 @@ def _run(stage: ModuleType, config: object, command: str) -> int:
 
 
 def _with_model(argv: list[str]) -> list[str]:
-    """argv with --model DIR written out."""
+    """argv with --model DIR in its long form."""
     return [f"--model.model_name_or_path{word.removeprefix('--model')}" if word.split("=")[0] == "--model" else word
             for word in argv]
 

@@ -1,4 +1,4 @@
-"""What someone who knows TRL's trainers writes, in the settings that a stage has here; or what to write instead."""
+"""Arguments of TRL's trainers as settings of a stage here; or what to write instead."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ INSTEAD = {
     "use_vllm": "the model that is trained samples, and nothing is to be started; leave it out",
     "push_to_hub": "call .push_to_hub(ID) after training",
 }
-# Classes of TRL's that are imported beside its trainers, less those whose names are classes of ours.
+# Classes of TRL that are imported beside its trainers, without those whose names are classes of ours.
 _CONFIGS = ("SFTConfig", "GRPOConfig", "RLOOConfig", "KTOConfig", "DistillationConfig", "GKDConfig")
 _TRAINERS = {"DistillationTrainer": "DistillTrainer", "GKDTrainer": "DistillTrainer", "PRMTrainer": "RewardTrainer",
              "OnlineDPOTrainer": "train.py --stage online_dpo", "ORPOTrainer": "DPOTrainer(loss_type='orpo')",
              "CPOTrainer": "DPOTrainer(loss_type='simpo')"}
-# Fields of peft.LoraConfig that are options here, and those that say nothing of what is trained.
+# Fields of peft.LoraConfig that are options here, and those without effect on what is trained.
 _LORA = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
 _NO_MATTER = ("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode",
               "runtime_config", "megatron_core")
@@ -63,22 +63,22 @@ def refuse(options: Iterable[str]) -> None:
 
 
 def missing(name: str) -> str | None:
-    """What to write in place of a class of TRL's that this package has not; None for any other name."""
+    """What to write in place of a class of TRL that this package does not have; None for any other name."""
     if name in _CONFIGS:
         return f"hybrid_rlhf has no {name}: {INSTEAD['args']}"
     return f"hybrid_rlhf has no {name}; use {_TRAINERS[name]}" if name in _TRAINERS else None
 
 
-def lora_options(given: object) -> dict[str, object]:
-    """A peft.LoraConfig as the options model.lora.*, by dotted names; {} for None. UserError for what is none, and for
-    a field that has a value of its own and no such option."""
-    if given is None:
+def lora_options(peft_config: object) -> dict[str, object]:
+    """A peft.LoraConfig as the options model.lora.*, by dotted names; {} for None. UserError for anything else, and for
+    a changed field that is not an option here."""
+    if peft_config is None:
         return {}
-    kind = type(given)
+    kind = type(peft_config)
     check(kind.__name__ == "LoraConfig" and kind.__module__.split(".")[0] == "peft",
           f"peft_config is a {kind.__name__}; give a peft.LoraConfig, or model__lora__r=16")
     usual = kind()
-    values = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}  # type: ignore[arg-type]
+    values = {f.name: getattr(peft_config, f.name) for f in dataclasses.fields(peft_config)}  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in _LORA and name not in _NO_MATTER and value != getattr(usual, name):
             raise UserError(f"peft_config: {name}={value!r:.60} is not taken here; leave it out "

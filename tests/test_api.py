@@ -153,7 +153,7 @@ def test_what_is_wrong_is_one_line_without_the_frames_inside(place, make, said) 
 
 
 def test_a_prompt_of_another_kind_and_an_unknown_setting_of_generate_are_refused(sft) -> None:
-    for given, more, said in ((3, {}, "3 is no prompt"), ("x", {"top": 1}, "unknown option top"),
+    for given, more, said in ((3, {}, "3 is not a prompt"), ("x", {"top": 1}, "unknown option top"),
                               ([{"text": "x"}], {}, "give messages with role and content")):
         with pytest.raises(UserError, match=said):
             sft.generate(given, **more)
