@@ -15,7 +15,7 @@ from hybrid_rlhf.core.config import UserError, check, command_flags, parse_comma
 from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
-from hybrid_rlhf.core.own_files import whole
+from hybrid_rlhf.core.own_files import replacing
 from hybrid_rlhf.core.text_safety import error_line
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def export(options: argparse.Namespace) -> list[Path]:
     if wanted and (base or (source / "config.json").exists()):  # of a checkpoint it shows when it is written
         check_convertible(base or source, wanted)
     try:
-        with whole(target.resolve()) as (beside,):
+        with replacing(target.resolve()) as (beside,):
             beside.mkdir(parents=True)
             _write(source, base, beside, record)
             written = [target]

@@ -1,1 +1,1 @@
-"""What every package stands on: settings and errors, tensors, metrics, processes. Imports nothing of ours."""
+"""The base of every package: settings and errors, tensors, metrics, processes. Imports nothing of ours."""

@@ -1,4 +1,4 @@
-"""Which device a process computes on and why, and how its memory is bounded where the system would not."""
+"""The device of a process, and a bound on its memory where the system sets none."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.
 
 
 def keep_within_card() -> int | None:
-    """On WSL2, bound what torch takes of the card; returns the bytes, or None where nothing was set.
+    """On WSL2, bound the memory of the card that torch takes; returns the bytes, or None where nothing was set.
 
-    Windows' driver gives a program that asks for more than the card has the computer's memory in its place, over the
-    bus: no error, and everything many times slower. With a bound torch's allocator fails instead, and the smaller
-    micro-batch, the fewer slots or the line for the user come as on Linux. The bound is 95% of what is free now: the
-    rest is for code that libraries load later, which is not torch's to count, and for Windows' own windows. A bound of
-    the user's (per_process_memory_fraction in torch's variable) stays.
+    A program that asks for more than the card has gets the computer's memory from Windows' driver, over the bus: no
+    error, but everything is many times slower. With a bound torch's allocator fails instead, and smaller micro-batches,
+    fewer slots or an error message follow as on Linux. The bound is 95% of what is free now: the rest is for code that
+    libraries load later, which torch does not count, and for Windows' desktop. The user's own bound
+    (per_process_memory_fraction in torch's variable) stays.
     """
     place = device()
-    given = any("per_process_memory_fraction" in os.environ.get(name, "") for name in CONFIGURED_BY)
-    if place.type != "cuda" or given or not is_wsl():
+    is_set = any("per_process_memory_fraction" in os.environ.get(name, "") for name in CONFIGURED_BY)
+    if place.type != "cuda" or is_set or not is_wsl():
         return None
     free, total = torch.cuda.mem_get_info(place)
     unused = torch.cuda.memory_reserved(place)  # ours already, where this process has computed before
@@ -35,7 +35,7 @@ def keep_within_card() -> int | None:
 
 
 def device_line() -> str:
-    """For the first screen of a run: what it computes on and, where that is the CPU, why not on something else."""
+    """The device line of a run's header: what it computes on and, where that is the CPU, why not on something else."""
     place = device()
     if place.type == "cpu":
         return f"device: the CPU; {why_no_card()}"

@@ -1,4 +1,4 @@
-"""What this process is doing at the moment, in words: long phases say it, the progress of a run shows it."""
+"""What this process is doing now, as text: long phases set it, the progress of a run shows it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SLOW = 2.0  # seconds after which a phase is named
 
 
 def doing(text: str, done: int = 0, count: int = 0) -> None:
-    """Say what begins now ("sampling", "epoch 2 of 4"); "" when it is over. done: of the `count` parts of a step's
-    training. Costs nothing where nobody listens."""
+    """Set what begins now ("sampling", "epoch 2 of 4"); "" at its end. done: how many of the `count` parts of a step's
+    training are done. Costs nothing without listeners."""
     global _now, _parts
     _now, _parts = text, (done, count)
     for listener in _listeners:
@@ -26,7 +26,7 @@ def doing(text: str, done: int = 0, count: int = 0) -> None:
 
 
 def now() -> str:
-    """What was said last; "starting" before anything was."""
+    """The text that was set last; "starting" before that."""
     return _now
 
 
@@ -36,20 +36,20 @@ def parts_done() -> tuple[int, int]:
 
 
 def parts(what: str, items: Iterable[Item], count: int) -> Iterator[Item]:
-    """`items`, the `count` parts of a step's training, each said as it begins: "`what` 1 of 4"."""
+    """`items`, the `count` parts of a step's training, each announced as it begins: "`what` 1 of 4"."""
     for number, item in enumerate(items):
         doing(f"{what} {number + 1} of {count}", number, count)
         yield item
 
 
 def epochs(count: int) -> Iterator[int]:
-    """1 to `count`, each said as it begins."""
+    """1 to `count`, each announced as it begins."""
     return parts("training, epoch", range(1, count + 1), count)
 
 
 @contextmanager
 def slow(text: str) -> Iterator[None]:
-    """A block outside of a run's progress; where it takes more than a moment, a line on stderr says what it does."""
+    """A block outside of a run's progress; where it takes longer than SLOW, a line on stderr says what it does."""
     from hybrid_rlhf.core.distributed import is_main  # not above: it imports torch
 
     doing(text)
@@ -61,12 +61,12 @@ def slow(text: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-    doing("")  # not after an error, which says what was going on
+    doing("")  # not after an error, whose message names the activity
 
 
 @contextmanager
 def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Within the block `listener` is told."""
+    """Within the block `listener` is called with each new text."""
     _listeners.append(listener)
     try:
         yield

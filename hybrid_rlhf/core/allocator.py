@@ -1,4 +1,4 @@
-"""How memory is got and given back: by the C library and oneDNN on a CPU, by torch's allocator on a card."""
+"""Settings of memory allocators: of the C library and oneDNN on a CPU, of torch on a card."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def is_wsl() -> bool:
 
 def grow_segments() -> bool:
     """Let torch's allocator on a card grow its segments instead of adding more: lengths differ from batch to batch, and
-    pieces of many sizes leave holes that no later tensor fits. Returns whether that was set.
+    blocks of many sizes leave holes that no later tensor fits. Returns whether that was set.
 
-    To be called before the first tensor on a card: torch reads the variable once. A variable of the user's stays as it
-    is, and so does everything on WSL2, where mapping memory piece by piece fails on some drivers (pytorch issue
-    192330), and on other systems, which have none of it. CUDA graphs need nothing more: their private pools have
-    segments of the old kind in some releases of torch and growing ones in others, and either keeps its addresses.
+    Call it before the first tensor on a card: torch reads the variable once. Nothing is set where the user has set the
+    variable, on WSL2, where mapping memory piece by piece fails on some drivers (pytorch issue 192330), and on other
+    systems, which do not support it. CUDA graphs need nothing more: their private pools have segments of the old kind
+    in some releases of torch and growing ones in others, and either keeps its addresses.
     """
     if not sys.platform.startswith("linux") or is_wsl():
         return False
@@ -49,14 +49,14 @@ def bound_product_caches() -> None:
     227 MiB grew to 900 within 1,500 products, and stays at 272 with both caches bounded. With only one of them bounded
     it went on growing, at half the pace.
 
-    To be called before the first product; variables of the user's stay as they are.
+    Call it before the first product. Variables that the user has set stay.
     """
     for name in PRODUCT_CACHES:
         os.environ.setdefault(name, str(NUM_PRODUCTS))
 
 
 def give_back_freed_blocks() -> bool:
-    """Let glibc's malloc map every block of 128 KiB or more by itself: a freed one is the system's again at once.
+    """Let glibc's malloc map every block of 128 KiB or more by itself: a freed one returns to the system at once.
 
     By default the threshold grows with every large block that is freed, up to 32 MiB; activations then live in the
     heap, which fragments and is not given back. On a 134M model, bf16, LoRA, forward and backward of 2 x 192 tokens,
@@ -64,7 +64,7 @@ def give_back_freed_blocks() -> bool:
     2 x 192 x 768 are below that; mapped from 128 KiB 167 MB, of which 2 stayed.
     The cost is time, for a block that is mapped anew is cleared page by page: that forward and backward took 1.5 s
     instead of 1.1 (one thread). So it is for runs whose memory is bounded (--memory), not for all.
-    Returns whether there was such a malloc.
+    Returns whether malloc could be set.
     """
     return _set(_M_MMAP_MAX, _MOST_BLOCKS) and _set(_M_MMAP_THRESHOLD, _THRESHOLD)
 
@@ -74,9 +74,9 @@ def keep_freed_blocks() -> bool:
 
     By default blocks above 32 MiB (a chunk of logits, a large weight's gradient) are mapped, cleared and unmapped each
     time, and the end of the heap is given back after every backward pass. A full PPO step (OPT-125m shape) took 200,000
-    page faults, 0.3 s of 7 s of processor time; kept, next to none, and the peak was 2% higher (5.25 GB for 5.13). What
-    is held stays at the peak until the process ends, so a run whose memory is bounded (--memory) does the opposite.
-    Returns whether there was such a malloc.
+    page faults, 0.3 s of 7 s of processor time; kept, next to none, and the peak was 2% higher (5.25 GB for 5.13).
+    Memory stays at the peak until the process ends, so a run whose memory is bounded (--memory) does the opposite.
+    Returns whether malloc could be set.
     """
     return _set(_M_MMAP_MAX, 0) and _set(_M_TRIM_THRESHOLD, -1)
 

@@ -1,5 +1,5 @@
-"""Private parts of dependencies. Each dependency has one file that reaches into them (NAME_compat.py), and all say in
-one way that a part is gone."""
+"""Access to private parts of dependencies, with one error message where a part is missing. Each dependency has one file
+that uses them (NAME_compat.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process knows about the others: rank, world size, sums. Works unchanged with one process."""
+"""The processes of a run: rank, world size, collectives. Works unchanged with one process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.nvidia import check_kernels
 
-# What processes wait for each other: the first may tokenise, or a judge take its time, for hours, where NCCL would end
-# the run after ten minutes. Who has died, failed or fallen silent is noticed by the thread of core/failure.py.
+# Timeout of collectives: the first process may tokenise, or wait for a judge, for hours, where NCCL would end the run
+# after ten minutes. The thread of core/failure.py notices processes that have died, failed or fallen silent.
 PATIENCE = timedelta(hours=12)
 
 
@@ -36,12 +36,12 @@ _main = 0  # the rank of the main process, as this one knows it
 
 
 def is_main() -> bool:
-    """True in the one process that writes files and talks to the terminal."""
+    """True in the one process that writes files and prints to the terminal."""
     return rank() == _main
 
 
 def stand_in_for_main() -> None:
-    """From now on this process is the main one: rank 0 has died, and somebody must write that down."""
+    """Make this process the main one from now on: rank 0 has died, and another process must report that."""
     global _main
     _main = rank()
 
@@ -64,20 +64,20 @@ def init_process_group() -> None:
     if torch.cuda.is_available():
         check_kernels(device())
         torch.cuda.set_device(device())
-    if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # accelerate leaves RANK alone behind in a process of its own
+    if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # accelerate sets RANK alone in a single process
         dist.init_process_group(backend, timeout=PATIENCE)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group of these processes, with the patience of the whole (torch's own has that of NCCL). All processes call
+    """A group of these processes, with the timeout of the default group (torch would take NCCL's). All processes call
     it."""
     return dist.new_group(list(ranks), timeout=PATIENCE)
 
 
 def _carrier() -> torch.device:
-    """Where a tensor must be to travel: NCCL takes none from the CPU."""
+    """The device of tensors in collectives: NCCL takes none on the CPU."""
     return device() if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
@@ -86,8 +86,8 @@ _instead: Callable[[Tensor, Callable[[], object]], None] | None = None
 
 @contextmanager
 def sums_through(instead: Callable[[Tensor, Callable[[], object]], None]) -> Iterator[None]:
-    """Within the block sums and maxima over processes are left to instead(tensor, make): make() turns the tensor of
-    this process into that of all."""
+    """Within the block sums and maxima over processes are left to instead(tensor, make): make() replaces this process's
+    tensor by the result over all."""
     global _instead
     _instead = instead
     try:
@@ -102,7 +102,7 @@ def _all_reduce(tensor: Tensor, kind: dist.ReduceOp.RedOpType) -> None:
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
-    """The sum of a tensor over all processes, where the tensor is (a new one; the argument keeps its value)."""
+    """The sum of a tensor over all processes, on the tensor's device (a new one; the argument keeps its value)."""
     if world_size() == 1:
         return value
     total = value.detach().to(_carrier(), copy=True)
@@ -126,14 +126,14 @@ def max_over_ranks(value: int) -> int:
 
 
 def gather_over_ranks(value: object) -> list:
-    """Every process's `value` (anything JSON holds; numbers keep all their bits), in the order of ranks."""
+    """Every process's `value` (any JSON value; numbers keep all their bits), in the order of ranks."""
     if world_size() == 1:
         return [value]
     return _exchanged(value, world_size(), _carrier(), dist.all_gather)
 
 
 def _exchanged(message: object, count: int, carrier: torch.device, all_gather: Callable) -> list:
-    """The messages (what JSON can say) of `count` processes, in their order."""
+    """The messages (JSON values) of `count` processes, in their order."""
     text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(carrier)
     sizes = [torch.zeros(1, dtype=torch.long, device=carrier) for _ in range(count)]
     all_gather(sizes, torch.tensor([len(text)], device=carrier))
@@ -144,10 +144,10 @@ def _exchanged(message: object, count: int, carrier: torch.device, all_gather: C
 
 
 def joined_over_ranks(part: Tensor) -> Tensor:
-    """The parts (n,) of all processes behind each other, in the order of ranks, where the part is; bit for bit."""
-    whole = torch.empty(world_size() * part.numel(), dtype=part.dtype, device=part.device)
-    dist.all_gather_into_tensor(whole.view(torch.uint8), part.contiguous().view(torch.uint8))
-    return whole
+    """The parts (n,) of all processes concatenated in the order of ranks, on the part's device; bit for bit."""
+    joined = torch.empty(world_size() * part.numel(), dtype=part.dtype, device=part.device)
+    dist.all_gather_into_tensor(joined.view(torch.uint8), part.contiguous().view(torch.uint8))
+    return joined
 
 
 def place_over_ranks(count: int) -> tuple[int, int]:
@@ -157,13 +157,13 @@ def place_over_ranks(count: int) -> tuple[int, int]:
 
 
 def barrier() -> None:
-    if is_initialized() and world_size() > 1:  # a world of one would only have NCCL take memory of the card
+    if is_initialized() and world_size() > 1:  # in a world of one NCCL would only take memory of the card
         dist.barrier()
 
 
 @contextmanager
 def main_first() -> Iterator[None]:
-    """The block runs in each machine's first process, then in its others, which find on disk what the first made."""
+    """The block runs in each machine's first process, then in its others, which find the first one's files."""
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     if not is_first:
         barrier()
@@ -182,7 +182,7 @@ def shutdown() -> None:
 def consecutive_ranks(degree: int) -> RankGroup:
     """The group of `degree` consecutive ranks that this process belongs to. Every process of the world calls this.
 
-    Raises ValueError where the world's size is no multiple of degree.
+    Raises ValueError where the world's size is not a multiple of degree.
     """
     if world_size() % degree:
         raise ValueError(f"groups of {degree} ranks in a world of {world_size()}")
@@ -191,9 +191,9 @@ def consecutive_ranks(degree: int) -> RankGroup:
 
 
 class RankGroup:
-    """Some ranks that work on one thing together. degree: how many; rank: which of them this process is.
+    """Some ranks that compute together. degree: how many; rank: which of them this process is.
 
-    A collective of which another rank has gone raises RuntimeError, and so does every later one.
+    A collective that another rank has left raises RuntimeError, and so does every later one.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -230,11 +230,11 @@ class RankGroup:
         return value
 
     def exchange(self, message: object) -> list:
-        """Every rank's message (what JSON can say), in order of rank."""
+        """Every rank's message (a JSON value), in order of rank."""
         return _exchanged(message, self.degree, self._device, partial(self._together, dist.all_gather))
 
     def abandon(self) -> None:
-        """Leave for good: whoever waits for this rank raises instead of waiting for ever (with gloo at once, with NCCL
+        """Leave for good: ranks that wait for this one raise instead of waiting for ever (with gloo at once, with NCCL
         when its watchdog finds out)."""
         group, self.group = self.group, None
         if group is not None:

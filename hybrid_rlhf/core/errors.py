@@ -1,4 +1,4 @@
-"""Errors that are the user's."""
+"""Errors in the user's input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UserError(Exception):
     is_before_update = False
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it, in a notebook too: the line alone."""
+        """IPython's display of it, in a notebook too: the line alone."""
         return [error_line(self), *getattr(self, "__notes__", [])]
 
 
@@ -35,7 +35,7 @@ CRITIC_CURE = ("lower roles.critic.learning_rate, or the scores (ppo.score_clip 
 def nearest(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' for the known name most like `name`, or nothing."""
     known = list(known)
-    if name in known:  # messages are put together before anybody knows whether they are needed
+    if name in known:  # messages are formatted before the check that may need them
         return ""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""

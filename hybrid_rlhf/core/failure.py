@@ -1,7 +1,7 @@
-"""One process fails, or dies: all end, with one message and the same exit code, whatever the others are waiting for.
+"""When one process fails or dies, all end with one message and the same exit code, whatever the others wait for.
 
-A process that waits in a collective for one that is gone waits until a timeout of many hours. So every process
-watches the others, its launcher and a key of the launcher's store from a thread; the one that fails writes the key.
+A process that waits in a collective for a dead one waits until a timeout of many hours. So a thread of every process
+watches the others, its launcher and a key of the launcher's store; a process that fails writes the key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _POLL_SECONDS, _WAIT_SECONDS, _SEARCH_SECONDS = 0.2, 10.0, 1.0
 _KEY, _ENDED = "failure", "ended"
 _LAUNCHER_DIED = "the launcher has died"
 _callbacks: list[Callable[[str], None]] = []
-_ending = threading.Lock()  # taken once, by whichever thread ends the process
+_ending = threading.Lock()  # taken once, by the thread that ends the process
 _store: dist.Store | None = None
 _peers: Peers | None = None
 _left = threading.Event()  # set when the interpreter ends, which waits for the watching thread
@@ -55,16 +55,16 @@ def join() -> None:
 
 
 def _connection() -> dist.Store:
-    """To the launcher's store; one for each thread, as they would wait for each other's."""
+    """A connection to the launcher's store; one for each thread, as they would block each other's."""
     return dist.PrefixStore("hybrid_rlhf", launcher_store())
 
 
 def _leave(watching: threading.Thread) -> None:
-    """Let the thread end before the interpreter does: one that comes back from C++ into an interpreter that has gone is
-    unwound through code that must not throw, and the process aborts at the end of a run that succeeded."""
+    """End the thread before the interpreter: one that comes back from C++ into an interpreter that is gone is unwound
+    through code that must not throw, and the process aborts at the end of a run that succeeded."""
     _left.set()
     watching.join(_WAIT_SECONDS)
-    with suppress(RuntimeError):  # the store has gone: nobody needs to know
+    with suppress(RuntimeError):  # the store is gone: no process needs the message
         present(_peers, "the other processes").leave()
 
 
@@ -86,7 +86,7 @@ def fail(code: int, message: str) -> int:
         return code
     with _ending:
         try:
-            _say(message)
+            _print(message)
             # Without the store the launcher, or the main process, has gone too, and all find out.
             with suppress(RuntimeError):
                 is_alone = bool(present(_peers, "the other processes").dead())
@@ -121,7 +121,7 @@ def _death(dead: list[int]) -> str:
 
 
 def _loss(lost: list[int], what: str) -> str:
-    """The message; the first of the others takes the main process's place, if that is among the lost."""
+    """The message. If the main process is among the lost, the first of the others takes its place."""
     if 0 in lost and rank() == min(set(range(world_size())) - set(lost)):
         stand_in_for_main()
     return f"error: process {lost[0]} {what}; the same command goes on from the last checkpoint"
@@ -135,52 +135,52 @@ def _watch(store: dist.Store, peers: Peers, launcher: Launcher) -> None:
             return
         try:
             if store.check([_KEY]):
-                found = json.loads(store.get(_KEY))
+                notice = json.loads(store.get(_KEY))
             else:
                 peers.meet()
                 dead, silent = peers.dead(), peers.silent()
                 if not dead and not silent:
                     continue
                 lost = _death(dead) if dead else _loss(silent, "gives no sign of life (stopped, or its host is gone)")
-                found = {"code": 1, "message": lost, "is_lost": True}
-                store.set(_KEY, json.dumps(found))
+                notice = {"code": 1, "message": lost, "is_lost": True}
+                store.set(_KEY, json.dumps(notice))
         except (RuntimeError, ValueError):  # the store is gone
             if launcher.holds_store:
                 _stop()
             return
         with _ending:
             try:
-                _call_back(found["message"])
-                _say(found["message"])
-                if not found["is_lost"]:
-                    with suppress(RuntimeError):  # the store has gone: there is nobody to wait for
+                _call_back(notice["message"])
+                _print(notice["message"])
+                if not notice["is_lost"]:
+                    with suppress(RuntimeError):  # the store is gone: there is no process to wait for
                         _wait_for_others(store)
             finally:  # a process that only waits would stay for ever
-                _exit(found["code"])
-    if launcher.has_died():  # another process saw it first, and the run was stopped here before this thread looked
-        _say(_LAUNCHER_DIED)
+                _exit(notice["code"])
+    if launcher.has_died():  # another process saw it first, and this one was stopped before the thread looked
+        _print(_LAUNCHER_DIED)
 
 
 def _call_back(message: str) -> None:
     for callback in list(_callbacks) if is_main() else ():
-        with suppress(Exception):  # the failure that is being told counts, not the telling's
+        with suppress(Exception):  # the failure counts, not an error of its callback
             callback(message)
 
 
 def _stop() -> None:
-    """The launcher has died, and nobody would end this process any more: it ends as if asked to."""
-    _say(_LAUNCHER_DIED)
+    """End this process as by SIGTERM: the launcher has died and can no longer end it."""
+    _print(_LAUNCHER_DIED)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _say(message: str) -> None:
-    if is_main():  # whose stderr the others have given up, one that stands in for it too
-        with suppress(Exception):  # a stream that is closed, or of someone else's class: there is nowhere to say it
+def _print(message: str) -> None:
+    if is_main():  # the others have closed their stderr; also one that stands in for it
+        with suppress(Exception):  # a stream that is closed, or of another class: nowhere to print
             print(message, file=sys.stderr if rank() == 0 else sys.__stderr__)
 
 
 def _wait_for_others(store: dist.Store) -> None:
-    """Leave together, or a launcher would kill those that are slower, and their code would be a signal's."""
+    """Exit together: else a launcher kills the slower processes, and their exit code is a signal's."""
     count, deadline = store.add(_ENDED, 1), time.monotonic() + _WAIT_SECONDS
     while count < world_size() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -188,7 +188,7 @@ def _wait_for_others(store: dist.Store) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """Without cleaning up: other threads may be inside a collective that never ends."""
+    """Exit without cleaning up: other threads may be inside a collective that never ends."""
     try:
         for stream in (sys.stdout, sys.stderr, sys.__stderr__):
             with suppress(Exception):  # a terminal that has gone, a stream that is closed

@@ -1,4 +1,4 @@
-"""Locks by files: the lock goes with the process that holds it, however it ends."""
+"""File locks, which end with the process that holds them, however it ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LOCK_SECONDS = 0.02  # between two tries to take a lock
 
 
 def take_lock(path: Path, seconds: float = math.inf) -> BinaryIO:
-    """Lock a file (flock), made where it is missing, for one thread of one process; closing it, or the end of the
-    process, gives the lock back. TimeoutError where another one holds it for `seconds`. A file system without locks is
-    taken as it is."""
+    """Lock a file (flock), created where it is missing, for one thread of one process; closing it, or the end of the
+    process, releases the lock. TimeoutError where another one holds it for `seconds`. On a file system without locks
+    nothing is locked."""
     file = open(path, "ab", opener=no_link)  # noqa: SIM115 - the caller closes it
     end = time.monotonic() + seconds
     while True:
@@ -34,8 +34,8 @@ def take_lock(path: Path, seconds: float = math.inf) -> BinaryIO:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock of a file; None where the file system cannot tell. Nothing is created, and the
-    lock is shared for an instant, in which `take_lock` waits."""
+    """Whether a process holds the lock of a file; None where the file system cannot tell. Nothing is created; the lock
+    is shared for an instant, in which `take_lock` waits."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Runs a user's code: files, calls and their errors in one line; and the worker process of `*.isolate`, which does so
-for another process (rewards/isolation.py).
+"""Runs a user's code: files, calls, and their errors in one line. It is also the worker process of `*.isolate`, which
+does so for another process (rewards/isolation.py).
 
-As a process it is this file alone: it imports nothing of ours, so that it starts in a tenth of a second. Requests are
+The process is this file alone: it imports nothing of ours, so that it starts in a tenth of a second. Requests are
 pickles and replies are JSON, over a socket. Its arguments: the number of the socket, the id of the process that asks.
 """
 
@@ -36,12 +36,12 @@ FOREIGN = "hybrid_rlhf: the type of a foreign answer"  # a key that no dict of a
 
 @contextmanager
 def no_second_process(who: str) -> Iterator[None]:
-    """A child that the block forks ends with the block: it would go on as a second trainer in the same folder."""
-    own = os.getpid()
+    """A child that the block forks is ended with the block: it would go on as a second trainer in the same folder."""
+    process = os.getpid()
     try:
         yield
     finally:
-        if os.getpid() != own:
+        if os.getpid() != process:
             os.write(2, f"warning: {who} forks, and the child has come back from its code; the child is ended\n"
                      .encode("utf-8", "replace"))
             os._exit(1)
@@ -59,7 +59,7 @@ def run_file(path: str) -> ModuleType:
     module.__file__ = where
     sys.modules[module.__name__] = module  # dataclasses look their module up
     if (folder := str(Path(where).parent)) not in sys.path:
-        sys.path.append(folder)  # what lies beside the file is found, behind all that is installed
+        sys.path.append(folder)  # modules beside the file are found, after all installed ones
     with no_second_process(path):
         exec(compile(Path(path).read_text(encoding="utf-8"), where, "exec"), vars(module))
     return module
@@ -139,7 +139,7 @@ def as_json_value(value: object) -> object:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return f"({memoryview(value).nbytes} bytes, which are no text)"
+        return f"({memoryview(value).nbytes} bytes, which are not text)"
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=repr)  # in an order that does not depend on hashes
     return value.tolist() if hasattr(value, "tolist") else str(value)  # numpy's and torch's
@@ -160,12 +160,12 @@ class _Worker:
     def __init__(self) -> None:
         self._imported: dict[tuple[str, str], Any] = {}
         self._instances: dict[int, Any] = {}
-        self._loop = asyncio.new_event_loop()  # a session that an environment has opened in it lives on
+        self._loop = asyncio.new_event_loop()  # it keeps sessions that an environment has opened
 
     def load(self, sources: Sequence[tuple[str, str]], sys_path: list[str]) -> list:
-        """Run the files and import the modules; answers [name, parameters] of the first one's functions."""
+        """Run the files and import the modules; returns [name, parameters] of the first one's functions."""
         sys.path[:] = sys_path
-        with suppress(OSError):  # where memory runs out the system ends this process, and not the run
+        with suppress(OSError):  # when memory runs out the system ends this process, not the run
             Path("/proc/self/oom_score_adj").write_text("1000")
         for kind, where in sources:
             try:
@@ -182,14 +182,15 @@ class _Worker:
         self._instances[number] = self._called("the environment", function, lambda: factory(**options))
 
     def score(self, who: str, source: Source, named: Mapping[str, Any]) -> object:
-        """What a reward function answers. What an async one has begun ends with it."""
+        """The answer of a reward function. Tasks that an async one has started end with it."""
         function = self._named(source)
         answer = self._called(who, function, lambda: function(**named), asyncio.run)
         return _strict(answer.tolist() if hasattr(answer, "tolist") else answer)
 
     def call(self, who: str, target: Source | tuple[int, str], values: Sequence = (), named: Mapping[str, Any] = {},
              max_chars: int | None = None) -> object:
-        """What the function `target`, or the method of an instance, answers. max_chars: as `text_of` it, if given."""
+        """The answer of the function `target`, or of the method of an instance. max_chars: as `text_of` it, if
+        given."""
         function = self._named(target) if len(target) == 3 else getattr(self._instances[target[0]], target[1], None)
         if function is None:  # a reset that the class does not have
             return None
@@ -239,11 +240,11 @@ def serve(connection: Connection) -> None:
     """Answer requests until the other process is gone."""
     worker = _Worker()
     while True:
-        operation, seconds, given = pickle.loads(connection.recv_bytes())
-        if seconds is not None:  # should the other process be gone by then: this ends a call of compiled code, too
+        operation, seconds, arguments = pickle.loads(connection.recv_bytes())
+        if seconds is not None:  # in case the other process is gone by then: also ends a call of compiled code
             signal.setitimer(signal.ITIMER_REAL, seconds + 2)
         try:
-            reply = json.dumps({"answer": getattr(worker, operation)(**given)})
+            reply = json.dumps({"answer": getattr(worker, operation)(**arguments)})
         except BaseException as error:  # of a user's code, or of what it has answered
             message = str(error) if isinstance(error, _CodeError) else f"gave an unreadable answer: {one_line(error)}"
             reply = json.dumps({"error": message, "is_type_error": getattr(error, "is_type_error", False)})
@@ -252,7 +253,7 @@ def serve(connection: Connection) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """A function that never returns must not outlive the run."""
+    """End this process with its parent: a function that never returns must not outlive the run."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(0, signal.SIGKILL)  # of a session of its own

@@ -1,4 +1,4 @@
-"""Paths as people write them: ~ is the home folder, and what is read as a file is one."""
+"""Paths from the user: ~ is expanded, and input files are checked to be files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _NO_FILES = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISC
 
 
 def expanded(path: str) -> str:
-    """`path`, or NAME=path, with the ~ or ~user that the path begins with written out. UserError where there is no such
-    user: what is written there would be in a folder of that name."""
+    """`path`, or NAME=path, with ~ or ~user at the path's beginning expanded. UserError where there is no such user:
+    files would be written to a folder of that name."""
     named = re.match(r"[\w.:-]+=(?=~)", path)
     start = named.end() if named else 0
     try:
@@ -35,7 +35,7 @@ def expanded(path: str) -> str:
 
 
 def with_homes(settings: SettingsT) -> SettingsT:
-    """Nested settings in which ~ is written out wherever an option names files or folders."""
+    """Nested settings with ~ expanded wherever an option names files or folders."""
     def written_out(value: Any) -> Any:
         if isinstance(value, list):
             return [written_out(each) for each in value]
@@ -44,15 +44,15 @@ def with_homes(settings: SettingsT) -> SettingsT:
     def is_part(value: Any) -> bool:
         return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
-    found = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
-    changed = {name: new for name, value in found.items() if name in _PATHS or is_part(value)
+    values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    changed = {name: new for name, value in values.items() if name in _PATHS or is_part(value)
                if (new := written_out(value)) != value}
     return dataclasses.replace(settings, **changed) if changed else settings
 
 
 def check_file(path: str | Path, where: str) -> None:
-    """UserError for a pipe, a socket or a device where a file is read: what is given is read more than once, and a pipe
-    that nobody writes to is waited for without end. What else is wrong with a path is for its reader to say."""
+    """UserError for a pipe, a socket or a device where a file is read: an input is read more than once, and a pipe
+    without a writer blocks for ever. Other errors of a path are left to its reader."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The model hub where there is no network: its client would retry every file for half a minute."""
+"""Sets the model hub's client offline where there is no network: it would retry every file for half a minute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT = 3.0  # seconds to wait for a connection
 def stay_offline_if_unreachable() -> None:
     """Set the hub's client to its offline mode where no connection to the hub (or to the proxy) can be opened.
 
-    Offline, what has been downloaded before still loads, and anything else fails at once. Asked once per process.
+    Offline, downloaded files still load, and anything else fails at once. Checked once per process.
     """
     if _is_offline() or _is_reachable():
         return
@@ -27,7 +27,7 @@ def stay_offline_if_unreachable() -> None:
 
 
 def advice(path: str) -> str:
-    """What would fit in place of `path`, from which no model can be read."""
+    """What to give in place of `path`, from which no model can be read."""
     if not _is_offline():
         return "give a folder with config.json, or a hub id"
     return (f"the hub is out of reach: give a folder with config.json, or download it first where there is a network "

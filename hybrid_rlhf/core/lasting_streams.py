@@ -1,4 +1,4 @@
-"""stdout and stderr that outlast whoever reads them: a pipe that is closed, a terminal that is gone, a full disk."""
+"""stdout and stderr that raise no error when their reader is gone: a closed pipe, a closed terminal, a full disk."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PASSES = (errno.ENOSPC, errno.EDQUOT)  # there may be room again for what comes
 
 
 class _Lasting(io.FileIO):
-    """A file descriptor that takes whatever is written to it: nobody reads it any more after a refusal, and it leads to
-    /dev/null from then on, for libraries and children that write to the descriptor itself too."""
+    """A file descriptor that accepts whatever is written to it. After an error it leads to /dev/null, also for
+    libraries and child processes that write to the descriptor itself."""
 
     def write(self, data: Any) -> int:  # of any kind of buffer
         try:
@@ -38,10 +38,10 @@ class _Lasting(io.FileIO):
 @contextmanager
 def lasting_streams(*names: str) -> Iterator[None]:
     """Within the block nothing that is written to sys.stdout and sys.stderr (or those of `names`) raises an error: what
-    nobody can read is dropped, and the program goes on. A decorator too.
+    cannot be written is dropped, and the program goes on. A decorator too.
 
-    A descriptor 0, 1 or 2 that the process began without is opened on /dev/null: a file of a run would get its number
-    else, and what is meant for the terminal.
+    A descriptor 0, 1 or 2 that the process began without is opened on /dev/null: else a file of the run would get its
+    number, and the output for the terminal.
     """
     for number in range(3):
         try:
@@ -57,14 +57,14 @@ def lasting_streams(*names: str) -> Iterator[None]:
         yield
     finally:
         for name, stream in ours.items():
-            with suppress(Exception):  # whoever wrote to it last has closed it, or its class is someone else's
+            with suppress(Exception):  # it may be closed, or of another class
                 stream.flush()
             if getattr(sys, name) is stream:
                 setattr(sys, name, before[name])
 
 
 def _lasting(stream: TextIO | None) -> TextIO:
-    """The same file without errors; a stream that is no file (a notebook's, a test's) as it is."""
+    """The same file without errors; a stream that is not a file (a notebook's, a test's) as it is."""
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     buffer = getattr(stream, "buffer", None)

@@ -120,7 +120,7 @@ class Metrics:
 
     def add_grouped(self, name: str, items: Iterable[tuple[str, str]]) -> Metrics:
         """Record, of (group, item), the share of different items where each group's n-th is compared with the others'
-        n-th: what the items of one group have in common is no part of it."""
+        n-th: what the items of one group have in common does not count."""
         groups: dict[str, list[str]] = {}
         for group, item in items:
             groups.setdefault(group, []).append(item)

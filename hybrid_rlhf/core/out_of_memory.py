@@ -1,4 +1,4 @@
-"""Running out of memory: how it is recognised, whoever ran out, and how it is told in one line."""
+"""Detect out-of-memory errors and report them in one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybrid_rlhf.core.errors import UserError
 SMALLER = ("--preset 8gb (12gb, 16gb, 24gb, 48gb, 80gb) chooses settings for a card of that size, and --plan says "
            "before a run what it needs")
 
-# What the parts below torch say, each in its own words. Found in any line of the message, in upper and lower case.
+# Messages of torch and of the libraries below it. Searched in all lines of an error, in upper and lower case.
 _SIGNS = re.compile("|".join((
     r"\bout of memory\b",  # torch's allocator; CUDA and HIP errors and driver errors, pinned memory among them; Triton;
     #                        NCCL (Cuda failure 'out of memory'); MPS and XPU
@@ -20,7 +20,7 @@ _SIGNS = re.compile("|".join((
     r"\bOUT_OF_(DEVICE|HOST)_MEMORY\b",  # XPU's runtime
     r"\b(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT)_(STATUS_)?ALLOC_FAILED\b", r"\bHIPBLAS_STATUS_ALLOC_FAILED\b",
     r"\bCUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED\b",  # cuDNN 9
-    r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",  # what cuBLAS makes of a full card when it starts
+    r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",  # cuBLAS, when it starts on a full card
     r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\.",  # for want of a workspace
     r"\bFailed to CUDA (host )?(calloc|malloc|alloc)\b",  # NCCL
     r"DefaultCPUAllocator: (can't allocate|not enough) memory",
@@ -29,8 +29,9 @@ _SIGNS = re.compile("|".join((
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, says that an allocation failed, on an accelerator or on the CPU."""
-    while not isinstance(error, UserError):  # which explains it already, or is about something else
+    """Whether `error`, or one that it was raised from, says that an allocation failed, on an accelerator or on the
+    CPU."""
+    while not isinstance(error, UserError):  # it explains it already, or is about something else
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's: it may be absent
             return True
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -45,8 +46,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explained(what: str, advice: str = SMALLER) -> Iterator[None]:
-    """Within the block, running out of memory is a UserError that says `what` was going on ("while loading the model",
-    "in this conversation") and gives `advice`."""
+    """Within the block, running out of memory becomes a UserError that says `what` was going on ("while loading the
+    model", "in this conversation") and gives `advice`."""
     try:
         yield
     except Exception as error:

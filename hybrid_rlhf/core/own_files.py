@@ -1,7 +1,7 @@
-"""Files and folders of ours: they appear whole, are made under names that nobody had, and lead nowhere else.
+"""Writes files and folders of ours atomically, under fresh names, and never through links.
 
-What is written gets a fresh name beside its place and is renamed at the end, so that nothing of the user's is ever
-taken for a half-written file of ours.
+They get a fresh name beside their target and are renamed at the end, so that no file of the user's is ever taken for a
+half-written one of ours.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _IS_UNFINISHED = re.compile(rf"{re.escape(_UNFINISHED)}[0-9a-f]{{16}}")
 
 
 def fresh_path(folder: Path) -> Path:
-    """A path in `folder` that nothing has, for what is renamed when it is whole."""
+    """An unused path in `folder`, for what is renamed when it is complete."""
     return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether `fresh_path` made this name: what has it was never finished."""
+    """Whether `fresh_path` made this name: its file was never finished."""
     return _IS_UNFINISHED.fullmatch(name) is not None
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what processes that were killed left in `folder`, which no other process is writing to."""
+    """Remove unfinished files of killed processes from `folder`, to which no other process is writing."""
     for path in folder.glob(f"{_UNFINISHED}*"):
         if is_unfinished(path.name):
             _remove(path)
@@ -40,7 +40,7 @@ def clear_unfinished(folder: Path) -> None:
 
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """A new empty folder in `folder`, gone at the end of the block unless it was renamed."""
+    """A new empty folder in `folder`, removed at the end of the block unless it was renamed."""
     path = fresh_path(folder)
     path.mkdir(parents=True)
     try:
@@ -50,11 +50,11 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole(*targets: Path) -> Iterator[list[Path]]:
-    """Paths to write files or folders to; they take the place of `targets` when the block ends well, and are removed
-    however else it ends. Raises UserError where a target is a link."""
+def replacing(*targets: Path) -> Iterator[list[Path]]:
+    """Temporary paths to write files or folders to. They replace `targets` if the block succeeds, and are removed if it
+    does not. Raises UserError where a target is a link."""
     for target in targets:
-        check(not target.is_symlink(), f"{target} is a link, and what is written there would be somebody else's; "
+        check(not target.is_symlink(), f"{target} is a link, through which another file would be replaced; "
                                        "remove the link")
     beside, old = [fresh_path(target.parent) for target in targets], []
     try:
@@ -72,46 +72,46 @@ def whole(*targets: Path) -> Iterator[list[Path]]:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """A file with `content` (text in UTF-8), whole and on the disk, in place of one that was there. Raises UserError
-    where a link is there, and OSError where the disk refuses."""
-    with whole(path) as (beside,), beside.open("xb") as file:
+    """Write a file with `content` (text in UTF-8) atomically and to the disk, in place of an older one. Raises
+    UserError where a link is there, and OSError where the disk refuses."""
+    with replacing(path) as (beside,), beside.open("xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 
 
 def put(made: Path, target: Path) -> None:
-    """The folder `made` takes the place of `target`, a folder of ours that is removed if it is there."""
+    """Replace `target`, a folder of ours (if it is there), by the folder `made`."""
     _discard(_exchange(made, target))
 
 
 def _exchange(made: Path, target: Path) -> list[Path]:
-    """The folder `made` under the name `target`; what had that name before is where this says."""
+    """Rename the folder `made` to `target`; returns the new path of what had that name before."""
     if not os.path.lexists(target):
         made.rename(target)
         return []
     old = fresh_path(target.parent)
-    target.rename(old)  # out of sight first: a crash in the midst leaves no half of it under its name
+    target.rename(old)  # renamed first: a crash never leaves half of it under its name
     made.rename(target)
     return [old]
 
 
 def _discard(paths: Collection[Path]) -> None:
-    """Remove what has been replaced. What cannot go yet (NFS keeps open files) loses nothing by staying."""
+    """Remove what has been replaced. What cannot be removed yet (NFS keeps open files) may stay."""
     for path in paths:
         with suppress(OSError):
             _remove(path)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of ours (or what stands in its place), out of sight first."""
+    """Remove a folder of ours (or what stands in its place), renamed first."""
     doomed = fresh_path(path.parent)
     path.rename(doomed)
     _remove(doomed)
 
 
 def _remove(path: Path) -> None:
-    """A link goes, and what it leads to stays."""
+    """Remove a file, a folder, or a link but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -124,8 +124,8 @@ def no_link(path: str, flags: int) -> int:
 
 
 def check_inside(folder: Path, foreign: Collection[str] = ()) -> None:
-    """UserError unless all that is below the output folder `folder` are files and folders: through a link, what is
-    written or removed here would be so elsewhere. foreign: folders at its top that others fill as they like."""
+    """UserError unless everything below the output folder `folder` is a file or a folder: through a link, we would
+    write or remove elsewhere. foreign: folders at its top with files of other programs."""
     for where, folders, files in os.walk(folder):
         for name in (*folders, *files):
             inner, kind = Path(where, name).relative_to(folder), _kind(Path(where, name))

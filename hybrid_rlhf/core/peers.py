@@ -1,4 +1,4 @@
-"""The other processes of a run, as far as this host can tell: which have died, which are stopped; and the launcher."""
+"""The other processes of a run, as far as this host can see: which have died, which are stopped; and the launcher."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import torch.distributed as dist
 
 from hybrid_rlhf.core.distributed import rank, world_size
 
-# How often a process says that it is alive, and after how long a silence it counts as lost: one on another host can be
-# noticed by nothing else.
+# Seconds between a process's heartbeats, and of silence until it counts as lost: the only way to notice one on another
+# host.
 _BEAT_SECONDS, SILENT_SECONDS = 10.0, 600.0
 # Set by launchers that wait for their processes: torchrun and accelerate, deepspeed. Any other parent may leave first.
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 
 
 class Launcher:
-    """The process that started this one, if it is a launcher. holds_store: whether the processes meet in its memory."""
+    """The process that started this one, if it is a launcher. holds_store: whether the store of the processes is in its
+    memory."""
 
     def __init__(self) -> None:
         self._number = os.getppid() if any(name in os.environ for name in _LAUNCHED) else None
@@ -32,21 +33,21 @@ class Launcher:
 
 
 class Peers:
-    """The processes of this host, by rank. Each says in the store which one it is, and later that it leaves."""
+    """The processes of this host, by rank. Each writes to the store which process it is, and later that it leaves."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store, self._unknown = store, set(range(world_size())) - {rank()}
         self._processes: dict[int, tuple[int, str]] = {}  # rank -> number of the process, when it began
         self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> its last sign of life, when it was new here
         self._beats, self._next_beat = 0, 0.0
-        own = os.getpid()
-        store.set(f"process/{rank()}", json.dumps([_host(), own, _status(own)[1]]))
+        process = os.getpid()
+        store.set(f"process/{rank()}", json.dumps([_host(), process, _status(process)[1]]))
 
     def leave(self) -> None:
         self._store.set(f"left/{rank()}", "")
 
     def meet(self) -> None:
-        """Read who has said who it is. RuntimeError where the store has gone."""
+        """Read which processes have written to the store. RuntimeError where the store is gone."""
         for number in sorted(self._unknown):
             if self._store.check([f"process/{number}"]):
                 host, process, began = json.loads(self._store.get(f"process/{number}"))
@@ -60,12 +61,12 @@ class Peers:
                 if _has_ended(process, began) and not self._has_left(number)]
 
     def silent(self) -> list[int]:
-        """Say that this process is alive, and return the ranks of those that have not said so for SILENT_SECONDS nor
-        left: stopped, or on a host that has gone. RuntimeError where the store has gone."""
+        """Send this process's heartbeat, and return the ranks without one for SILENT_SECONDS that have not left:
+        stopped, or on a host that is gone. RuntimeError where the store is gone."""
         now = time.monotonic()
         if now < self._next_beat:
             return []
-        was_away = now > self._next_beat + SILENT_SECONDS / 2  # this process itself was stopped, and did not listen
+        was_away = now > self._next_beat + SILENT_SECONDS / 2  # this process itself was stopped, and read no heartbeats
         self._beats, self._next_beat = self._beats + 1, now + _BEAT_SECONDS
         self._store.set(f"alive/{rank()}", str(self._beats))
         for number in range(world_size()):
@@ -83,34 +84,34 @@ class Peers:
     def _has_left(self, number: int) -> bool:
         try:
             return self._store.check([f"left/{number}"])
-        except RuntimeError:  # the store has gone, and with it one of the processes
+        except RuntimeError:  # the store is gone, and with it one of the processes
             return False
 
 
 def _host() -> str:
-    """What processes have in common that see each other's numbers. Machines made from one image may have the name and
-    the namespace in common too, and no boot."""
+    """A name for the processes that see each other's ids. Machines made from one image may have the same hostname and
+    namespace, but not the same boot id."""
     boot = ""
     with suppress(OSError):  # a sandbox may hide it
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')} {boot}"
-    except OSError:  # no Linux: nobody is seen
+    except OSError:  # not Linux: no other process is seen
         return f"{socket.gethostname()} {os.getpid()} {boot}"
 
 
 def _has_ended(process: int, began: str) -> bool:
-    """Whether the process of this number that began then has: another one may have the number now."""
+    """Whether the process with this id that began then has ended: another one may have the id now."""
     status, since = _status(process)
     return status == "dead" or (status != "unknown" and bool(began) and since != began)
 
 
 def _status(process: int) -> tuple[str, str]:
-    """running, stopped, dead or unknown, and when it began, in ticks of the clock ("" where nobody can tell)."""
+    """running, stopped, dead or unknown, and when it began, in clock ticks ("" where that is unknown)."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return "dead", ""
-    except OSError:  # out of file descriptors or memory: that is this process's trouble
+    except OSError:  # out of file descriptors or memory, which is this process's problem
         return "unknown", ""
     return {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(fields[0], "running"), fields[19]

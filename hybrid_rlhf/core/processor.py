@@ -1,16 +1,16 @@
-"""What this computer's processor has."""
+"""Features of this computer's CPU."""
 
 from __future__ import annotations
 
 import platform
 from pathlib import Path
 
-_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}  # as Linux names what the processor has, the fastest first
+_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}  # Linux's names, the fastest first
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 def flags() -> str:
-    """The line of Linux with all that the processor has; its name on other systems."""
+    """Linux's line of CPU features; the CPU's name on other systems."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -26,6 +26,6 @@ def bf16_unit() -> str | None:
 
 
 def bf16_line() -> str:
-    """For people: what multiplies bfloat16, or that nothing does."""
+    """As text: what multiplies bfloat16, or that nothing does."""
     unit = bf16_unit()
     return f"{unit} multiplies bfloat16" if unit else f"no {' or '.join(_UNITS.values())}, so bfloat16 is emulated"

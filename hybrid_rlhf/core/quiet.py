@@ -1,4 +1,4 @@
-"""What libraries tell those who program with them is not told to those who run this: the first screen is the run's."""
+"""Silence deprecation warnings of libraries, and their notes on unused features: the first screen is the run's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 import warnings
 
 LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "deepspeed", "huggingface_hub", "peft", "torch", "transformers")
-# Loggers that name, at import, what is missing for ways that are not taken here; what is asked for is checked by us.
+# Loggers that report, at import, what unused features lack; features that are asked for are checked by us.
 _LOGGERS = ("bitsandbytes", "torch.distributed.elastic.multiprocessing.redirects")
-# peft, on GPT-2's layers, which it then treats as they want; tqdm, in a notebook without widgets, which are not used
-_SAID = ("fan_in_fan_out is set to False but", "IProgress not found")
+# of peft, on GPT-2's layers, which it then handles correctly; of tqdm, in a notebook without widgets, which are unused
+_MESSAGES = ("fan_in_fan_out is set to False but", "IProgress not found")
 
 
 def quiet_libraries() -> None:
@@ -23,10 +23,11 @@ def quiet_libraries() -> None:
         return
     for kind in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=kind, module=rf"({'|'.join(LIBRARIES)})(\.|$)")
-    for text in _SAID:
+    for text in _MESSAGES:
         warnings.filterwarnings("ignore", message=text)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not that there is no accelerator: the run says on what it computes. (DeepSpeed sets its level at import.)"""
+    """Drops the message that there is no accelerator: the run says on what it computes. (DeepSpeed sets its level at
+    import.)"""
     return "Setting accelerator to CPU" not in record.getMessage()

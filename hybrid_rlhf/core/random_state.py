@@ -13,19 +13,18 @@ from hybrid_rlhf.core.distributed import device
 
 
 def state() -> dict:
-    """For a checkpoint."""
+    """The state of all generators, for a checkpoint."""
     version, words, gauss = random.getstate()
     kind, key, position, has_gauss, cached = np.random.get_state()
-    found = {"python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+    states = {"python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
              "numpy": {"kind": kind, "key": torch.from_numpy(np.asarray(key, dtype=np.int64)),
                        "position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)},
              "torch": torch.get_rng_state()}
-    return found | ({"device": torch.cuda.get_rng_state(device())} if device().type == "cuda" else {})
+    return states | ({"device": torch.cuda.get_rng_state(device())} if device().type == "cuda" else {})
 
 
 def load_state(saved: Mapping) -> None:
-    """Every generator draws next what it would have drawn after `state`; torch's stay as they are where it has none of
-    them."""
+    """Restore every generator; torch's stay as they are where `saved` has no state of theirs."""
     python, numpy = saved["python"], saved["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state((numpy["kind"], numpy["key"].numpy().astype(np.uint32), numpy["position"], numpy["has_gauss"],
@@ -38,7 +37,7 @@ def load_state(saved: Mapping) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """After the block every generator draws what it would have drawn without it."""
+    """After the block every generator is as it was before."""
     before = state()
     try:
         yield
@@ -48,8 +47,8 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """The block (or, as a decorator, the function) draws from Python's global generator without moving it: rich does,
-    at unlike times in a terminal and in a file, before and after a run is taken up again."""
+    """The block (or, as a decorator, the function) leaves Python's global generator as it was: rich draws from it, at
+    different times in a terminal and in a file, before and after a run is resumed."""
     before = random.getstate()
     try:
         yield

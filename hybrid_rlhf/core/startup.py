@@ -1,7 +1,7 @@
-"""When Python looks for circles of objects to free: seldom while a run starts, as ever from its first step on.
+"""Relax garbage collection while a run starts, until its first step.
 
-What a start makes are modules, functions and classes, which stay. Python's collector goes over all of them again and
-again while they become more: a fifth to a third of the time to the first step.
+A start creates modules, functions and classes, which stay. Python's collector traverses all of them again and again as
+they grow: a fifth to a third of the time to the first step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _USUAL = gc.get_threshold()
 
 @contextmanager
 def relaxed_gc() -> Iterator[None]:
-    """Until its end or `restore_gc`: young objects a hundred thousand at a time, the old ones not at all."""
+    """Until its end or `restore_gc`, collect young objects a hundred thousand at a time, and old ones not at all."""
     gc.set_threshold(100_000, 1_000, 1_000)
     try:
         yield

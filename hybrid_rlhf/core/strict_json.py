@@ -1,4 +1,4 @@
-"""JSON that every reader takes (no NaN, no Infinity), and JSON that others wrote."""
+"""Strict JSON, which every reader accepts (no NaN, no Infinity), and reading JSON from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hybrid_rlhf.core.options import Settings
 
 
 def to_json(value: object, **options: Any) -> str:
-    """Strict JSON; a number that is not finite, which JSON has no word for, becomes null. Lone surrogates, which UTF-8
-    has no bytes for, are escaped: \\ud800."""
+    """Strict JSON; a number that is not finite becomes null. Lone surrogates, which UTF-8 cannot encode, are escaped:
+    \\ud800."""
     text = json.dumps(_finite(value), allow_nan=False, ensure_ascii=False, **options)
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -28,18 +28,18 @@ def _finite(value: object) -> object:
 def plain(config: Settings) -> dict:
     """Settings as JSON reads them back, so that those of a record and those of a command line compare; without the
     options that `config.unused` names, which the stage never reads."""
-    found = json.loads(to_json(dataclasses.asdict(config), default=str))
+    values = json.loads(to_json(dataclasses.asdict(config), default=str))
     for option in getattr(config, "unused", ()):
         *sections, name = option.split(".")
-        inner = found
+        inner = values
         for section in sections:
             inner = inner.get(section, {})
         inner.pop(name, None)
-    return found
+    return values
 
 
 def loads(text: str | bytes) -> Any:
-    """What JSON says. Raises ValueError for text that is none, also for one nested more deeply than Python reads."""
+    """Parse JSON. Raises ValueError for text that is not JSON, also for one nested more deeply than Python reads."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """`tensor` on `device`. Where it goes from the host to an accelerator, the host does not wait for its arrival: a
-    plain copy would, and for all that was launched before."""
+    """`tensor` on `device`. The copy from the host to an accelerator is asynchronous: a plain one would wait for it,
+    and for all that was launched before."""
     device = torch.device(device)
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -29,11 +29,11 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 @dataclass
 class KeptSets:
-    """The sets of words from which truncated sampling (top-k, top-p, min-p) drew the marked tokens of B rows: what a
-    softmax is taken over, in place of the vocabulary. On the host.
+    """The candidate tokens from which truncated sampling (top-k, top-p, min-p) drew the marked tokens of B rows: the
+    softmax is taken over them, in place of the vocabulary. On the host.
 
-    ids: of each row (M_i,) int32, the sets of its marked tokens one after the other; sizes: of each row (n_i,) long,
-    how many words the set of each of them has.
+    ids: of each row (M_i,) int32, the candidates of its marked tokens one after the other; sizes: of each row (n_i,)
+    long, how many candidates each of them has.
     """
 
     ids: list[Tensor]
@@ -41,7 +41,7 @@ class KeptSets:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[Tensor]]) -> KeptSets:
-        """rows: of each row the set (int32) of every marked token."""
+        """rows: of each row the candidates (int32) of every marked token."""
         return cls([torch.cat([torch.zeros(0, dtype=torch.int32), *row]) for row in rows],
                    [torch.tensor([len(kept) for kept in row], dtype=torch.long) for row in rows])
 
@@ -57,11 +57,11 @@ class KeptSets:
         return KeptSets([self.ids[i] for i in chosen], [self.sizes[i] for i in chosen])
 
     def below(self, size: int) -> KeptSets:
-        """The words below `size`: what a model of fewer words has of them."""
+        """The candidates below `size`, for a model with a smaller vocabulary."""
         ids, sizes = [], []
-        for own, counts in zip(self.ids, self.sizes, strict=True):
-            tokens = torch.arange(len(counts)).repeat_interleave(counts)[own < size]
-            ids.append(own[own < size])
+        for candidates, counts in zip(self.ids, self.sizes, strict=True):
+            tokens = torch.arange(len(counts)).repeat_interleave(counts)[candidates < size]
+            ids.append(candidates[candidates < size])
             sizes.append(torch.bincount(tokens, minlength=len(counts)))
         return KeptSets(ids, sizes)
 
@@ -82,9 +82,8 @@ class SequenceBatch:
     input_ids (B, T) long; attention_mask (B, T) bool, real tokens, made from lengths (never by comparing ids with the
     pad id: pad may equal eos); loss_mask (B, T) bool, the tokens to be predicted. position_ids (B, T) is set only for
     packed rows, where it restarts at 0 with every sample. kept: where the marked tokens were drawn by truncated
-    sampling, what from: their distribution is then that of these words alone. What decides about sizes (which tokens
-    are marked, how rows share their beginnings) is asked of `on_host()`: an accelerator's answer would have to be
-    waited for.
+    sampling, their candidates: the distribution is then normalised over these alone. Decisions about sizes (which
+    tokens are marked, which rows share a prefix) use `on_host()`: reading an accelerator's tensors would wait for it.
     """
 
     input_ids: Tensor
@@ -105,7 +104,7 @@ class SequenceBatch:
         return moved
 
     def on_host(self) -> SequenceBatch:
-        """The same on the CPU: what was moved from there, or a copy."""
+        """The batch on the CPU: the original, or a copy."""
         return self._origin or (self.to("cpu") if self._is_on_device() else self)
 
     def places(self) -> Tensor:
@@ -120,8 +119,8 @@ class SequenceBatch:
         return self.input_ids.device.type != "cpu"
 
     def _tensors(self) -> dict[str, Any]:
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {name: tensor for name, tensor in values.items() if isinstance(tensor, Tensor)}
 
     def rows(self, index: Tensor) -> SequenceBatch:
         """The rows `index` (a long tensor), cut to their longest real length."""
@@ -131,7 +130,7 @@ class SequenceBatch:
 
 
 def pad_right(rows: Sequence[Sequence[float] | Tensor], value: float, dtype: torch.dtype = torch.long) -> Tensor:
-    """Rows of unequal length as one (B, max length) tensor, filled up on the right with `value`."""
+    """Rows of unequal length as one (B, max length) tensor, padded on the right with `value`."""
     out = torch.full((len(rows), max((len(r) for r in rows), default=0)), value, dtype=dtype)
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)

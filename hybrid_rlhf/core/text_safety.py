@@ -22,13 +22,12 @@ def escape_control(text: str) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """What every command prints of an error that is the user's: one line, safe to show."""
+    """A UserError as every command prints it: one line, safe to show."""
     return escape_control(" ".join(f"error: {error}".split()))
 
 
 def shortened(text: str, most: int = 500) -> str:
-    """The beginning and the end of what is longer than `most` characters: who has typed or pasted a megabyte is not
-    told it again."""
+    """The beginning and the end of a text longer than `most` characters: a pasted megabyte is not printed again."""
     return text if len(text) <= most else f"{text[: most - 105]} ... {text[-100:]}"
 
 

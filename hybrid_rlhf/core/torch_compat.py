@@ -1,4 +1,4 @@
-"""The private parts of torch that are used here, and nowhere else."""
+"""The only use of torch's private parts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def launcher_store() -> dist.Store:
-    """A handle of its own on the key-value store by which the processes of the default group found each other."""
+    """A separate handle on the key-value store by which the processes of the default group found each other."""
     return TORCH.part(dist.distributed_c10d, "_get_default_store")().clone()
 
 
 def fake_mode() -> Any:  # a private class of torch
-    """The block in which operations make tensors that have a shape, a dtype and a device, and no memory. The device is
-    one that is there: for a card that is not, torch's own mode has every thread put a substitute in place for the whole
-    process, and in torch 2.11 that is freed with the thread, so that the next thread's mode reads freed memory.
+    """The block in which operations make tensors with a shape, a dtype and a device, but no memory. The device must be
+    present: for a card that is not, torch's own mode has every thread install a substitute for the whole process, which
+    torch 2.11 frees with the thread, so that the next thread's mode reads freed memory.
     """
     mode = TORCH.part(TORCH.module("torch._subclasses.fake_tensor"), "FakeTensorMode")
 
     def dispatch(self: Any, func: Any, types: Any, inputs: Any = (), named: Any = None) -> Any:  # torch's signature
         if str(func) != "aten._grouped_mm.default" or inputs[0].dtype == torch.bfloat16:
             return mode.__torch_dispatch__(self, func, types, inputs, named)
-        # the products of experts, of which torch knows the shape for bfloat16 alone
+        # the products of experts, whose shape torch knows for bfloat16 only
         halves = [value.bfloat16() if index < 2 else value for index, value in enumerate(inputs)]
         return mode.__torch_dispatch__(self, func, types, halves, named).to(inputs[0].dtype)
 
@@ -45,18 +45,18 @@ def dispatch_mode() -> type:
 
 
 def leaves_of(tree: object) -> list:
-    """What nested tuples, lists and dicts hold."""
+    """The leaves of nested tuples, lists and dicts."""
     return TORCH.part(TORCH.module("torch.utils._pytree"), "tree_leaves")(tree)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether the forward of `module` has hooks, before or behind it."""
+    """Whether the forward of `module` has hooks, before or after it."""
     return any(TORCH.part(module, name) for name in _HOOKS)
 
 
 @contextmanager
 def hooks_kept(module: nn.Module, is_kept: Callable[[Callable], bool]) -> Iterator[None]:
-    """Within the block only those forward hooks of `module` and what it holds run that `is_kept`."""
+    """Within the block only those forward hooks of `module` and its submodules run for which `is_kept` is true."""
     before = [(m, name, TORCH.part(m, name)) for m in module.modules() for name in _HOOKS]
     for each, name, hooks in before:
         setattr(each, name, type(hooks)({key: hook for key, hook in hooks.items() if is_kept(hook)}))

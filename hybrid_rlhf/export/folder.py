@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.distributed import barrier
-from hybrid_rlhf.core.own_files import put, whole
+from hybrid_rlhf.core.own_files import put, replacing
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned, shape_of, without_hooks
 from hybrid_rlhf.engine.train.zero import for_main
 from hybrid_rlhf.models import shards
@@ -95,7 +95,7 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     targets = [folder, *([folder.with_name(folder.name.replace("model", "adapter"))] if lora_layers(model) else [])]
 
     def write(gather: Gather) -> None:
-        with _disk_told(f"cannot write {folder}", ", and give the same command again"), whole(
+        with _disk_told(f"cannot write {folder}", ", and give the same command again"), replacing(
                 *targets) as places:
             _write_all(model, tokenizer, places, targets, eos_ids, gather)
 

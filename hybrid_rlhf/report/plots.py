@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_rlhf.core.own_files import whole
+from hybrid_rlhf.core.own_files import replacing
 
 PLOTS = "plots"
 # Okabe and Ito's colours, which the colour-blind can tell apart.
@@ -63,7 +63,7 @@ def draw(history: Sequence[dict], folder: str | Path) -> list[Path]:
             continue
         figure = matplotlib.figure.Figure(figsize=_SIZE, dpi=_DPI)
         _draw(figure.add_axes(_PLACE), subject, lines)
-        with whole(path) as (beside,):
+        with replacing(path) as (beside,):
             figure.savefig(beside, format="png")
         drawn.append(path)
     return drawn

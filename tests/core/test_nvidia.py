@@ -18,7 +18,7 @@ CU126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 @pytest.fixture
 def card(monkeypatch):
     """Says that a card of a capability is there, and what torch is built for."""
-    nvidia._say.cache_clear()
+    nvidia._warn_once.cache_clear()
 
     def there(name, capability, built=CU130):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -207,7 +207,7 @@ def test_what_was_replaced_and_cannot_be_removed_stops_nothing(tmp_path, monkeyp
     for name in ("one", "two"):
         mine(tmp_path / name / "a")
     monkeypatch.setattr("hybrid_rlhf.core.own_files.shutil.rmtree", busy)
-    with own_files.whole(tmp_path / "one", tmp_path / "two") as made:
+    with own_files.replacing(tmp_path / "one", tmp_path / "two") as made:
         for folder in made:
             folder.mkdir()
             (folder / "a").write_text("new")

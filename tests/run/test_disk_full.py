@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.disk import refusal
-from hybrid_rlhf.core.own_files import whole
+from hybrid_rlhf.core.own_files import replacing
 from hybrid_rlhf.export import folder as model_folder
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.run import runfile
@@ -57,7 +57,7 @@ def test_what_could_not_be_written_whole_leaves_what_was_there(tmp_path):
     before = contents(tmp_path)
 
     def write(text: str) -> None:
-        with whole(tmp_path / "folder", tmp_path / "file") as (folder, file):
+        with replacing(tmp_path / "folder", tmp_path / "file") as (folder, file):
             folder.mkdir()
             (folder / "new").write_text("new")
             file.write_text(text)
