@@ -204,6 +204,6 @@ def _text(name: str, value: object) -> str:
     if isinstance(value, (str, PurePath)):
         return str(value)
     try:
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise UserError(f"{name} is {value!r:.60}; give text, a number, a list or a mapping") from error

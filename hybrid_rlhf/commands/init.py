@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hybrid_rlhf.core.config import UserError, check, command_flags, nearest, parse_command
+from hybrid_rlhf.core.config import UserError, check, command_flags, nearest, parse_command, to_yaml
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.text_safety import error_line
@@ -201,9 +201,7 @@ def by_table(method: str, option: str) -> str | None:
 
 def _quoted(text: str) -> str:
     """A YAML string, in quotes where YAML would read something else."""
-    import yaml
-
-    return yaml.safe_dump(text, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
+    return to_yaml(text, default_flow_style=True).strip().removesuffix("...").strip()
 
 
 def _option(method: str, option: str, indent: str = "  ") -> str:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import math
 import re
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import GenericAlias, MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
 from hybrid_rlhf.core.errors import UserError, check, nearest
 from hybrid_rlhf.core.given_paths import check_file, expanded, with_homes
-from hybrid_rlhf.core.options import in_words, is_text, kinds_of, may_be_null, type_of
+from hybrid_rlhf.core.options import in_words, kinds_of, may_be_null, of_list, of_mapping, type_of
 
 _SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
              "check_signal": "Print whether there is anything to learn from: the scores of several responses to "
@@ -63,11 +64,13 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     """Command line -> (a frozen `config_class`, {flag: its value}).
 
     Later wins: the class's defaults, `default_config` (a YAML file), `--config FILE` and dotted overrides in the order
-    of the command line. A list or a mapping replaces the one before it; --OPTION+ VALUE adds to a list, and
-    --OPTION.KEY VALUE to a mapping. `extra` names flags of the entry point's own: switches (bool) and those of _VALUES
-    (text, None if not given). unused: options or sections that this stage never reads -> what is meant instead; they
-    are not in the help, and an error where they are given. none stands for null wherever null may stand, and ~ for the
-    home folder in what names files and folders.
+    of the command line. A list or a mapping replaces the one before it; --OPTION+ VALUE appends to a list, and
+    --OPTION.KEY VALUE changes a key of a mapping. none stands for null wherever null may stand, and ~ for the home
+    folder in what names files and folders.
+
+    extra: flags of the entry point itself, switches (bool) and those of _VALUES (text, None if not given). unused:
+    options or sections that this stage never reads -> what is meant instead; they are not in the help, and an error
+    where they are given.
 
     --help and --print_config[=comments] print, and raise SystemExit(0). Raises UserError, in one line and with the
     nearest name, for unknown keys, wrong types and values that a part's own check refuses.
@@ -77,16 +80,13 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
         print(stage.help(description))
         raise SystemExit(0)
     given = _Given(stage)
-    try:
-        if default_config is not None:
-            given.read_file(default_config)
-        given.read_words(argv)
-        config: Any = config_class(**_fields(config_class, given.values))
-    except RecursionError as error:
-        raise UserError(_TOO_DEEP) from error
-    if given.printed is not None:
+    if default_config is not None:
+        given.read_file(default_config)
+    given.read_words(argv)
+    if given.printed is not None:  # before anything is checked that is missing: it may be a template
         print(stage.as_yaml(given, description), end="")
         raise SystemExit(0)
+    config: Any = config_class(**_fields(config_class, given.values))
     return with_homes(config), given.flags
 
 
@@ -160,10 +160,11 @@ class _Stage(NamedTuple):
         """The type of an option or a section. UserError for one that there is not here."""
         kind = type_of(self.config_class, name)
         if kind is None or _is_below(name, self.unused):
-            raise UserError(self._unknown(name))
+            raise UserError(self.unknown(name))
         return kind
 
-    def _unknown(self, name: str) -> str:
+    def unknown(self, name: str) -> str:
+        """The message for an option that there is not here."""
         program = self.prog[max(self.prog.find("--stage"), 0):]
         if meant := next((text for option, text in self.unused.items() if _is_below(name, (option,))), None):
             return f"{name} is not used by {program}; {meant}"
@@ -180,6 +181,8 @@ class _Stage(NamedTuple):
         group: Any = parser.add_argument_group("options")
         group.add_argument("-h", "--help", action="store_true", help="Print this.")
         group.add_argument("--config", metavar="FILE", help="YAML file with any of the options below.")
+        group.add_argument("--OPTION+", metavar="VALUE", help="Append to an option that is a list.")
+        group.add_argument("--OPTION.KEY", metavar="VALUE", help="Change one key of an option that is a mapping.")
         group.add_argument("--print_config", action="store_true", help="Print the settings as such a file, and stop; "
                            "--print_config=comments with what each option means.")
         for name in self.extra:
@@ -210,8 +213,8 @@ class _Stage(NamedTuple):
             if has_comments:
                 text = option.text if option.is_section else option.explained
                 lines += ["", *textwrap.wrap(text, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")]
-            line = f"{name}:\n" if option.is_section else yaml.safe_dump(
-                {name: given.values.get(option.name, option.default)}, sort_keys=False, allow_unicode=True, width=10**6)
+            line = f"{name}:\n" if option.is_section else to_yaml(
+                {name: given.values.get(option.name, option.default)})
             lines.append(textwrap.indent(line, indent).rstrip("\n"))
         return "\n".join([*lines, ""])
 
@@ -236,8 +239,10 @@ class _Given:
         for word in words:
             name, has_value, value = word.removeprefix("--").partition("=")
             is_switch = name == "print_config" or (name in self.flags and name not in _VALUES)
-            if not word.startswith("--") or not (is_switch or name == "config" or name in self.flags):
-                self._option_of(name if word.startswith("--") and name else word.lstrip("-") or word)
+            if not word.startswith("--") or not name:
+                raise UserError(self._stage.unknown(word.lstrip("-") or word))
+            if not is_switch and name != "config" and name not in self.flags:
+                self._option_of(name)
             if is_switch:
                 check(not has_value or (name, value) == ("print_config", "comments"), f"{word}: give --{name} alone")
                 if name == "print_config":
@@ -254,25 +259,32 @@ class _Given:
             else:
                 self._take_word(name, value)
 
-    def _option_of(self, word: str) -> tuple[str, list[str]]:
-        """The option that a word names, and the keys in its mapping. UserError for one that there is not."""
-        parts = word.removesuffix("+").split(".")
+    def _option_of(self, word: str) -> tuple[str, Any, list[str]]:
+        """The option that a word names, its type, and keys in its mapping. UserError for one that there is not."""
+        name, parts = word.removesuffix("+"), word.split(".")
+        kind = type_of(self._stage.config_class, name)
+        if kind is not None and (name == word or of_list(kind) is not None):
+            return name, kind if dataclasses.is_dataclass(kind) else self._stage.kind_of(name), []
         for i in range(len(parts) - 1, 0, -1):
             kind = type_of(self._stage.config_class, name := ".".join(parts[:i]))
-            if kind is not None and any((typing.get_origin(k) or k) is dict for k in kinds_of(kind)):
-                self._stage.kind_of(name)
-                return name, parts[i:]
-        self._stage.kind_of(word.removesuffix("+"))
-        return word.removesuffix("+"), []
+            if kind is not None and not word.endswith("+") and of_mapping(kind) is not None:
+                return name, self._stage.kind_of(name), parts[i:]
+        raise UserError(self._stage.unknown(word))
 
     def _take_word(self, word: str, text: str) -> None:
-        name, keys = self._option_of(word)
+        name, kind, keys = self._option_of(word)
         before = self.values.get(name, _options(self._stage.config_class)[name].default)
-        value = (_with_key(before, keys, _loaded(text, word)) if keys else
-                 _value_of_word(type_of(self._stage.config_class, name), name, text))
-        if word.endswith("+"):
+        if keys:
+            inner = of_mapping(kind) if len(keys) == 1 else object
+            value = _with_key(before, keys, _value_of_word(inner, word, text))
+        elif word.endswith("+"):
+            items = of_list(kind)
+            more = _value_of_word(GenericAlias(list, (items,)) if text.startswith("[") else items, name, text)
             value = [*(before if isinstance(before, list) else [before] if before else []),
-                     *(value if isinstance(value, list) else [value])]
+                     *(more if isinstance(more, list) else [more])]
+        else:
+            value = _value_of_word(kind, name, text)
+            check(value is not None or not dataclasses.is_dataclass(kind), f"--{name} needs a mapping of its options")
         self._take(name, value, "")
 
     def _take(self, name: str, value: Any, where: str) -> None:
@@ -322,56 +334,98 @@ def _with_key(before: object, keys: Sequence[str], value: Any) -> Any:
 
 
 def _value_of_word(kind: Any, name: str, text: str) -> Any:
-    """A word of the command line as a value of that type: text as it stands, everything else as YAML reads it."""
-    if (text.lower() in ("null", "~") and type(None) in kinds_of(kind)) or (
-            text.lower() == "none" and may_be_null(kind, name)):
+    """A word of the command line, for an option of that type: a list or a mapping as YAML reads it, and anything where
+    anything may stand; what else it says is for `_fitted`."""
+    kinds, items = kinds_of(kind), of_list(kind)
+    if (text.lower() in ("null", "~") and type(None) in kinds) or (text.lower() == "none" and may_be_null(kind, name)):
         return None
-    if is_text(kind) and bool not in kinds_of(kind):
-        return text
-    value = _loaded(text, name)
-    return value if str not in kinds_of(kind) or isinstance(value, (list, dict, bool)) else text
+    if kind is object:
+        value = _loaded(text)
+        return text if value is None and text.lower() not in ("null", "~", "") else value
+    if (items is not None and text.startswith("[")) or (of_mapping(kind) is not None and text.startswith("{")):
+        value = _loaded(text)
+        is_text = str in (*kinds, *kinds_of(items))
+        check(isinstance(value, (list, dict)) or is_text, f"{name}: {text[:60]} is not valid YAML; fix it")
+        return value if isinstance(value, (list, dict)) else text
+    return _loaded(text) if dataclasses.is_dataclass(kind) else text
 
 
 def _fitted(kind: Any, value: Any, name: str, where: str) -> Any:
     """The value as one of that type. UserError where it is none."""
-    kinds = kinds_of(kind)
-    for each in kinds:
-        inner = (typing.get_args(each) or (object,))[-1]
-        if isinstance(value, list) and (typing.get_origin(each) or each) is list:
-            return [_fitted(inner, item, f"{name}[{i}]", where) for i, item in enumerate(value)]
-        if isinstance(value, dict) and (typing.get_origin(each) or each) is dict:
-            wrong = next((key for key in value if not isinstance(key, str)), None)
-            check(wrong is None, f"{where}{name} has the key {wrong!r:.60}; a key must be text")
-            return {key: _fitted(inner, item, f"{name}[{key[:60]}]", where) for key, item in value.items()}
-        if each == list[str] and isinstance(value, str) and str not in kinds:
-            return [value]
-        if each is float and type(value) is int:
-            return float(value)
-        if each is object or type(value) is each:
-            return value
+    kinds, is_anything = kinds_of(kind), kind is object
+    if value is None and of_list(kind) is not None and str not in kinds and type(None) not in kinds:
+        return []
+    if isinstance(value, list) and (is_anything or of_list(kind) is not None):
+        return [_fitted(of_list(kind) or object, item, f"{name}[{i}]", where) for i, item in enumerate(value)]
+    if isinstance(value, dict) and (is_anything or of_mapping(kind) is not None):
+        wrong = next((key for key in value if not isinstance(key, str)), None)
+        check(wrong is None, f"{where}{name} has the key {wrong!r:.60}; a key must be text")
+        return {key: _fitted(of_mapping(kind) or object, item, f"{name}[{key[:60]}]", where)
+                for key, item in value.items()}
+    if type(value) in (kinds if not is_anything else (str, int, float, bool, type(None))):
+        return value
+    if str not in kinds and isinstance(value, str) and not is_anything:
+        if of_list(kind) is str and not value.startswith("["):
+            return [] if value.lower() == "none" else [value]
+        value = _number(kinds, value)
+    if float in kinds and type(value) is int and abs(value) < 1e300:
+        return float(value)
+    if type(value) in kinds:
+        return value
     shown = in_words(type(value)) if value is None or isinstance(value, (list, dict)) else (
         str(value).lower() if isinstance(value, bool) else repr(value)[:60])
-    raise UserError(f"{where}{name} is {shown}; it must be {' or '.join(map(in_words, kinds))}")
+    wanted = "text, a number, true or false, a list or a mapping" if is_anything else " or ".join(map(in_words, kinds))
+    raise UserError(f"{where}{name} is {shown}; it must be {wanted}")
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's, which takes {a: b?}
-    """As YAML 1.2: 1e-5 is a number, and 2020-01-01 text."""
+def _number(kinds: tuple, text: str) -> Any:
+    """A text that says a number or true or false as that; others as they are."""
+    if bool in kinds and text.lower() in ("true", "yes", "on", "false", "no", "off"):
+        return text.lower() in ("true", "yes", "on")
+    if int in kinds and re.fullmatch(r"[-+]?(\d[\d_]*|0x[\da-f]+)", text.lower()):
+        return int(text, 16 if "x" in text.lower() else 10)
+    if float in kinds and re.fullmatch(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d{1,3})?|[-+]?\.(inf|nan)", text.lower()):
+        value = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        return text if math.isinf(value) and "inf" not in text.lower() else value
+    return text
+
+
+_FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), [*"-+.0123456789"])
+
+
+class _Loader(yaml.SafeLoader):
+    """With 1e-5 as a number, and 2020-01-01 as text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - never changed
         first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+\.?\d*[eE][-+]?\d+$"), [*"-+0123456789"])
+class _WordLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """The same by libyaml, which takes {a: b?, c: d}."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
-def _loaded(text: str, name: str) -> Any:
-    """A word as YAML reads it, or as it stands where that cannot. UserError for a list or a mapping that is broken."""
+class _Dumper(yaml.SafeDumper):
+    """Writes the text 1e5 in quotes, as `_Loader` needs it."""
+
+
+for _class in (_Loader, _WordLoader, _Dumper):
+    _class.add_implicit_resolver(*_FLOAT)
+
+
+def to_yaml(value: object, **style: Any) -> str:
+    """A value as YAML that a file of settings may hold: it is read as the same one."""
+    return yaml.dump(value, Dumper=_Dumper, **{"sort_keys": False, "allow_unicode": True, "width": 10**6} | style)
+
+
+def _loaded(text: str) -> Any:
+    """A word as YAML reads it, or as it stands where that cannot."""
+    check(sum(map(text.count, "[{")) < 1000, _TOO_DEEP)
     try:
-        return yaml.load(text, _Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        check(not text.startswith(("[", "{")), f"{name}: {text[:60]} is not valid YAML "
-                                               f"({getattr(error, 'problem', None) or 'nested too deeply'}); fix it")
+        return yaml.load(text, _WordLoader)
+    except (yaml.YAMLError, ValueError):
         return text
 
 
@@ -393,6 +447,21 @@ def _read_yaml(path: str) -> dict:
     except (RecursionError, ValueError) as error:  # ValueError: a date of month 13, a number of thousands of digits
         raise UserError(f"--config {path}: not valid YAML ({str(error)[:100] or 'nested too deeply'}); "
                         "fix it") from error
+    check(_is_small(value), f"--config {path}: {_TOO_DEEP}")
     check(isinstance(value, dict), f"--config {path}: a mapping of options such as seed: 1 is needed, found "
                                    f"{'nothing' if value is None else in_words(type(value))}")
     return value
+
+
+def _is_small(value: object) -> bool:
+    """Whether a value is no deeper and no larger than settings are, aliases written out: ten lines of YAML can say
+    more than a machine holds."""
+    waiting, count = [(value, 1)], 0
+    while waiting:
+        outer, depth = waiting.pop()
+        count += 1
+        if isinstance(outer, (dict, list)):
+            waiting += [(inner, depth + 1) for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        if depth > 30 or count + len(waiting) > 10**5:
+            return False
+    return True

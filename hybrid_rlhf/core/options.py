@@ -47,7 +47,7 @@ def check_values(section: Settings, prefix: str) -> None:
         choices, interval = field.metadata.get("choices"), field.metadata.get("interval")
         check(choices is None or value in choices, f"{prefix}{field.name} is {value!r}; choose "
                                                    f"{', '.join(choices or ())}{nearest(str(value), choices or ())}")
-        check(interval is None or _is_in(value, interval or ""),
+        check(interval is None or (isinstance(value, (int, float)) and _is_in(value, interval or "")),
               f"{prefix}{field.name} is {value}; it {_range(interval or '')}{', or null' if or_null else ''}")
 
 
@@ -61,7 +61,8 @@ def _range(interval: str) -> str:
     low, _, high = interval.partition(",")
     if high.strip() not in ("", "inf)"):
         return f"must lie in {interval}"
-    return {"[0": "must not be negative", "(0": "must be positive"}.get(low, f"must be at least {low[1:]}")
+    words = {"[0": "must not be negative", "(0": "must be positive"}.get(low, f"must be at least {low[1:]}")
+    return f"{words}, and finite" if high else words
 
 
 def value_of(config: Settings, option: str) -> object:
@@ -89,10 +90,15 @@ def kinds_of(kind: object) -> tuple:
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
-def is_text(kind: object) -> bool:
-    """Whether a word of the command line is such a value as it stands, whatever YAML would make of it."""
-    kinds = kinds_of(kind)
-    return str in kinds and not any((typing.get_origin(k) or k) in (dict, list) for k in kinds)
+def of_list(kind: object) -> Any | None:
+    """The type of the items where a list may stand; None where none may."""
+    return next((typing.get_args(k)[0] for k in kinds_of(kind) if typing.get_origin(k) is list), None)
+
+
+def of_mapping(kind: object) -> Any | None:
+    """The type of the values where a mapping may stand; None where none may."""
+    return next(((typing.get_args(k) or (object,))[-1] for k in kinds_of(kind) if (typing.get_origin(k) or k) is dict),
+                None)
 
 
 def may_be_null(kind: object, option: str) -> bool:

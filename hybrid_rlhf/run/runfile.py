@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.core import own_files
-from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.config import UserError, check, to_yaml
 from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, is_main
 from hybrid_rlhf.core.given_paths import check_file
 from hybrid_rlhf.core.strict_json import plain, to_json
@@ -276,10 +276,8 @@ def code_of(settings: dict) -> dict[str, str]:
 
 
 def _write_settings(folder: Path, settings: dict) -> None:
-    import yaml
-
     with open(folder / SETTINGS_FILE, "w", encoding="utf-8", opener=own_files.no_link) as file:  # the lock is on it
-        file.write(yaml.safe_dump(settings, sort_keys=False))
+        file.write(to_yaml(settings))
 
 
 def _now() -> str:

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import yaml
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hybrid_rlhf.core.config import to_yaml
 from hybrid_rlhf.report.metric_names import meaning
 from hybrid_rlhf.report.plots import SUBJECTS
 from hybrid_rlhf.studio import run_files
@@ -117,7 +117,7 @@ def group(name: str) -> str:
 def settings_of(folder: Path, record: dict) -> str:
     """config.yaml as it is; without one the settings in run.json."""
     text = run_files.read_text(folder / SETTINGS)
-    return text or (yaml.safe_dump(record["config"], sort_keys=False) if record.get("config") else "")
+    return text or (to_yaml(record["config"]) if record.get("config") else "")
 
 
 # -- several runs ----------------------------------------------------------------------------------------------------

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import yaml
-
 from hybrid_rlhf.commands.init import comment, of_card
-from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.config import check, to_yaml
 from hybrid_rlhf.memory_plan.presets import card as card_of
 from hybrid_rlhf.training.registry import STAGES, By, Rate
 
@@ -143,7 +141,7 @@ def block(nested: Mapping[str, object], indent: str = "") -> str:
 def flow(value: object) -> str:
     """A value in one line of YAML, which every reader of YAML reads as that value."""
     if value is None or isinstance(value, (bool, int, float)):
-        return yaml.safe_dump(value).strip().removesuffix("...").strip()
+        return to_yaml(value).strip().removesuffix("...").strip()
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(flow, value))}]"
     if isinstance(value, Mapping):
@@ -151,4 +149,4 @@ def flow(value: object) -> str:
     text = str(value)
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
         return text
-    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=10**9).strip()
+    return to_yaml(text, default_style='"', width=10**9).strip()

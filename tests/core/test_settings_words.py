@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import pytest
 
@@ -70,13 +71,96 @@ def test_the_command_line_is_read_as_yaml_as_before_and_wins(tmp_path):
     assert config.free == {"b": 1e-5, "c": "x"}
 
 
-@pytest.mark.parametrize(("word", "said"), [
-    ("--free={a: [1}", "free: {a: [1} is not valid YAML"), ("--free.a=[1", "free.a: [1 is not valid YAML"),
-    ("--named={a: 1}", "unknown option named (did you mean inner.named?)"), ("--free", "--free needs a value"),
-    ("--inner.named.a=1", "inner.named[a] is 1; it must be text")])
-def test_a_word_that_is_no_mapping_is_one_line(word, said):
+@dataclass(frozen=True)
+class Many:
+    """Settings.
+
+    Attributes:
+        rate: A rate.
+        count: A count.
+        is_on: A switch.
+        texts: Texts.
+        either: One or several.
+        by_name: Texts by name.
+        by_mapping: Anything by name.
+        free: Anything.
+        inner: A part.
+    """
+
+    rate: float | None = None
+    count: int = 1
+    is_on: bool | None = None
+    texts: list[str] = field(default_factory=list)
+    either: list[str] | str = field(default_factory=list)
+    by_name: dict[str, str] = field(default_factory=dict)
+    by_mapping: dict[str, dict] = field(default_factory=dict)
+    free: dict[str, object] = field(default_factory=dict)
+    inner: Inner = field(default_factory=Inner)
+
+
+def value(*words: str):
+    """The only option that words have changed."""
+    config, plain = parse(Many, list(words), prog="x")[0], Many()
+    changed = [getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name)]
+    return changed[0] if changed else None
+
+
+@pytest.mark.parametrize(("words", "wanted"), [
+    (["--rate", "1e-5"], 1e-5), (["--rate=.5e3"], 500.0), (["--rate", "none"], None), (["--rate", ".inf"], math.inf),
+    (["--count", "010"], 10), (["--count=0x10"], 16), (["--count", "1_000"], 1000), (["--is_on", "no"], False),
+    (["--texts", "a b #c"], ["a b #c"]), (["--texts", "[a, 'b #c']"], ["a", "b #c"]), (["--texts+", "yes"], ["yes"]),
+    (["--texts+", "a", "--texts+", "[b, c]"], ["a", "b", "c"]), (["--texts+", "[01]\\.x"], ["[01]\\.x"]),
+    (["--either", "[qv]_proj"], "[qv]_proj"), (["--either", "yes"], "yes"), (["--either", "[a, b]"], ["a", "b"]),
+    (["--by_name.a", "{prompt} hi #1"], {"a": "{prompt} hi #1"}), (["--by_name.a", "'x'"], {"a": "'x'"}),
+    (["--by_mapping.f.low", "3"], {"f": {"low": 3}}), (["--by_mapping.f", "{low: 1e-3}"], {"f": {"low": 1e-3}}),
+    (["--free.a", "#fff"], {"a": "#fff"}), (["--free.a", "{x} y"], {"a": "{x} y"}), (["--free.a.b", "no"], {
+        "a": {"b": False}}), (["--free", "{q: is it long?, n: 2}"], {"q": "is it long?", "n": 2})])
+def test_a_word_is_what_its_option_holds(words, wanted):
+    assert value(*words) == wanted
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--free={a: [1}"], "free: {a: [1} is not valid YAML"), (["--free"], "--free needs a value"),
+    (["--inner"], "--inner needs a value"), (["--inner="], "--inner needs a mapping"),
+    (["--inner.named.a=[1"], ""), (["--rate="], "rate is ''; it must be a number or null"),
+    (["--count", ""], "count is ''; it must be a whole number"), (["--is_on="], "is_on is ''; it must be true"),
+    (["count", "5"], "unknown option count; "), (["--count", "5", "rate"], "unknown option rate; "),
+    (["--count+", "5"], "unknown option count+ (did you mean count?)"), (["--config+", "x"], "unknown option config+"),
+    (["--rate", f"1{'0' * 400}"], "rate is '1000"), (["--free", f"{{a: {'[' * 2000}"], "the settings refer to"),
+    (["--either.a", "5"], "unknown option either.a")])
+def test_a_word_that_is_not_for_its_option_is_one_line(words, said):
+    if not said:
+        assert value(*words).named == {"a": "[1"}
+        return
     with pytest.raises(UserError, match=f"^{re.escape(said)}"):
-        parse(Config, [word], prog="x")
+        value(*words)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("rate: 1" + "0" * 400, "rate is 1000"), ("free: {a: {1: 2}}", "free[a] has the key 1; a key must be text"),
+    ("free: {a: !!set {b}}", "free[a] is "), ("free: &x {a: *x}", "the settings refer to themselves"),
+    ("texts: '[a, b]'", "texts is '[a, b]'; it must be a list"), ("count: null", "count is null")])
+def test_a_file_that_cannot_be_settings_is_one_line(tmp_path, text, said):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=re.escape(said)):
+        value("--config", f"{tmp_path}/a.yaml")
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("rate: '1e-5'", 1e-5), ("is_on: 'true'", True), ("texts: a", ["a"]), ("texts: null", None), ("texts: none", None),
+    ("inner:", None)])
+def test_a_file_says_a_number_in_quotes_and_an_empty_list_too(tmp_path, text, wanted):
+    (tmp_path / "a.yaml").write_text(text)
+    assert value("--config", f"{tmp_path}/a.yaml") == wanted
+
+
+@pytest.mark.parametrize("text", ["1e5", "1e-5", "1E+5", "+1e3", "-1E3", "1.e5", ".5e3", "010", "2020-01-01", *TEXTS])
+def test_what_is_printed_is_read_as_the_same_text(tmp_path, text, capsys):
+    given = f"--free={json.dumps({'a': text, text: [text]})}"
+    with pytest.raises(SystemExit):
+        value(given, "--print_config")
+    (tmp_path / "a.yaml").write_text(capsys.readouterr().out)
+    assert value("--config", f"{tmp_path}/a.yaml") == {"a": text, text: [text]} == value(given)
 
 
 def test_a_section_keeps_what_its_owner_has_changed_of_its_defaults():
@@ -119,9 +203,10 @@ class Values:
     ({"share": float("nan")}, "part.share is nan; it must lie in [0, 1)"),
     ({"count": 0}, "part.count is 0; it must be at least 1"),
     ({"rate": -1}, "part.rate is -1; it must not be negative"),
-    ({"limit": 0.0}, "part.limit is 0.0; it must be positive, or null"),
-    ({"limit": float("inf")}, "part.limit is inf; it must be positive, or null"),
+    ({"limit": 0.0}, "part.limit is 0.0; it must be positive, and finite, or null"),
+    ({"limit": float("inf")}, "part.limit is inf; it must be positive, and finite, or null"),
     ({"kind": "bcc"}, "part.kind is 'bcc'; choose a, bcd (did you mean bcd?)"),
+    ({"rate": None}, "part.rate is None; it must not be negative"),
     ({"kind": None}, "part.kind is None; choose a, bcd"), ({"other": "y"}, "part.other is 'y'; choose x")])
 def test_a_value_that_is_none_of_the_choices_or_out_of_its_interval_is_refused(given, said):
     with pytest.raises(UserError, match=re.escape(said)):

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.options import is_text, value_of
+from hybrid_rlhf.core.options import kinds_of, of_list, of_mapping, value_of
 from hybrid_rlhf.studio.option_help import LEFT_OUT, options_of
 from hybrid_rlhf.studio.settings_text import by_table, common_options
 from hybrid_rlhf.training.registry import STAGES, variant_options
@@ -57,7 +57,7 @@ def parts(config_class, prefix=""):
         kind = hints[each.name]
         if dataclasses.is_dataclass(kind):
             yield from parts(kind, f"{prefix}{each.name}.")
-        elif is_text(kind):
+        elif str in kinds_of(kind) and of_list(kind) is None and of_mapping(kind) is None:
             yield config_class, each.name, f"{prefix}{each.name}"
 
 
