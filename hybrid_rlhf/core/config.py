@@ -176,13 +176,13 @@ class _Stage(NamedTuple):
 
     def help(self, description: str) -> str:
         """What --help prints."""
-        parser = argparse.ArgumentParser(self.prog, f"{self.prog} [--config FILE.yaml] [--OPTION VALUE ...]",
-                                         description, add_help=False)
+        parser = argparse.ArgumentParser(
+            self.prog, f"{self.prog} [--config FILE.yaml] [--OPTION VALUE] [--LIST+ VALUE] [--MAPPING.KEY VALUE] ...",
+            f"{description}. --LIST+ appends to an option that is a list, --MAPPING.KEY changes one key of a mapping.",
+            add_help=False)
         group: Any = parser.add_argument_group("options")
         group.add_argument("-h", "--help", action="store_true", help="Print this.")
         group.add_argument("--config", metavar="FILE", help="YAML file with any of the options below.")
-        group.add_argument("--OPTION+", metavar="VALUE", help="Append to an option that is a list.")
-        group.add_argument("--OPTION.KEY", metavar="VALUE", help="Change one key of an option that is a mapping.")
         group.add_argument("--print_config", action="store_true", help="Print the settings as such a file, and stop; "
                            "--print_config=comments with what each option means.")
         for name in self.extra:
@@ -347,7 +347,7 @@ def _value_of_word(kind: Any, name: str, text: str) -> Any:
         is_text = str in (*kinds, *kinds_of(items))
         check(isinstance(value, (list, dict)) or is_text, f"{name}: {text[:60]} is not valid YAML; fix it")
         return value if isinstance(value, (list, dict)) else text
-    return _loaded(text) if dataclasses.is_dataclass(kind) else text
+    return _loaded(text) if dataclasses.is_dataclass(kind) else _number((bool,), text) if bool in kinds else text
 
 
 def _fitted(kind: Any, value: Any, name: str, where: str) -> Any:
@@ -422,11 +422,16 @@ def to_yaml(value: object, **style: Any) -> str:
 
 def _loaded(text: str) -> Any:
     """A word as YAML reads it, or as it stands where that cannot."""
-    check(sum(map(text.count, "[{")) < 1000, _TOO_DEEP)
+    check(_is_flat(text), _TOO_DEEP)
     try:
         return yaml.load(text, _WordLoader)
     except (yaml.YAMLError, ValueError):
         return text
+
+
+def _is_flat(text: str) -> bool:
+    """Whether libyaml's recursion ends before the stack does."""
+    return sum(map(text.count, "[{")) < 1000
 
 
 def _read_yaml(path: str) -> dict:
@@ -434,7 +439,9 @@ def _read_yaml(path: str) -> dict:
     path = expanded(path)
     check_file(path, "--config")
     try:
-        value = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        text = Path(path).read_text(encoding="utf-8")
+        check(_is_flat(text), f"--config {path}: {_TOO_DEEP}")
+        value = yaml.load(text, _Loader)
     except OSError as error:
         raise UserError(f"cannot read --config {path}: {error.strerror}; give a YAML file") from error
     except UnicodeDecodeError as error:

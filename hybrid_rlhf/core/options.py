@@ -48,7 +48,8 @@ def check_values(section: Settings, prefix: str) -> None:
         check(choices is None or value in choices, f"{prefix}{field.name} is {value!r}; choose "
                                                    f"{', '.join(choices or ())}{nearest(str(value), choices or ())}")
         check(interval is None or (isinstance(value, (int, float)) and _is_in(value, interval or "")),
-              f"{prefix}{field.name} is {value}; it {_range(interval or '')}{', or null' if or_null else ''}")
+              f"{prefix}{field.name} is {value}; it {_range(interval or '', field.default)}"
+              f"{', or null' if or_null else ''}")
 
 
 def _is_in(value: float, interval: str) -> bool:
@@ -57,10 +58,10 @@ def _is_in(value: float, interval: str) -> bool:
     return is_above and (not high or (value <= float(high) if interval[-1] == "]" else value < float(high)))
 
 
-def _range(interval: str) -> str:
+def _range(interval: str, default: float | None) -> str:
     low, _, high = interval.partition(",")
     if high.strip() not in ("", "inf)"):
-        return f"must lie in {interval}"
+        return f"must lie in {interval}" + ("" if default is None else f", such as {default:g}")
     words = {"[0": "must not be negative", "(0": "must be positive"}.get(low, f"must be at least {low[1:]}")
     return f"{words}, and finite" if high else words
 

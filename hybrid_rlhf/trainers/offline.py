@@ -37,7 +37,7 @@ class DPOConfig:
     """
 
     loss_type: str = one_of("sigmoid", LOSSES)
-    beta: float | None = within(None, "(0, inf)")
+    beta: float | None = None
     label_smoothing: float = within(0.0, "[0, 0.5)")
     simpo_gamma: float = within(1.0, "[0,")
     desirable_weight: float = within(1.0, "[0,")
@@ -45,6 +45,8 @@ class DPOConfig:
 
     def __post_init__(self) -> None:
         check_values(self, "dpo.")
+        check(self.beta is None or 0 < self.beta < float("inf"), f"dpo.beta is {self.beta}; it must be positive, such "
+                                                                 f"as {LOSSES[self.loss_type].beta}")
         check(not self.label_smoothing or self.loss_type in SMOOTHED,
               f"dpo.label_smoothing: the {self.loss_type} loss has none; leave it out, or take {' or '.join(SMOOTHED)}")
 

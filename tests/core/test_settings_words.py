@@ -199,7 +199,8 @@ class Values:
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"share": 1.0}, "part.share is 1.0; it must lie in [0, 1)"), ({"share": -0.1}, "it must lie in [0, 1)"),
+    ({"share": 1.0}, "part.share is 1.0; it must lie in [0, 1), such as 0.5"),
+    ({"share": -0.1}, "it must lie in [0, 1)"),
     ({"share": float("nan")}, "part.share is nan; it must lie in [0, 1)"),
     ({"count": 0}, "part.count is 0; it must be at least 1"),
     ({"rate": -1}, "part.rate is -1; it must not be negative"),
