@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from hybrid_rlhf.core.errors import UserError, check, nearest
-from hybrid_rlhf.core.given_paths import check_file, expanded, with_homes
+from hybrid_rlhf.core.given_paths import expanded, with_homes
 from hybrid_rlhf.core.options import in_words, kinds_of, may_be_null, of_list, of_mapping, type_of
 
 _SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
@@ -437,7 +437,6 @@ def _is_flat(text: str) -> bool:
 def _read_yaml(path: str) -> dict:
     """UserError with file and line for a file that is no YAML mapping."""
     path = expanded(path)
-    check_file(path, "--config")
     try:
         text = Path(path).read_text(encoding="utf-8")
         check(_is_flat(text), f"--config {path}: {_TOO_DEEP}")

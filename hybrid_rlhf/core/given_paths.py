@@ -1,12 +1,10 @@
-"""Paths from the user: ~ is expanded, and input files are checked to be files."""
+"""Paths from the user: ~ is expanded wherever a file or folder is named."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
-import stat
-from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.core.errors import check
@@ -16,8 +14,6 @@ from hybrid_rlhf.core.options import SettingsT
 _PATHS = ("output_dir", "resume", "model_name_or_path", "tokenizer_name_or_path", "cache_dir", "sources",
           "eval_sources", "path", "functions", "models", "reference", "model", "rubric", "template", "cache", "labels",
           "data", "output", "reward_model")
-_NO_FILES = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
-             (stat.S_ISBLK, "a device"))
 
 
 def expanded(path: str) -> str:
@@ -48,15 +44,3 @@ def with_homes(settings: SettingsT) -> SettingsT:
     changed = {name: new for name, value in values.items() if name in _PATHS or is_part(value)
                if (new := written_out(value)) != value}
     return dataclasses.replace(settings, **changed) if changed else settings
-
-
-def check_file(path: str | Path, where: str) -> None:
-    """UserError for a pipe, a socket or a device where a file is read: an input is read more than once, and a pipe
-    without a writer blocks for ever. Other errors of a path are left to its reader."""
-    try:
-        mode = os.stat(path).st_mode
-    except (OSError, ValueError):
-        return
-    kind = next((words for is_one, words in _NO_FILES if is_one(mode)), None)
-    check(kind is None, f"{where} {path} is {kind}, and what is given is read more than once; write it to a file "
-                        "and give that")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import io
 import os
-import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-_TRIES = 5  # a second each
 _PASSES = (errno.ENOSPC, errno.EDQUOT)  # there may be room again for what comes later
 
 
@@ -21,12 +19,8 @@ class _Lasting(io.FileIO):
 
     def write(self, data: Any) -> int:  # of any kind of buffer
         try:
-            for _ in range(_TRIES):
-                number: int | None = super().write(data)
-                if number is not None:
-                    return number
-                select.select([], [self], [], 1.0)  # a pipe that is full, and would not wait
-            return len(data)  # its reader has stopped reading
+            number = super().write(data)
+            return len(data) if number is None else number  # None: a full pipe that does not wait
         except OSError as error:
             if error.errno not in _PASSES:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -38,16 +32,7 @@ class _Lasting(io.FileIO):
 @contextmanager
 def lasting_streams(*names: str) -> Iterator[None]:
     """Within the block nothing that is written to sys.stdout and sys.stderr (or those of `names`) raises an error: what
-    cannot be written is dropped, and the program goes on. A decorator too.
-
-    A descriptor 0, 1 or 2 that the process began without is opened on /dev/null: else a file of the run would get its
-    number, and the output for the terminal.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    cannot be written is dropped, and the program goes on. A decorator too."""
     names = names or ("stdout", "stderr")
     before = {name: getattr(sys, name) for name in names}
     ours = {name: _lasting(stream) for name, stream in before.items()}

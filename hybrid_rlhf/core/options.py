@@ -58,7 +58,7 @@ def _is_in(value: float, interval: str) -> bool:
     return is_above and (not high or (value <= float(high) if interval[-1] == "]" else value < float(high)))
 
 
-def _range(interval: str, default: float | None) -> str:
+def _range(interval: str, default: Any) -> str:
     low, _, high = interval.partition(",")
     if high.strip() not in ("", "inf)"):
         return f"must lie in {interval}" + ("" if default is None else f", such as {default:g}")

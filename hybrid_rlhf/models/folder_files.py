@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.given_paths import check_file
 from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.core.strict_json import loads, why
 
@@ -85,7 +84,6 @@ def _is_inside(target: Path, homes: Collection[Path]) -> bool:
 
 def read_object(path: Path) -> dict:
     """The JSON object in a file. UserError, with the reason, for anything else."""
-    check_file(path, "model file")
     try:
         value = loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -22,7 +22,6 @@ from hybrid_rlhf import __version__
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import UserError, check, to_yaml
 from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, is_main
-from hybrid_rlhf.core.given_paths import check_file
 from hybrid_rlhf.core.strict_json import plain, to_json
 from hybrid_rlhf.export.model_card import write_card
 from hybrid_rlhf.report.trackers import check_trackers
@@ -288,7 +287,6 @@ def read_run(folder: str | Path) -> RunRecord:
     """The record in `folder`. Raises UserError if there is none, it is not one of ours, or a newer release wrote it."""
     path = Path(folder) / RUN_FILE
     check(path.exists(), f"{folder} holds no run: it has no {RUN_FILE}")
-    check_file(path, "run record")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         newer = found["format"] > FORMAT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,9 @@ from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.inference.chat.session import read_conversation
 from hybrid_rlhf.inference.conversation import Conversation
-from hybrid_rlhf.inference.named_models import model_folder
 from hybrid_rlhf.inference.server import serve
 from hybrid_rlhf.kernels import build
-from hybrid_rlhf.models.folder_files import read_object
 from hybrid_rlhf.run import resume
-from hybrid_rlhf.run.runfile import read_run
 from hybrid_rlhf.training import evaluate, rejection, step1_sft, step2_reward, step3_ppo
 from tests.factories.tiny import chatml_tokenizer
 
@@ -186,53 +182,9 @@ def test_a_template_in_a_file_at_home_is_read_and_one_that_is_text_may_begin_as_
         assert tokenizer.chat_template == text
 
 
-# --- what is no file -------------------------------------------------------------------------------------------------
-
-@pytest.fixture(params=["a pipe", "a socket", "a device"])
-def no_file(request, tmp_path) -> tuple[Path, str]:
-    """A path with a name of any kind of file that is none, and what it is."""
-    path = tmp_path / "x.jsonl"
-    if request.param == "a pipe":
-        os.mkfifo(path)
-    elif request.param == "a socket":
-        with socket.socket(socket.AF_UNIX) as taken:
-            taken.bind(str(path))
-    else:
-        path.symlink_to("/dev/zero")
-    return path, request.param
-
-
-READERS = {
-    "--config": lambda p: parse(step1_sft.Config, ["--config", str(p)], prog="p"),
-    "model file": read_object,
-}
-
-
-@pytest.mark.parametrize("where", READERS)
-def test_what_is_no_file_is_refused_by_its_kind_and_not_waited_for(no_file, where):
-    path, kind = no_file
-    with pytest.raises(UserError) as caught:
-        READERS[where](path)
-    assert str(caught.value) == (f"{where} {path} is {kind}, and what is given is read more than once; write it to a "
-                                 "file and give that")
-
-
-def test_a_run_record_that_is_a_pipe_is_one_line_and_no_run_to_a_chat(tmp_path):
-    os.mkfifo(tmp_path / "run.json")
-    (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match=r"run.json is a pipe"):
-        read_run(tmp_path)
-    assert model_folder(str(tmp_path)) == tmp_path
-
-
-def test_a_shells_substitution_is_refused_by_its_name_and_a_file_through_a_handle_is_read(tmp_path):
+def test_settings_are_read_from_a_shells_substitution(tmp_path):
     out, into = os.pipe()
     os.write(into, b"seed: 3\n")
     os.close(into)
-    with pytest.raises(UserError, match=f"--config /dev/fd/{out} is a pipe, and what is given is read more than once"):
-        parse(step1_sft.Config, ["--config", f"/dev/fd/{out}"], prog="p")
+    assert parse(step1_sft.Config, ["--config", f"/dev/fd/{out}"], prog="p")[0].seed == 3
     os.close(out)
-    (tmp_path / "c.yaml").write_text("seed: 3\n")
-    with (tmp_path / "c.yaml").open() as file:  # as < c.yaml gives it to /dev/stdin
-        config, _ = parse(step1_sft.Config, ["--config", f"/dev/fd/{file.fileno()}"], prog="p")
-    assert config.seed == 3

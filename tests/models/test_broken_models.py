@@ -4,7 +4,6 @@ is read."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -197,17 +196,14 @@ def test_an_index_names_weight_files_of_its_own_folder_only(folder, name):
 
 @pytest.mark.parametrize("name", [CONFIG, TOKENIZER, WEIGHTS, "tokenizer_config.json", "chat_template.jinja",
                                   "additional_chat_templates", "adapter_config.json", "vocab.txt"])
-@pytest.mark.parametrize("kind", ["out", "nowhere", "pipe"])
-def test_a_link_that_leads_out_of_a_model_folder_and_a_pipe_are_refused(folder, name, kind):
+@pytest.mark.parametrize("kind", ["out", "nowhere"])
+def test_a_link_that_leads_out_of_a_model_folder_is_refused(folder, name, kind):
     outside = folder.parent / "outside"
     if (folder / name).exists():
         (folder / name).rename(outside)
     elif kind != "nowhere":
         outside.write_text("{}")
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    else:
-        (folder / name).symlink_to(outside if kind == "out" else folder.parent / "none")
+    (folder / name).symlink_to(outside if kind == "out" else folder.parent / "none")
     for read in (load, plan, lambda f: load_tokenizer(str(f))):
         assert f"PLACE/{name} is " in said(folder, read)
     assert name in said(folder, lambda f: check_can_chat(str(f)))

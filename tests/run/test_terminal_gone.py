@@ -85,26 +85,6 @@ def test_on_a_full_disk_a_log_goes_on_when_there_is_room_again(monkeypatch, tmp_
     assert (tmp_path / "log").read_text() == "kept\n"
 
 
-def test_a_full_pipe_that_does_not_wait_is_written_to_again(monkeypatch):
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    number, got = 300_000, []  # more than a pipe holds
-
-    def read() -> None:
-        while piece := os.read(reader, 65536):
-            got.append(piece)
-
-    thread = threading.Thread(target=read)
-    with open(writer, "w", encoding="utf-8") as log:
-        monkeypatch.setattr(sys, "stderr", log)
-        threading.Timer(0.3, thread.start).start()
-        with lasting_streams("stderr"):
-            print("x" * number, file=sys.stderr)
-    thread.join(10)
-    os.close(reader)
-    assert b"".join(got) == b"x" * number + b"\n"
-
-
 @pytest.mark.parametrize("flags", [[], ["-u"]])
 def test_a_line_is_read_while_the_program_still_runs(flags):
     """python -u (and PYTHONUNBUFFERED, which containers set) has no line buffering of its own."""
@@ -121,15 +101,6 @@ def test_a_line_is_read_while_the_program_still_runs(flags):
         finally:
             child.stdin.close()
             timer.cancel()
-
-
-def test_streams_that_were_closed_before_the_start_do_not_become_a_file_of_the_run(tmp_path):
-    script = ("import sys, os\nfrom hybrid_rlhf.core.lasting_streams import lasting_streams\n"
-              "with lasting_streams():\n"
-              f"    file = open({str(tmp_path / 'metrics')!r}, 'w')\n"
-              "    os.write(2, b'for the terminal'); print('x'); file.write('metrics'); file.close()\n")
-    done = subprocess.run(["bash", "-c", f"{sys.executable} -c \"$0\" >&- 2>&-", script], cwd=ROOT, check=False)
-    assert (done.returncode, (tmp_path / "metrics").read_text()) == (0, "metrics")
 
 
 def test_a_run_whose_output_nobody_reads_trains_to_its_end(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.given_paths import check_file, expanded
+from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards.judge.rubric import Item, Rubric
 from hybrid_rlhf.rewards.judge.verdicts import without_thoughts
@@ -89,7 +89,6 @@ def _compiled(text: str) -> Template:
 def open_prompter(kind: str, rubric: Rubric, given: str | None, is_probability: bool) -> Prompter:
     """The template `given`, or ours of the `kind`. UserError for one that does not serve."""
     path = Path(expanded(given)) if given else FOLDER / f"{kind}.jinja"
-    check_file(path, "reward.judge.template")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

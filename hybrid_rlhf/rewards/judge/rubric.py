@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from hybrid_rlhf.core.config import UserError, check, nearest
-from hybrid_rlhf.core.given_paths import check_file, expanded
+from hybrid_rlhf.core.given_paths import expanded
 
 YES_NO, SCALE = "yes_no", "0-10"
 KINDS = (YES_NO, SCALE)
@@ -52,7 +52,6 @@ def read_rubric(given: Mapping | str | None) -> Rubric:
         return _rubric(given, "reward.judge.rubric")
     path = Path(expanded(given)) if given else DEFAULT
     where = f"reward.judge.rubric {path}" if given else "the general rubric"
-    check_file(path, "reward.judge.rubric")
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
