@@ -1,4 +1,4 @@
-"""The switch between several low-rank adapters on one frozen base, guarded so that no gradient goes astray."""
+"""Switch between several low-rank adapters on one frozen base, with checks against lost gradients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Adapters:
     """The adapters of one frozen base, of which `use(name)` makes one active, or none (the base itself).
 
     A forward and its backward belong into one block of `use`, and every forward of the backbone into some block. What
-    breaks this raises RuntimeError: blocks inside each other, a forward outside, a backward after its block has ended
-    or after somebody else has switched. peft's own switch, which toggles requires_grad, is not used: it loses the
-    gradients of what was computed before it without a word.
+    breaks this raises RuntimeError: nested blocks, a forward outside of a block, a backward after its block has ended
+    or after another switch. peft's own switch, which toggles requires_grad, is not used: it silently loses the
+    gradients of what was computed before it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,9 +38,9 @@ class Adapters:
         names = [] if name is None else [name] if isinstance(name, str) else list(name)
         if self._entry:
             raise RuntimeError(f"adapter {name!r} inside the block of {self._active}: roles take turns on one base")
-        for each in names:
-            if each not in self.names:
-                raise RuntimeError(f"there is no adapter {each!r}; the base has {', '.join(self.names)}")
+        for adapter in names:
+            if adapter not in self.names:
+                raise RuntimeError(f"there is no adapter {adapter!r}; the base has {', '.join(self.names)}")
         self._entry = next(self._entries)
         self._select(names)
         try:
@@ -61,11 +61,11 @@ class Adapters:
                 rows.requires_grad_(name in names)
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
-        """The parameters of one adapter by their place in the model."""
-        found = {f"{place}.{kind}.weight": getattr(layer, kind)[name].weight
-                 for place, layer in self._layers.items() for kind in ("lora_A", "lora_B") if name in layer.lora_A}
-        return found | {f"{place}.added_rows.weight": table.adapters[name].weight
-                        for place, table in self._rows.items() if name in table.adapters}
+        """The parameters of one adapter by name."""
+        weights = {f"{place}.{kind}.weight": getattr(layer, kind)[name].weight
+                   for place, layer in self._layers.items() for kind in ("lora_A", "lora_B") if name in layer.lora_A}
+        return weights | {f"{place}.added_rows.weight": table.adapters[name].weight
+                          for place, table in self._rows.items() if name in table.adapters}
 
     def _select(self, names: list[str]) -> None:
         self._active = names
@@ -83,7 +83,7 @@ class Adapters:
             raise RuntimeError("the active adapter was changed behind the back of use(); gradients would be lost")
 
     def _watch(self, output: object) -> None:
-        """Gradients that reach the backbone's output must do so in the block that made it."""
+        """Check in the backward pass that gradients reach the backbone's output in the block of its forward."""
         entry, hidden = self._entry, output.last_hidden_state
         if hidden.requires_grad:
             hidden.register_hook(lambda _grad: self._require(entry))

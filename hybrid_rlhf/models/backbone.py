@@ -1,7 +1,7 @@
-"""A causal model in two pieces, hidden states and output head, whatever its architecture.
+"""Hidden states and output head of a causal model as two separate functions, for any architecture.
 
-The head is the model's own forward with the backbone replaced by given hidden states, so that every architecture's
-scaling, soft-capping and bias of the logits is its own code and not a copy of ours.
+The head is the model's own forward with the backbone replaced by given hidden states, so that scaling, soft-capping and
+bias of the logits are the architecture's own code and not a copy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _states(model: nn.Module, batch: SequenceBatch, **options: bool) -> Any:  # 
     backbone = text_backbone(model)
     if batch.position_ids is not None:
         return backbone(input_ids=batch.input_ids, use_cache=False, position_ids=batch.position_ids, **options)
-    with never_packed():  # which would be looked up on the device, and the host would wait for the answer
+    with never_packed():  # the check would synchronise host and device
         return backbone(input_ids=batch.input_ids, use_cache=False, **options)
 
 
@@ -48,7 +48,7 @@ def router_coefficient(model: nn.Module) -> float:
 
 
 def hidden_states_and_router_logits(model: nn.Module, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`hidden_states`, and what the router of each layer with experts says of each token, (B x T, experts) each."""
+    """`hidden_states`, and the router logits of each layer with experts, (B x T, experts) each."""
     out = _states(model, batch, output_router_logits=True)
     return out.last_hidden_state, out.router_logits
 
@@ -57,13 +57,13 @@ def own_router_loss(model: nn.Module, batch: SequenceBatch, hidden: Tensor,
                     router_logits: tuple[Tensor, ...]) -> Tensor:
     """The load-balancing loss (a scalar, without its coefficient) as the model's own forward computes it from these
     states (B, T, H) and logits, over real tokens. For causal models whose router_coefficient is not 0."""
-    with _backbone_replaced(model, _Given(hidden[:1, :1], router_logits)):
+    with _backbone_replaced(model, _FixedStates(hidden[:1, :1], router_logits)):
         return causal_part(model)(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False,
                                   output_router_logits=True).aux_loss
 
 
 class _Output:
-    """A backbone's output that holds what it was given and answers None to whatever else a head asks for."""
+    """A backbone's output: the given tensors, and None for any other attribute that a head reads."""
 
     def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...] | None) -> None:
         self.last_hidden_state, self.router_logits = hidden, router_logits
@@ -75,14 +75,14 @@ class _Output:
         return (self.last_hidden_state,)[key]
 
 
-class _Given(nn.Module):
-    """Stands in for the backbone and answers with the hidden states (and the router's logits) it was given. Attributes
-    are the backbone's, for a head may read some (Falcon-H1's multiplier)."""
+class _FixedStates(nn.Module):
+    """Replaces the backbone and returns the given hidden states (and router logits). Its attributes are the backbone's,
+    since a head may read some (Falcon-H1's multiplier)."""
 
     def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...] | None = None) -> None:
         super().__init__()
         self.hidden, self.router_logits = hidden, router_logits
-        self.replaced: tuple[nn.Module, ...] = ()  # in a tuple: a module's attribute would be a part of it
+        self.replaced: tuple[nn.Module, ...] = ()  # in a tuple, so that it is not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["replaced"][0], name)
@@ -96,7 +96,7 @@ class _Given(nn.Module):
 
 
 @contextmanager
-def _backbone_replaced(model: nn.Module, stand_in: _Given) -> Iterator[None]:
+def _backbone_replaced(model: nn.Module, stand_in: _FixedStates) -> Iterator[None]:
     holder, name = causal_part(model), places(model).backbone
     original = getattr(holder, name)
     stand_in.replaced = (original,)
@@ -112,7 +112,7 @@ def own_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
     def head(hidden: Tensor) -> Tensor:
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
-        with _backbone_replaced(model, _Given(hidden[None])):
+        with _backbone_replaced(model, _FixedStates(hidden[None])):
             return causal_part(model)(input_ids=ids, use_cache=False).logits[0]
 
     return head
@@ -128,31 +128,31 @@ def text_logits(model: nn.Module, out: Any) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: nn.Module) -> None:
-    """UserError for a model that cannot be trained here: its logits change with later tokens (XLNet), or are not what
-    `own_head` gives for the backbone's states."""
+    """Raise UserError for a model that cannot be trained here: its logits change with later tokens (XLNet), or differ
+    from those that `own_head` computes from the backbone's states."""
     size, name = model.config.get_text_config().vocab_size, type(model).__name__
     ids = torch.arange(8, device=next(model.parameters()).device)[None] % size
     others, mask = ids.clone(), torch.ones_like(ids, dtype=torch.bool)
     others[0, -1] = (ids[0, -1] + 1) % size
     with _evaluating(model):
-        whole, changed = (causal_part(model)(input_ids=tokens, use_cache=False).logits[0] for tokens in (ids, others))
+        full, changed = (causal_part(model)(input_ids=tokens, use_cache=False).logits[0] for tokens in (ids, others))
         try:
             pieces = own_head(model)(hidden_states(model, SequenceBatch(ids, mask, mask))[0])
         except IndexError as error:  # ProphetNet's head reads a second output of its backbone
             raise UserError(f"{name}: its logits are not a function of its last hidden states; it cannot be trained "
                             "here") from error
-    typical = (whole - changed)[:-1].abs().amax(-1).median()  # rounding may send one token to another expert
-    if typical > MAX_LOOK_AHEAD * (whole - whole.mean(-1, keepdim=True)).abs().max():
+    typical = (full - changed)[:-1].abs().amax(-1).median()  # rounding may send one token to another expert
+    if typical > MAX_LOOK_AHEAD * (full - full.mean(-1, keepdim=True)).abs().max():
         raise UserError(f"{name}: its logits of a token change with the tokens behind it, so it does not predict them; "
                         "it cannot be trained here")
-    if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-4):
+    if not torch.allclose(full, pieces, rtol=1e-4, atol=1e-4):
         raise UserError(f"{name}: its logits are not a function of its last hidden states (largest difference "
-                        f"{(whole - pieces).abs().max():.3g}); it cannot be trained here")
+                        f"{(full - pieces).abs().max():.3g}); it cannot be trained here")
 
 
 @torch.no_grad()
 def packing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool:
-    """Whether two samples packed into one row give the hidden states they have alone, on this very model.
+    """Whether two samples packed into one row give the hidden states that they have alone, tried on this model.
 
     False for models that carry a state along the row (Mamba, Jamba) or place tokens by an absolute mask (ALiBi):
     packing those would leak one sample into the next.

@@ -1,8 +1,8 @@
-"""How models write tool calls: for each format a response template of transformers (utils/chat_parsing), and how the
-format is known by a call that a chat template has rendered.
+"""Formats of tool calls: for each a response template of transformers (utils/chat_parsing), and a pattern that
+recognises the format in a call rendered by a chat template.
 
-https://huggingface.co/docs/transformers/chat_response_parsing says what the keys of a response template mean. Where a
-pattern here ends in \\Z the end of a turn ends the call: its stop token is cut before.
+The keys of a response template: https://huggingface.co/docs/transformers/chat_response_parsing. A pattern that ends in
+\\Z lets the end of the turn end the call: its stop token is cut before.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _JSON_CALL = '{"name": ..., "arguments": {...}}'
 
 
 class CallFormat(NamedTuple):
-    """shown: found in a rendered call of this format and in none of an earlier one. template: the response template.
-    marker: what a turn with a call holds. form: the format as a model is told it. key: where a JSON object has the
-    arguments. rest: what is no text where the template keeps what stands outside of all fields. python: a call's text
-    is Python."""
+    """shown: a pattern that matches rendered calls of this format and of no earlier one. template: the response
+    template. marker: a text in every turn with a call. form: the format as shown to a model. key: the key of the
+    arguments in a JSON object. rest: markup to remove from the text outside of all fields, where the template keeps
+    that. python: a call's text is Python."""
 
     shown: re.Pattern
     template: dict
@@ -35,14 +35,14 @@ class CallFormat(NamedTuple):
 
 
 def _template(calls: dict, thought: dict | None = None, **others: dict) -> dict:
-    """A response template with these calls; text outside of all fields is the content, unless `others` name it."""
+    """A response template with these calls; text outside of all fields is the content, unless `others` has fields."""
     fields = {"reasoning_content": {**(thought or _THOUGHT), "content": "text", "repeats": True, "join": "\n"},
               "tool_calls": {"content": "json", "repeats": True, **calls}, **(others or {"content": _EXACT})}
     return {"start_anchor_pattern": r"\A", "fields": fields}
 
 
 def _values(pattern: str) -> dict:
-    """Arguments as tags, each of which `pattern` finds with its key and value; tools' schemas say of which type."""
+    """Arguments written as tags: `pattern` matches key and value; their types come from the schemas of the tools."""
     return {"tag_pattern": pattern, "value_parser": {"name": "text", "args": {"strip": False}}}
 
 
@@ -133,5 +133,5 @@ FORMATS = {
 
 
 def format_of(shown: str) -> CallFormat | None:
-    """The format of a call that a chat template has rendered, or None for one that is not known."""
+    """The format of a call rendered by a chat template; None for an unknown one."""
     return next((form for form in FORMATS.values() if form.shown.search(shown)), None)

@@ -1,5 +1,5 @@
-"""What an export takes over unchanged from the folder that its model was loaded from: every file that describes
-it and has not been written anew (a processor's settings, a licence), and the tensors that its class does not read.
+"""Copy to an export what stays unchanged from the folder that its model was loaded from: every file that describes
+it and is not written again (a processor's settings, a licence), and the tensors that its class does not read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 # What describes a model beside its weights: settings, templates, vocabularies, licences.
 _TAKEN = ("*.json", "*.jinja", "*.txt", "*.model", "*.md", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
 _LARGEST = 64 * 2**20  # bytes of such a file; a larger one is data
-# Written anew, or of what is not exported: a training's state, an adapter, the form of quantised weights.
+# Written again, or about what is not exported: training state, an adapter, the format of quantised weights.
 _REPLACED = ("README.md", CONFIG, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "Modelfile",
              "adapter_config.json", "trainer_state.json", "run.json", "quantize_config.json", "quant_config.json",
              "hf_quant_config.json")
@@ -30,8 +30,8 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "
 
 
 def carry_files(model: nn.Module, tokenizer, folder: Path) -> None:  # noqa: ANN001 - a transformers class
-    """Copy the files of the folder that `model` was loaded from, those of its tokenizer too where it is `tokenizer`,
-    to `folder`, beside what is there."""
+    """Copy the files of the folder that `model` was loaded from to `folder`, without replacing any; those of its
+    tokenizer only if it is `tokenizer`."""
     if (base := base_folder(model)) is None:
         return
     for path in files_inside(base):
@@ -39,20 +39,20 @@ def carry_files(model: nn.Module, tokenizer, folder: Path) -> None:  # noqa: ANN
         is_left_out = not is_taken or path.name.endswith(".index.json") or path.name in _REPLACED or (
             path.suffix == ".py" and not has_own_code(model)) or (
             path.name in _VOCABULARIES and not _is_tokenizer_of(base, model, tokenizer, folder)) or (
-            path.name == "chat_template.json" and (folder / "chat_template.jinja").exists())  # which would go before
+            path.name == "chat_template.json" and (folder / "chat_template.jinja").exists())  # it would win
         if not is_left_out and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
 
 
 def _is_tokenizer_of(base: Path, model: nn.Module, tokenizer, folder: Path) -> bool:  # noqa: ANN001
-    """Whether `tokenizer`, which was saved to `folder`, is that of the model's folder `base`, tokens added or not."""
+    """Whether `tokenizer`, saved to `folder`, is that of the model's folder `base`, apart from added tokens."""
     files = [place / "tokenizer.json" for place in (base, folder)]
     return str(tokenizer.name_or_path) == model.config.name_or_path or (
         all(file.exists() for file in files) and len({str(read_object(file).get("model")) for file in files}) == 1)
 
 
 def base_folder(model: nn.Module) -> Path | None:
-    """The folder with the files of the model's base; of a hub id, a download of those that are no weights."""
+    """The folder with the files of the model's base; for a hub id, a download without the weights."""
     path = model.config.name_or_path
     return Path(path) if path and is_local(path) else _downloaded(path) if path else None
 
@@ -70,8 +70,8 @@ def _downloaded(path: str) -> Path | None:
 
 
 def carried_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the base's files that the class of `model` does not read, by name, one at a time. A line tells of
-    what is left out: packed ones, which plain weights have no place for, and those of files that are gone."""
+    """The tensors of the base's files that the class of `model` does not read, by name, one at a time. Warns of those
+    left out: packed ones, which have no place among plain weights, and those whose files are gone."""
     from safetensors import safe_open
 
     unread = getattr(model, "unread_tensors", {})

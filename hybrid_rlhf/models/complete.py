@@ -1,4 +1,4 @@
-"""Whether a model has all of its weights from its files: what a file lacks would be random numbers, and silently."""
+"""Check that a model's files hold all of its weights; missing ones would silently be random numbers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hybrid_rlhf.models.text_part import text_backbone
 from hybrid_rlhf.models.weights import read_header
 
 _log = logging.getLogger(__name__)
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers takes the first that is there
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers takes the first that exists
 
-# What old files hold beside weights: tables that a model computes itself.
+# Buffers in old files that a model computes itself.
 _TABLES = re.compile(r"(\.inv_freq|_cached|\.masked_bias|\.causal_mask|\.position_ids|\.(attn|attention)\.bias"
                      r"|\.embed_positions\.weights)$")
 
 
 def check_plain_weights(settings: object, path: str, quantize: str | None) -> None:
-    """UserError for weights that are kept in a format that cannot be trained here; `settings` is the model's
-    configuration. Those of bitsandbytes are taken in the bits that `quantize` (4bit or 8bit) asks for, and those of
-    DEQUANTISED as plain ones."""
+    """Raise UserError for weights in a format that cannot be trained here; `settings` is the model's configuration.
+    bitsandbytes weights are accepted in the bits that `quantize` (4bit or 8bit) asks for, those of DEQUANTISED as plain
+    ones."""
     method, bits = packed_as(settings)
     if method is None or (method in DEQUANTISED and quantize is None):
         return
@@ -38,22 +38,22 @@ def check_plain_weights(settings: object, path: str, quantize: str | None) -> No
                             f"made from, or set model.load_in_{bits} to train adapters over them")
 
 
-DEQUANTISED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}  # whose transformers settings can dequantise
+DEQUANTISED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}  # quantisers that transformers can dequantise
 
 
 def packed_as(settings: object) -> tuple[str | None, str | None]:
-    """The method that the weights of a model's configuration are quantised by, and of bitsandbytes 4bit or 8bit."""
-    kept = getattr(settings, "quantization_config", None)
-    if kept is None:
+    """The quantisation method in a model's configuration or None, and for bitsandbytes 4bit or 8bit."""
+    config = getattr(settings, "quantization_config", None)
+    if config is None:
         return None, None
-    kept = dict(kept if isinstance(kept, Mapping) else vars(kept))
-    method = getattr(kept.get("quant_method"), "value", kept.get("quant_method")) or "bitsandbytes"
-    return method, ("8bit" if kept.get("load_in_8bit") else "4bit") if method == "bitsandbytes" else None
+    config = dict(config if isinstance(config, Mapping) else vars(config))
+    method = getattr(config.get("quant_method"), "value", config.get("quant_method")) or "bitsandbytes"
+    return method, ("8bit" if config.get("load_in_8bit") else "4bit") if method == "bitsandbytes" else None
 
 
 def dequantising(settings: object, path: str) -> str | None:
-    """The class of transformers whose settings dequantise the weights at `path` as they are read, or None where they
-    are no such weights. Says so."""
+    """The transformers settings class that dequantises the weights at `path` as they are read, with a warning; None for
+    other weights."""
     method = packed_as(settings)[0]
     if method in DEQUANTISED:
         _log.warning("%s holds weights quantised by %s: they are dequantised, and trained and exported as plain ones",
@@ -63,7 +63,7 @@ def dequantising(settings: object, path: str) -> str | None:
 
 def check_no_adapter(path: str) -> None:
     """UserError where a folder holds an adapter's weights beside config.json, so that it is not clear what to load. An
-    adapter_config.json alone beside whole weights means nothing."""
+    adapter_config.json alone beside full weights is ignored."""
     folder = Path(path)
     if not (folder / "adapter_config.json").exists():
         return
@@ -75,8 +75,8 @@ def check_no_adapter(path: str) -> None:
 
 
 def check_index(path: str) -> None:
-    """UserError where the index that transformers takes a folder's weights by names a file that is not in it; hub ids
-    pass. Those of other libraries' weights are not read."""
+    """UserError where the index that transformers reads for a folder's weights names a file outside of the folder or a
+    missing one; hub ids pass. Indices of other libraries are not read."""
     folder = Path(path)
     if not folder.is_dir():
         return
@@ -87,23 +87,23 @@ def check_index(path: str) -> None:
     for index in [folder / name for name in names if (folder / name).exists()]:
         places = read_object(index).get("weight_map")
         check(isinstance(places, dict) and bool(places) and all(isinstance(name, str) for name in places.values()),
-              f"{index} is no index of weight files: its weight_map must name the file of each tensor; download or "
+              f"{index} is not an index of weight files: its weight_map must name the file of each tensor; download or "
               "export the model anew")
         named = sorted(set(places.values()))
         for name in named:
             check(Path(name).name == name, f"{index}: weight_map names {name!r:.80}, which is outside of the folder; "
                                            "download or export the model anew")
             check(name.endswith(".safetensors") or ".safetensors." not in index.name,
-                  f"{index}: weight_map names {name!r:.80}, which is no safetensors file; download or export the model "
-                  "anew")
+                  f"{index}: weight_map names {name!r:.80}, which is not a safetensors file; download or export the "
+                  "model anew")
         absent = [name for name in named if not (index.parent / name).is_file()]
         check(not absent, f"{path} lacks {few(absent, 'weight file')} that {index.name} names; download or export the "
                           "model anew")
 
 
 def unread(model: nn.Module, read: Collection[str], folder: Path) -> dict[str, str]:
-    """name -> file of the tensors in the safetensors of `folder` that the class of `model` declares not to read: layers
-    that predict further tokens (mtp), say. read: the names of those that it has read."""
+    """name -> file of the tensors in the safetensors of `folder` that the class of `model` declares as unread, such as
+    layers for multi-token prediction (mtp). read: names of the tensors that it has read."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     if (folder / INDEX).exists() and not (folder / SINGLE).exists():
         files = {name: str(folder / file) for name, file in read_object(folder / INDEX)["weight_map"].items()}
@@ -115,19 +115,19 @@ def unread(model: nn.Module, read: Collection[str], folder: Path) -> dict[str, s
 
 def check_complete(model: nn.Module, info: Mapping, path: str, new: str | None = None,
                    more: Collection[str] = ()) -> None:
-    """UserError where tensors of `model` are not in its files or have another shape there, or where the files hold
-    tensors for layers that would compute without them. What belongs to no layer (a vision tower, another head) is left
-    out, with a line that says so.
+    """Raise UserError where tensors of `model` are missing in its files or have another shape there, or where the files
+    hold tensors for layers that would compute without them. Tensors of no layer (a vision tower, another head) are left
+    out, with a warning.
 
-    info: transformers' loading info, in which tied tensors and those that a class declares to be dispensable are not.
-    new: a pattern of tensors that may be missing, because they are to be made anew. more: of `unread`, which a model
-    with a new head leaves out.
+    info: transformers' loading info, without tied tensors and those that a class declares as optional.
+    new: a pattern of tensors that may be missing, because they are newly initialised. more: those of `unread`, which a
+    model with a new head leaves out.
     """
     name = type(model).__name__
     wrong = sorted(k for k in info["mismatched_keys"] if not (new and re.search(new, k[0])))
     check(not wrong, f"{path} does not fit its config.json: {few([_shapes(*each) for each in wrong], 'tensor')}; give "
                      "the config.json that it was saved with")
-    buffers = {n for n, _ in model.named_buffers()}  # a model makes them itself: no random numbers
+    buffers = {n for n, _ in model.named_buffers()}  # a model computes them itself: not random numbers
     missing = sorted(k for k in info["missing_keys"] if not (new and re.search(new, k)) and k not in buffers)
     unknown = sorted(k for k in info["unexpected_keys"] if not _TABLES.search(k))
     inside = [k for k in unknown if _is_of_a_layer(model, k)]
@@ -144,19 +144,18 @@ def check_complete(model: nn.Module, info: Mapping, path: str, new: str | None =
 
 
 def few(names: Collection[str], what: str) -> str:
-    """The number of `what` and the first three names."""
+    """The number of `what` and the first three names, for messages."""
     names = list(names)
     more = "" if len(names) <= 3 else ", ..."
     return f"{len(names)} {what}{'s' if len(names) > 1 else ''} ({', '.join(names[:3])}{more})"
 
 
-def _shapes(name: str, found: object, wanted: object) -> str:
-    return f"{name} is {' x '.join(map(str, found))} and not {' x '.join(map(str, wanted))}"
+def _shapes(name: str, shape: object, expected: object) -> str:
+    return f"{name} is {' x '.join(map(str, shape))} and not {' x '.join(map(str, expected))}"
 
 
 def _is_of_a_layer(model: nn.Module, name: str) -> bool:
-    """Whether the innermost module of `model` on the way to a tensor is a part that computes, and not what holds layers
-    or parts."""
+    """Whether the innermost existing module on a tensor's path is a layer, and not a container of layers or parts."""
     inner = model
     for part in name.split("."):
         if not isinstance(child := getattr(inner, part, None), nn.Module):

@@ -1,4 +1,4 @@
-"""Models that compute the same in training as in evaluation: dropout off, wherever a model keeps its rates."""
+"""Turn dropout off, in modules and configuration, so that a model computes the same in training and evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.models.backbone import hidden_states
 from hybrid_rlhf.models.weight_parts import computing
 
-_BOUNDS = {torch.float32: 1e-3}  # of a relative difference of hidden states; in 16 bits the path may round otherwise
+_BOUNDS = {torch.float32: 1e-3}  # on the relative difference of hidden states; 16-bit modes may round differently
 _BOUND = 0.03
 _LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -36,7 +36,7 @@ def disable_dropout(model: nn.Module) -> nn.Module:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """`disable_dropout`, and a UserError if training still is not what evaluation is. In place."""
+    """`disable_dropout`, and a UserError if training and evaluation still differ. In place."""
     check_trains_as_it_evaluates(disable_dropout(model))
     return model
 
@@ -49,22 +49,22 @@ def _rates(owner: object) -> list[str]:
 
 @contextmanager
 def dropout_in_config(model: nn.Module) -> Iterator[None]:
-    """Within the block the configuration has the rates from before `disable_dropout`: what is saved is the model's own,
-    for a later run may want them."""
-    given = getattr(model, "dropout_of_config", [])
-    for config, name, value in given:
+    """Within the block the configuration has the rates from before `disable_dropout`, so that the saved model keeps
+    them."""
+    rates = getattr(model, "dropout_of_config", [])
+    for config, name, value in rates:
         setattr(config, name, value)
     try:
         yield
     finally:
-        for config, name, _ in given:
+        for config, name, _ in rates:
             setattr(config, name, 0.0)
 
 
 @torch.no_grad()
 def check_trains_as_it_evaluates(model: nn.Module) -> None:
     """Raise UserError if the hidden states of a few tokens differ between training and evaluation mode: an update would
-    be of another model than the one that was sampled. No generator of random numbers moves.
+    be of another model than the one that was sampled. Random number generators are left unchanged.
     """
     weight = next(model.parameters())
     ids = torch.arange(3, 15, device=weight.device)[None] % model.config.get_text_config().vocab_size

@@ -1,7 +1,7 @@
-"""The files of a model folder before a library reads them, and what a library makes of those that it cannot read.
+"""Check the files of a model folder before a library reads them, and report in one line what it cannot read.
 
-A folder may be anybody's. Its files are files, its links stay inside it, its JSON can be read, its sizes are sizes; a
-fault is one line that names the file, and the key where there is one.
+A folder may come from anyone. Checked: its files are files, its links stay inside it, its JSON can be read, its sizes
+are positive integers. An error names the file, and the key where there is one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.core.strict_json import loads, why
 
 CONFIG = "config.json"
-_READ = (".json", ".safetensors", ".bin", ".jinja", ".model")  # what libraries look for,
-_READ_TEXTS = ("vocab.txt", "merges.txt", "dict.txt")  # and of the texts these
+_READ = (".json", ".safetensors", ".bin", ".jinja", ".model")  # suffixes of files that libraries read,
+_READ_TEXTS = ("vocab.txt", "merges.txt", "dict.txt")  # and names of such text files
 _TEMPLATES = "additional_chat_templates"
 _OF_A_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json",
                    "chat_template.jinja")
@@ -42,8 +42,8 @@ _KINDS = {"model_type": (str, "the name of a model type"), "hidden_act": (str, "
 
 
 def check_files(folder: Path) -> None:
-    """UserError where a file that a library may read is none, or is a link that leads out of the folder, and not to a
-    hub cache, where a model's files are links to blobs."""
+    """Raise UserError where a file that a library may read is not a regular file, or is a link that leaves the folder.
+    Links into a hub cache pass: there a model's files are links to blobs."""
     homes, inner = _homes(folder), folder / _TEMPLATES
     for path in sorted([*folder.iterdir(), *(inner.iterdir() if inner.is_dir() else ())]):
         if path.suffix not in _READ and path.name not in _READ_TEXTS and path != inner:
@@ -53,10 +53,10 @@ def check_files(folder: Path) -> None:
             check(_is_inside(target, homes),
                   f"{path} is a link that leads out of its folder, to {target}; copy the file itself there, or give "
                   f"the folder that it leads to ({target.parent})")
-            check(path.exists(), f"{path} is a link to what is not there; {_ANEW}")
+            check(path.exists(), f"{path} is a broken link; {_ANEW}")
         is_folder = path == inner
         check(path.is_dir() if is_folder else stat.S_ISREG(path.stat().st_mode),
-              f"{path} is no {'folder' if is_folder else 'file'}; {_ANEW}")
+              f"{path} is not a {'folder' if is_folder else 'file'}; {_ANEW}")
 
 
 def files_inside(folder: Path) -> list[Path]:
@@ -67,16 +67,16 @@ def files_inside(folder: Path) -> list[Path]:
 
 
 def _homes(folder: Path) -> list[Path]:
-    """Where the links of a model folder may lead: into itself, the blobs beside its snapshots, the hub's cache."""
-    home, given = folder.resolve(), os.environ
-    cache = given.get("HF_HUB_CACHE") or Path(
-        given.get("HF_HOME") or Path(given.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"), "hub")
+    """Folders that the links of a model folder may lead to: itself, the blobs beside its snapshots, the hub cache."""
+    home, environment = folder.resolve(), os.environ
+    cache = environment.get("HF_HUB_CACHE") or Path(
+        environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"), "hub")
     blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
     return [home, *(Path(os.path.realpath(os.path.expanduser(place))) for place in (*blobs, cache))]
 
 
 def _is_inside(target: Path, homes: Collection[Path]) -> bool:
-    """Whether a file is in one of these folders, or in the blobs of a hub cache, wherever that is."""
+    """Whether a file is in one of these folders, or in the blobs of any hub cache."""
     return any(target.is_relative_to(home) for home in homes) or any(
         parent.name == "blobs" and any(above.name.startswith("models--") for above in parent.parents)
         for parent in target.parents)
@@ -95,23 +95,23 @@ def read_object(path: Path) -> dict:
 
 
 def is_local(path: str) -> bool:
-    """Whether a model is a folder here, and no hub id."""
+    """Whether a model is a local folder, and not a hub id."""
     return Path(path).is_dir()
 
 
 def config_of(path: str) -> str:
-    """How people are told of the configuration of the model at a folder or hub id."""
+    """The name, in messages, of the configuration of the model at a folder or hub id."""
     return str(Path(path) / CONFIG) if is_local(path) else path
 
 
 def check_config(path: str) -> None:
-    """UserError for a config.json that cannot be read, or in which a key that all types share has a value of another
-    kind. What a model type wants beyond that, transformers says."""
+    """UserError for a config.json that cannot be read, or where a key common to all model types has a value of a wrong
+    type. Keys of single model types are left to transformers."""
     file = Path(path) / CONFIG
-    found = read_object(file)
-    _check_names(file, found, ("transformers_weights",))
-    inner = found.get("text_config")
-    for settings in (found, *([inner] if isinstance(inner, dict) else [])):
+    config = read_object(file)
+    _check_names(file, config, ("transformers_weights",))
+    inner = config.get("text_config")
+    for settings in (config, *([inner] if isinstance(inner, dict) else [])):
         for key, value in settings.items():
             wanted = _misfit(key, value)
             check(wanted is None, f"{file}: {key} is {value!r:.60}; it must be {wanted}")
@@ -122,26 +122,26 @@ def check_config(path: str) -> None:
 
 
 def check_tokenizer_config(path: str) -> None:
-    """UserError for a tokenizer_config.json that cannot be read, or names files elsewhere; there may be none."""
+    """Raise UserError for a tokenizer_config.json that cannot be read, or names files elsewhere; it may be missing."""
     file = Path(path) / "tokenizer_config.json"
     if file.exists():
         _check_names(file, read_object(file), ("fast_tokenizer_files", "init_inputs"))
 
 
-def _check_names(file: Path, found: dict, keys: Collection[str]) -> None:
-    """UserError unless the files that these keys name are in the folder itself."""
+def _check_names(file: Path, config: dict, keys: Collection[str]) -> None:
+    """Raise UserError unless the files that these keys name are in the folder itself."""
     for key in keys:
-        names = found.get(key) or []
+        names = config.get(key) or []
         for name in names if isinstance(names, list) else [names]:
             check(isinstance(name, str) and Path(name).name == name,
-                  f"{file}: {key} names {name!r:.80}, which is no file of the folder; {_ANEW}")
+                  f"{file}: {key} names {name!r:.80}, which is not a file of the folder; {_ANEW}")
 
 
 def _misfit(key: str, value: object) -> str | None:
-    """What the value of a key must be, if it is something else."""
+    """What the value of a key must be, if it is wrong; None if it is right."""
     if value is None:
         return None
-    if key in _LAYERS and type(value) is int and value > _MANY:  # lists of that length are made before anything else
+    if key in _LAYERS and type(value) is int and value > _MANY:  # transformers first builds lists of that length
         return f"at most {_MANY}"
     if key in _SIZES:
         numbers = value if isinstance(value, list) else [value]
@@ -150,17 +150,17 @@ def _misfit(key: str, value: object) -> str | None:
         name = value.removeprefix("torch.") if isinstance(value, str) else ""
         is_one = name == "auto" or isinstance(getattr(torch, name or "_", None), torch.dtype)
         return None if is_one else "a dtype of torch, such as float32 or bfloat16"
-    kind, words = _KINDS.get(key, (object, ""))
+    kind, expected = _KINDS.get(key, (object, ""))
     if not isinstance(value, kind) or (kind is int and not -1 <= value <= _MANY and key == "num_labels"):
-        return words
-    return None if kind is not list or all(isinstance(item, str) for item in value) else words
+        return expected
+    return None if kind is not list or all(isinstance(item, str) for item in value) else expected
 
 
 def check_fits(path: str, wanted: int, sizes: Collection[int]) -> None:
     """UserError where a model of `wanted` parameters is far larger than the files of the folder `path`, whose tensors
-    have these `sizes`: what they lack would be made anew, and may be more than a machine holds.
+    have these `sizes`: missing ones would be initialised, and may exceed the machine's memory.
 
-    Four times as many parameters as numbers is what packed 4-bit weights and untied heads may explain.
+    Packed 4-bit weights and untied heads may explain up to four times as many parameters as stored numbers.
     """
     there = sum(sizes)
     check(not there or wanted <= 4 * there + 2**20,
@@ -170,16 +170,16 @@ def check_fits(path: str, wanted: int, sizes: Collection[int]) -> None:
 
 @contextmanager
 def refusing(what: str, hint: str, files: Collection[Path] = ()) -> Iterator[None]:
-    """Whatever a library makes of somebody's files is a UserError: of the first of `files` that cannot be read, or
-    `what`, the reason and `hint`."""
+    """Within the block any error of a library that reads model files becomes a UserError: about the first of `files`
+    that cannot be read, or else `what`, the reason and `hint`."""
     try:
         yield
     except UserError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust: no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # from Rust, not an Exception
             raise
-        if is_out_of_memory(error):  # no fault of the files
+        if is_out_of_memory(error):  # not the files' fault
             raise
         for path in files:
             if path.exists():
@@ -198,7 +198,7 @@ def _check_readable(path: Path) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, in one line. Of a configuration that transformers has checked field by field, the field."""
+    """The message of an error in one line. For a configuration that transformers checks field by field: the field."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if type(error).__name__.startswith("StrictDataclass") and len(lines) > 1:
         return lines[1].partition(": ")[2][:300].rstrip(".")
@@ -207,7 +207,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def model_files(path: str) -> list[Path]:
-    """The text files that describe the model at `path`; none of a hub id."""
+    """The text files that describe the model at `path`, existing or not."""
     return [Path(path) / name for name in _OF_A_MODEL]
 
 

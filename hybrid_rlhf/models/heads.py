@@ -1,4 +1,4 @@
-"""What training calls: modules whose forward gives exactly the numbers a role needs, never whole logits."""
+"""Scalar models: a backbone with a scalar head, for critics and reward models."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ScalarModel(nn.Module):
         self._can_share: bool | None = None
 
     def can_share(self) -> bool:
-        """Whether rows that begin alike, such as chosen and rejected, are computed with that beginning once; the first
-        call tries it on the model. Until then, and where it is not, `forward` computes every row whole."""
+        """Whether the common beginning of rows, such as chosen and rejected, is computed once; the first call tries it
+        on the model. Before that call, and where it is False, `forward` computes every row in full."""
         if self._can_share is None:
             self._can_share = sharing_is_exact(self.model)
         return bool(self._can_share)
@@ -37,7 +37,7 @@ class ScalarModel(nn.Module):
         if packed is not None:
             try:
                 return self._numbers(distinct_states(self.model, batch, packed))[packed.index]
-            except NotShareableError as error:  # of these rows: longer than what the trial saw
+            except NotShareableError as error:  # for these rows alone: they are longer than the trial's
                 say_whole(self.model, str(error), is_packed=False)
         return self._numbers(hidden_states(self.model, batch))
 
@@ -49,7 +49,7 @@ class ScalarModel(nn.Module):
 
 
 class BackboneWithHead(nn.Module):
-    """What ScalarModel needs, made of a backbone that others may share and a head of its own."""
+    """The model of a ScalarModel made of a backbone that roles may share and a separate head."""
 
     def __init__(self, backbone: nn.Module, score: nn.Module) -> None:
         super().__init__()
@@ -65,6 +65,6 @@ def head_of(weight: Tensor, *, is_trained: bool) -> nn.Linear:
 
 
 def zero_head(hidden_size: int, *, is_trained: bool) -> nn.Linear:
-    """A new scalar head that says 0 of everything. Hidden states have any scale, and those of a pretrained model a
-    large one: a random head on them begins far from what it is to predict."""
+    """A new scalar head that predicts 0. Hidden states of a pretrained model have a large scale: the predictions of a
+    random head would start far from their targets."""
     return head_of(torch.zeros(1, hidden_size), is_trained=is_trained)

@@ -1,4 +1,4 @@
-"""What the decode engine asks of transformers' models: the kinds of their layers, the classes that a cache must be an
+"""What the decode engine reads of transformers' models: the kinds of their layers, the classes that a cache must be an
 instance of, the parameters of their forwards. transformers_compat.py has the registries of attention and masks."""
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def derived(ours: tuple[type, ...], theirs: str) -> type:
 
 
 def cache_class(model: nn.Module) -> str:
-    """The class, as `derived` names it, that the forward of `model` demands of its cache."""
+    """The class, as `derived` names it, that the cache of `model` must be an instance of."""
     return {"minimax": "transformers.models.minimax.modeling_minimax:MiniMaxCache"}.get(
         model.config.model_type, "Cache")
 
 
 def causal_mask_function() -> Callable:
-    """The function by which transformers says "plain causal" to a mask function."""
+    """transformers' mask function of plain causal attention."""
     from transformers.masking_utils import causal_mask_function
 
     return causal_mask_function
@@ -74,8 +74,8 @@ def causal_mask_function() -> Callable:
 
 @contextmanager
 def without_padding_check(model: nn.Module) -> Iterator[None]:
-    """Within the block, models that look for padding in their input to warn of it do not: the look makes the host wait
-    for the device at every step, and there is no padding.
+    """Within the block models do not check their input for padding to warn of it: the check synchronises host and
+    device at every step, and there is no padding.
     """
     name = "warn_if_padding_and_no_attention_mask"
     modules = [m for m in model.modules() if hasattr(m, name) and name not in vars(m)]

@@ -44,7 +44,7 @@ PRESETS: dict[str, tuple[str, dict]] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, and how it is held.
+    """Which model to load, and in which form.
 
     Attributes:
         model_name_or_path: Hub id or local folder of a causal language model.
@@ -82,7 +82,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_values(self, "model.")
         for pattern in self.freeze:
-            check(_compiles(pattern), f"model.freeze: {pattern!r} is no regular expression; "
+            check(_compiles(pattern), f"model.freeze: {pattern!r} is not a regular expression; "
                   "fix it, for names such as layers\\.0")
         check(not (self.preset and self.model_name_or_path),
               "model.preset and model.model_name_or_path are both given; a run starts from one model")
@@ -126,7 +126,7 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
     check(folder.is_dir(), f"{path} is a file; a model is a folder with config.json, weights and a tokenizer")
     folder_files.check_files(folder)
     is_tokenizer = tuple(needs) == ("tokenizer",)  # such as one beside an adapter
-    check(is_tokenizer or (folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")
+    check(is_tokenizer or (folder / "config.json").exists(), f"{path} is not a model folder; it needs a config.json")
     if "weights" in needs and not list(folder.glob("*.safetensors")):
         pickled = sorted(folder.glob("*.bin"))
         check(bool(pickled), f"{path} has no weights: no *.safetensors beside its config.json; "
@@ -144,7 +144,7 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
 
 
 def refuse_gguf(path: Path) -> None:
-    """UserError for a GGUF file, and for a folder with such a file and no model."""
+    """UserError for a GGUF file, and for a folder with a GGUF file and no model."""
     is_file = path.suffix == ".gguf"
     files = [path] if is_file else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
     if files:
@@ -156,10 +156,10 @@ def refuse_gguf(path: Path) -> None:
 def load_causal_lm(config: ModelConfig, device: torch.device | str = "cpu", *, in_parts: bool = False) -> nn.Module:
     """The causal language model of `config` (without adapters), on `device`.
 
-    in_parts: on several processes each keeps its part of each weight as it is read (models/weight_parts.py), for ZeRO 3
-    to take over; quantised weights stay whole.
+    in_parts: with several processes each keeps its part of each weight as it is read (models/weight_parts.py), for ZeRO
+    3 to take over; quantised weights are not partitioned.
 
-    Raises UserError for a folder that is no model, for weights that do not match, and for an encoder-decoder.
+    Raises UserError for a folder without a model, for weights that do not match, and for an encoder-decoder.
     """
     return _load(None, config, torch.device(device), in_parts=in_parts)
 
@@ -168,7 +168,7 @@ def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", n
                       pad_id: int | None = None, *, in_parts: bool = False) -> nn.Module:
     """A sequence-classification model with one label; from a causal model the head is new.
 
-    in_parts: as load_causal_lm has it.
+    in_parts: as for load_causal_lm.
     new_head_std: standard deviation of a newly made head's weights (None: 1 / sqrt(hidden size + 1)).
     """
     is_new = new_head_std is not None or not has_score(config.model_name_or_path, config.trust_remote_code)
@@ -204,8 +204,8 @@ def is_kind(kind: str, path: str, trust_remote_code: bool = False) -> bool:
 
 
 def causal_class(settings) -> str:  # noqa: ANN001 - a transformers class
-    """The auto class that loads the causal language model of transformers' configuration `settings`: the one for text
-    with images or sound where `architectures` names such a class, or where there is no other. So its towers are kept.
+    """The auto class that loads the causal language model of transformers' configuration `settings`: the multimodal one
+    where `architectures` names such a class, or where there is no other, so that its towers are kept.
     """
     import transformers
 
@@ -219,11 +219,11 @@ def causal_class(settings) -> str:  # noqa: ANN001 - a transformers class
 
 def scalar_class(settings) -> str:  # noqa: ANN001 - a transformers class
     """The auto class that loads a sequence classification model of transformers' configuration `settings`. A type
-    without a class of its own gets transformers' generic one, over its backbone; UserError where that has none."""
+    without such a class gets transformers' generic one, over its backbone; UserError where there is no backbone."""
     import transformers
     from transformers.modeling_layers import GenericForSequenceClassification
 
-    kind, wanted = type(settings), transformers.AutoModelForSequenceClassification
+    kind, auto_class = type(settings), transformers.AutoModelForSequenceClassification
     if kind not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         backbone = transformers.MODEL_MAPPING.get(kind, None)
         check(backbone is not None and backbone.__name__.endswith("Model") and not settings.is_encoder_decoder,
@@ -231,78 +231,78 @@ def scalar_class(settings) -> str:  # noqa: ANN001 - a transformers class
               "model, or for a critic roles.critic.kind adapter with model.lora.r")
         family = next(c for c in backbone.__mro__ if c.__name__.endswith("PreTrainedModel"))
         name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
-        made = type(name, (GenericForSequenceClassification, family), {  # of another module it would be foreign code,
-            "__module__": backbone.__module__, "config_class": kind,  # whose buffers transformers leaves as they are
+        scalar = type(name, (GenericForSequenceClassification, family), {  # else it would count as custom code, whose
+            "__module__": backbone.__module__, "config_class": kind,  # buffers transformers does not initialise
             "base_model_prefix": backbone.base_model_prefix})
-        wanted.register(kind, made, exist_ok=True)  # else nothing is done for transformers' own configurations
+        auto_class.register(kind, scalar, exist_ok=True)  # else transformers skips its own configurations
         _log.warning("transformers has no sequence classification class for %s: the model is a %s, which this library "
                      "loads, and transformers alone does not", settings.model_type, name)
-    return wanted.__name__
+    return auto_class.__name__
 
 
 def _load(auto_class: str | None, config: ModelConfig, device: torch.device, is_new: bool = False,
           in_parts: bool = False, **extra: object) -> nn.Module:
-    """auto_class: None is `causal_class`. is_new: whether the score head may be missing, because it is made anew.
-    in_parts: as load_causal_lm has it."""
+    """auto_class: None means `causal_class`. is_new: whether the score head may be missing and is newly initialised.
+    in_parts: as for load_causal_lm."""
     import transformers
 
     path = config.model_name_or_path
     check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
-    found = configuration(config)
-    auto_class = auto_class or causal_class(found)
+    settings = configuration(config)
+    auto_class = auto_class or causal_class(settings)
     complete.check_index(path)
     if folder_files.is_local(path):
         complete.check_no_adapter(path)
-        empty = _empty(auto_class, config, found, **extra)
+        empty = _empty(auto_class, config, settings, **extra)
         folder_files.check_fits(path, sum(p.numel() for p in empty.parameters()), weights.sizes(path))
-        extra["adapter_kwargs"] = {"subfolder": "none"}  # transformers looks for an adapter there, and not beside it
+        extra["adapter_kwargs"] = {"subfolder": "none"}  # keeps transformers from loading an adapter beside it
     nvidia.check_kernels(device)
-    extra |= named_attention(config, found)
+    extra |= named_attention(config, settings)
     in_parts, reading = in_parts and world_size() > 1, nullcontext()
     dtype = resolve_dtype(config.dtype, device)
-    if (how := complete.dequantising(found, path)) is not None:
-        extra["quantization_config"] = getattr(transformers, how)(dequantize=True)
+    if (dequantise := complete.dequantising(settings, path)) is not None:
+        extra["quantization_config"] = getattr(transformers, dequantise)(dequantize=True)
     if config.quantize:
         quantize.require(f"model.load_in_{config.quantize}")
         compute = {"bnb_4bit_compute_dtype": dtype} if config.load_in_4bit else {}
-        skip = ["score"] if "num_labels" in extra else None  # None: transformers' own rule, which spares the head
-        if found.get_text_config() is not found and (kept := towers(_empty(auto_class, config, found))):
+        skip = ["score"] if "num_labels" in extra else None  # None: transformers' default, which skips the head
+        if settings.get_text_config() is not settings and (kept := towers(_empty(auto_class, config, settings))):
             skip = [*(skip or ["lm_head"]), *kept]
         extra["device_map"] = {"": device}
-        if not getattr(found, "quantization_config", None):  # files that hold quantised weights say how
+        if not getattr(settings, "quantization_config", None):  # else the files say how they are quantised
             extra["quantization_config"] = transformers.BitsAndBytesConfig(
                 **quantize.SETTINGS[config.quantize], **compute, llm_int8_skip_modules=skip)
     elif in_parts:
         reading = each_as_read(partial(weight_parts.cut_as_read, device=device))
     elif device.type == "cuda":  # tensor by tensor, as it is read: the host never holds the model
         extra["device_map"] = {"": device}
-    # no warnings: "score.weight newly initialized" is what we want
+    # no warnings: a new score.weight is intended
     with _only_errors(), shortage_passes(), reading, names_read() as read, folder_files.refusing(
             f"cannot load {path} by {auto_class}", _LOADABLE, folder_files.model_files(path)):
         model, info = getattr(transformers, auto_class).from_pretrained(
             path, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, by name
+            ignore_mismatched_sizes=True,  # reported below, by name
             use_safetensors=None if config.trust_pickled_weights else True, **extra)
     unread = complete.unread(model, read, local_folder(path))
     complete.check_complete(model, info, path, r"^score\." if is_new else None, unread)
-    model.unread_tensors = {} if "num_labels" in extra else unread  # which an export carries over
-    model.dequantised_by = extra["quantization_config"] if how else None  # an export reads the files again
-    if config.dtype == "auto":  # in which an export writes it, wherever it was trained
-        stored = found.dtype or found.get_text_config().dtype
+    model.unread_tensors = {} if "num_labels" in extra else unread  # for exports to copy
+    model.dequantised_by = extra["quantization_config"] if dequantise else None  # for exports
+    if config.dtype == "auto":  # the dtype of exports, whatever the device of training
+        stored = settings.dtype or settings.get_text_config().dtype
         model.file_dtype = stored or weights.float_dtype(local_folder(path))
     return quantize.settle(model, path, dtype) if config.quantize else model.to(device)
 
 
 def local_folder(path: str) -> Path:
-    """The folder with the files of the model at `path`: itself, or of a hub id the snapshot that was downloaded."""
+    """The folder with the files of the model at `path`: `path` itself, or the downloaded snapshot of a hub id."""
     from transformers.utils import cached_file
 
     return Path(path) if folder_files.is_local(path) else Path(cached_file(path, folder_files.CONFIG)).parent
 
 
 def named_attention(config: ModelConfig, settings) -> dict[str, str]:  # noqa: ANN001 - a transformers class
-    """What a model of transformers' configuration `settings` is told about its attention: nothing where the choice is
-    transformers' own. Not its own where scores are capped: before 5.21 it takes sdpa for Gemma 2, which caps nothing.
+    """The attention option for a model of transformers' configuration `settings`; empty where transformers chooses.
+    Eager where scores are soft-capped: transformers before 5.21 takes sdpa for Gemma 2, which ignores the cap.
     """
     if config.attn_implementation != "auto":
         return {"attn_implementation": config.attn_implementation}
@@ -342,12 +342,12 @@ def random_model(kind: str, shape: dict, seed: int, dtype: torch.dtype = torch.f
 
 
 def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module:
-    """Resize the embeddings if tokens were added, freeze towers and by name, turn on checkpointing. In place."""
+    """Resize the embeddings for added tokens, freeze towers and `freeze`, turn on checkpointing. In place."""
     if vocab_size > model.get_input_embeddings().num_embeddings:
-        with _only_errors():  # not how the new rows are drawn, at length
-            model.resize_token_embeddings(vocab_size)  # new rows lie among the old ones: unlikely until trained
+        with _only_errors():  # no long note on how new rows are drawn
+            model.resize_token_embeddings(vocab_size)  # new rows near the mean: unlikely until trained
     is_of_text = reads_text(model)
-    for name, parameter in model.named_parameters():  # towers stay as they are: text gives them no gradient
+    for name, parameter in model.named_parameters():  # towers are frozen: text gives them no gradient
         if not is_of_text(name):
             parameter.requires_grad_(False)
     for pattern in config.freeze:
@@ -364,24 +364,24 @@ def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module
 
 
 def read_settings(path: str, trust_remote_code: bool = False):  # noqa: ANN201 - a transformers class
-    """transformers' configuration at a hub id or folder, of whatever kind of model. UserError where it is none."""
+    """transformers' configuration of any kind of model, at a hub id or folder. UserError where it cannot be read."""
     from transformers import AutoConfig
 
     if folder_files.is_local(path):
         folder_files.check_config(path)
     hint = folder_files.LIKE_SAVED if folder_files.is_local(path) else hub.advice(path)
     with folder_files.refusing(f"cannot read the configuration of {folder_files.config_of(path)}", hint):
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)  # None would ask
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)  # None would prompt
 
 
 def as_published(path: str, dtype: str = "auto") -> ModelConfig:
-    """How the model at `path` is loaded to be used as it is: in 4 or 8 bits, where its files hold it in those."""
+    """The config that loads the model at `path` in its published form: in 4 or 8 bits, where its files are."""
     bits = complete.packed_as(read_settings(path))[1]
     return ModelConfig(path, dtype=dtype, load_in_4bit=bits == "4bit", load_in_8bit=bits == "8bit")
 
 
 def read_generation(path: str):  # noqa: ANN201 - a transformers class
-    """transformers' settings of generation at a hub id or folder, or None where it has no file of them."""
+    """transformers' generation config at a hub id or folder, or None where it has none."""
     from transformers import GenerationConfig
 
     try:
@@ -391,7 +391,7 @@ def read_generation(path: str):  # noqa: ANN201 - a transformers class
 
 
 def _empty(auto_class: str, config: ModelConfig, settings, **named: object) -> nn.Module:  # noqa: ANN001
-    """The model of transformers' configuration `settings` on the meta device: modules and shapes, no numbers."""
+    """The model of transformers' configuration `settings` on the meta device: modules and shapes, without weights."""
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -406,7 +406,7 @@ def _empty(auto_class: str, config: ModelConfig, settings, **named: object) -> n
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence the model has positions for, or None where there is no bound."""
     size = positions_of(model.config)
-    # RoBERTa and its kin count from the padding's position on: 514 positions are those of 512 tokens.
+    # RoBERTa-like models start after the padding's position: 514 positions are those of 512 tokens.
     paddings = (getattr(module, "padding_idx", None) for name, module in model.named_modules()
                 if name.endswith("position_embeddings"))
     first = next((index + 1 for index in paddings if index is not None), 0)
@@ -414,17 +414,17 @@ def max_positions(model: nn.Module) -> int | None:
 
 
 def check_lora(config: ModelConfig, option: str | None = None) -> None:
-    """UserError for adapters that would match no layer, and for quantised weights (asked for by `option`) without
-    adapters to train.
+    """UserError for adapters that would match no layer, and for quantised weights (set by `option`) without adapters to
+    train.
 
-    Reads the configuration only: the layers are those of an empty model.
+    Reads only the configuration: the layers are those of a model on the meta device.
     """
     check(not config.quantize or config.lora.r,
           f"{option or f'model.load_in_{config.quantize}'}: a quantised base cannot be fully fine-tuned; set "
           "model.lora.r (such as 16), or leave it out")
     if config.lora.r and config.model_name_or_path and config.lora.target_modules != "all-linear":
-        found = read_settings(config.model_name_or_path, config.trust_remote_code)
-        check_targets(_empty(causal_class(found), config, found), config.lora)
+        settings = read_settings(config.model_name_or_path, config.trust_remote_code)
+        check_targets(_empty(causal_class(settings), config, settings), config.lora)
 
 
 def configured_positions(config: ModelConfig) -> int | None:
@@ -435,18 +435,18 @@ def configured_positions(config: ModelConfig) -> int | None:
 
 
 def positions_of(settings) -> int | None:  # noqa: ANN001 - a transformers class
-    """The positions of a configuration, or None where there is no bound. Of LongRoPE (Phi-3, Phi-4-mini) those before
-    the switch: with a longer row transformers takes other frequencies for all rows of a batch, and for the later tokens
-    of a sequence than for those in its cache, so that no two forwards would agree."""
+    """The positions of a configuration, or None where there is no bound. For LongRoPE (Phi-3, Phi-4-mini) those before
+    the switch: with a longer row transformers changes the frequencies of all rows of a batch, and of a sequence's later
+    tokens but not of those in its cache, so that no two forwards would agree."""
     text = settings.get_text_config()
     size, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
-    sections = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # of all layers, or of each kind
-    switches = [each["original_max_position_embeddings"] for each in sections if each.get("rope_type") == "longrope"]
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # of all layers, or of each kind
+    switches = [part["original_max_position_embeddings"] for part in parts if part.get("rope_type") == "longrope"]
     return min(switches, default=size)
 
 
 def describe_positions(settings) -> str:  # noqa: ANN001 - a transformers class
-    """`4096 positions`, for messages, and why where they are fewer than the configuration says."""
+    """`4096 positions`, for messages, with the reason where they are fewer than the configuration says."""
     size = positions_of(settings)
     is_fewer = size != getattr(settings.get_text_config(), "max_position_embeddings", None)
     return f"{size} positions" + " before the frequencies of its LongRoPE change" * is_fewer
@@ -454,12 +454,12 @@ def describe_positions(settings) -> str:  # noqa: ANN001 - a transformers class
 
 def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class
     """transformers' configuration of the model at a hub id or folder; reads no weights. UserError for what cannot be
-    trained here: encoder-decoders, weights in another's quantised format."""
+    trained here: encoder-decoders, weights in a foreign quantised format."""
     check((path := config.model_name_or_path) is not None,
           "no model: give model.model_name_or_path (hub id or folder) or model.preset")
     check_folder(path, ("weights",), config.trust_pickled_weights)
-    found = read_settings(path, config.trust_remote_code)
-    check(not getattr(found, "is_encoder_decoder", False),
-          f"{path} is an encoder-decoder ({found.model_type}); a causal language model is needed")
-    complete.check_plain_weights(found, path, config.quantize)
-    return found
+    settings = read_settings(path, config.trust_remote_code)
+    check(not getattr(settings, "is_encoder_decoder", False),
+          f"{path} is an encoder-decoder ({settings.model_type}); a causal language model is needed")
+    complete.check_plain_weights(settings, path, config.quantize)
+    return settings

@@ -22,7 +22,7 @@ from hybrid_rlhf.models.folder_files import check_files, read_object, refusing
 from hybrid_rlhf.models.text_part import reads_text, towers
 from hybrid_rlhf.models.weights import read_header
 
-if not torch.cuda.is_available():  # peft looks for deepspeed, which says on stdout that it found no accelerator
+if not torch.cuda.is_available():  # else deepspeed, which peft looks for, prints a note about accelerators
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HEAD = "score.weight"
@@ -55,11 +55,11 @@ class LoraConfig:
             _check_expression(self.target_modules)
 
 
-def _check_expression(wanted: str) -> None:
+def _check_expression(pattern: str) -> None:
     try:
-        re.compile(wanted)
+        re.compile(pattern)
     except re.error as error:
-        raise UserError(f"lora.target_modules {wanted!r} is no regular expression ({error}); give a list of names, "
+        raise UserError(f"lora.target_modules {pattern!r} is not a regular expression ({error}); give a list of names, "
                         "such as [q_proj, v_proj]") from None
 
 
@@ -78,7 +78,7 @@ def _settings(model: nn.Module, config: LoraConfig):  # noqa: ANN202 - peft's cl
 
 def check_targets(model: nn.Module, config: LoraConfig) -> None:
     """UserError unless lora.target_modules match layers of `model`, whose weights may be on the meta device, and only
-    such as an adapter can be merged into: linear ones and fused experts."""
+    those that adapters can be merged into: linear layers and fused experts."""
     from peft.tuners.tuners_utils import Conv1D, check_target_module_exists
 
     wanted = config.target_modules
@@ -93,12 +93,12 @@ def check_targets(model: nn.Module, config: LoraConfig) -> None:
     if not settings.target_parameters and not any(is_of_text(name) and check_target_module_exists(settings, name)
                                                   for name, _ in model.named_modules()):
         raise _no_target(model, config)
-    found = {name: m for n, m in model.named_modules()  # of a layer that is adapted already, the last: its base
-             if ".lora_" not in n and is_of_text(n) and _is_wanted(name := plain_name(n), wanted)}
-    is_narrowed = bool(experts) and isinstance(wanted, str)  # an expression is over the layers of such a model alone
-    for name, module in found.items():
+    layers = {name: m for n, m in model.named_modules()  # the last of an adapted layer's names is its base
+              if ".lora_" not in n and is_of_text(n) and _is_wanted(name := plain_name(n), wanted)}
+    is_narrowed = bool(experts) and isinstance(wanted, str)  # with experts an expression selects among layers only
+    for name, module in layers.items():
         where = f"lora.target_modules {wanted!r}: {name} of {type(model).__name__} is"
-        check(is_narrowed or isinstance(module, (nn.Linear, Conv1D)), f"{where} {type(module).__name__}, no linear "
+        check(is_narrowed or isinstance(module, (nn.Linear, Conv1D)), f"{where} {type(module).__name__}, not a linear "
               f"layer; there are {_linear_names(model)}")
         check(module is not model.get_output_embeddings() or not getattr(model.config, "tie_word_embeddings", False),
               f"{where} the embedding's own matrix (tie_word_embeddings), and an adapter would part them; leave it out")
@@ -117,8 +117,8 @@ def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default"
     """Freeze `model` and put new adapters beside its linear layers, in place. They change nothing until trained.
 
     new_ids: tokens that the vocabulary did not have, whose rows are trained with the adapter (models/added_rows.py).
-    Raises UserError when target_modules match nothing (an adapter that adapts nothing trains nothing) or other than
-    linear layers, and with peft's own words for what it refuses.
+    Raises UserError when target_modules match nothing or other than linear layers, and with peft's message for what it
+    refuses.
     """
     check_targets(model, config)
     try:
@@ -132,14 +132,14 @@ def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default"
 
 
 def _activate_rows(model: nn.Module) -> None:
-    """The rows of added tokens that are in use are those of the active adapters."""
+    """Use the rows of added tokens that belong to the active adapters."""
     for rows in added_rows.holders(model).values():
         rows.active = next(iter(lora_layers(model).values())).active_adapters
 
 
 def adapter_dtype(model: nn.Module) -> torch.dtype:
-    """In a bfloat16 model an adapter is bfloat16 too, for its optimizer keeps fp32 masters; fp32 adapters would take an
-    fp32 copy of every layer's input and give one of its output."""
+    """bfloat16 in a bfloat16 model, since the optimizer keeps fp32 masters, else float32; fp32 adapters would copy
+    every layer's input and output to fp32."""
     return torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
 
 
@@ -153,9 +153,9 @@ def _add(model: nn.Module, settings: object, name: str, dtype: torch.dtype) -> N
         else:
             config = dict(vars(model.config))
             wrapped = peft.get_peft_model(model, settings, adapter_name=name, autocast_adapter_dtype=in_fp32)
-            vars(model.config).update(config)  # of which it changes what an export is to have (pretraining_tp)
+            vars(model.config).update(config)  # peft changes entries that exports need (pretraining_tp)
             object.__setattr__(model, "_peft_wrapper", wrapped)  # not as a submodule: the wrapper holds the model
-    for layer in lora_layers(model).values():  # beside a base in bytes peft's are fp32
+    for layer in lora_layers(model).values():  # peft's are fp32 beside a quantised base
         for part in (layer.lora_A, layer.lora_B):
             if name in part:
                 part[name].to(dtype)
@@ -172,9 +172,8 @@ def expert_weights(model: nn.Module) -> list[str]:
 
 
 def plain_linear_layers(model: nn.Module, with_head: bool = False) -> list[str]:
-    """Names of the linear layers that text passes, adapters left out; of a language model's head only where it is asked
-    for."""
-    from peft.tuners.tuners_utils import Conv1D  # of GPT-2, transformers' own
+    """Names of the linear layers in the text part, without adapters; a language model's head only with `with_head`."""
+    from peft.tuners.tuners_utils import Conv1D  # transformers' own, of GPT-2
 
     is_of_text = reads_text(model)
     heads = {id(getattr(model, "score", None)), *([] if with_head else [id(model.get_output_embeddings())])}
@@ -188,10 +187,10 @@ def plain_name(name: str) -> str:
 
 
 def _targets(model: nn.Module, wanted: list[str] | str) -> tuple[list[str] | str, list[str]]:
-    """What `wanted` means, as peft takes it: linear layers and fused expert weights.
+    """`wanted` as peft's target_modules (linear layers) and target_parameters (fused expert weights).
 
-    Without experts peft finds the layers. With experts they are named one by one, since peft speaks of experts by the
-    names that they had before they were fused; so they are where "all-linear" leaves some out, and beside towers.
+    Without experts peft finds the layers. With experts they are named one by one, since peft names experts as they were
+    before fusing; likewise where "all-linear" leaves some out, and beside towers.
     """
     experts = expert_weights(model)
     left_out = _left_out(model, bool(experts)) if wanted == "all-linear" else set()
@@ -199,20 +198,20 @@ def _targets(model: nn.Module, wanted: list[str] | str) -> tuple[list[str] | str
         return wanted if isinstance(wanted, str) else list(wanted), []
     modules, weights = ([n for n in names if n not in left_out and _is_wanted(n, wanted)]
                         for names in (plain_linear_layers(model, with_head=wanted != "all-linear"), experts))
-    if not modules and not weights:  # peft's error says what there is
+    if not modules and not weights:  # peft's error lists the layers
         return list(wanted) if not isinstance(wanted, str) else wanted, []
     return modules, weights
 
 
 def _is_wanted(name: str, wanted: list[str] | str) -> bool:
-    """Whether target_modules mean the layer of this name, as peft reads them."""
+    """Whether target_modules match the layer of this name, by peft's rules."""
     if isinstance(wanted, str):
         return wanted == "all-linear" or re.fullmatch(wanted, name) is not None
     return any(name == w or name.endswith(f".{w}") for w in wanted)
 
 
 def _left_out(model: nn.Module, has_experts: bool) -> set[str]:
-    """The linear layers that "all-linear" does not mean: routers, and those that peft refuses to adapt."""
+    """The linear layers that "all-linear" leaves out: routers, and those that peft refuses to adapt."""
     routers = {"router", "router_gate", *(["gate"] if has_experts else [])}
     return {n for n in plain_linear_layers(model)
             if routers.intersection(n.split(".")) or peft_compat.is_refused(model, n.rsplit(".", 1)[-1])}
@@ -231,7 +230,7 @@ def save_adapter(model: nn.Module, folder: str | Path, adapter_name: str | None 
     rows, indices = added_rows.to_file(model, name)
     state |= rows
     settings = copy.copy(wrapped.peft_config[name])
-    settings.task_type = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"  # AutoPeftModel goes by it
+    settings.task_type = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"  # AutoPeftModel reads it
     if hasattr(model, "score"):  # as peft names a head that is trained whole
         state[f"base_model.model.{_HEAD}"], settings.modules_to_save = model.score.weight, ["score"]
     save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, folder / _WEIGHTS, {"format": "pt"})
@@ -246,7 +245,7 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def task_of(folder: str | Path) -> str | None:
-    """What an adapter's file says that it is for: CAUSAL_LM, SEQ_CLS (a reward model) or nothing."""
+    """The task type in an adapter's file: CAUSAL_LM, SEQ_CLS (a reward model) or None."""
     return read_object(Path(folder) / _CONFIG).get("task_type")
 
 
@@ -260,7 +259,7 @@ def base_of(folder: str | Path) -> str | None:
 
 
 def _read_settings(folder: Path):  # noqa: ANN202 - peft's class
-    """The settings of the adapter in `folder`, whose files are whole. UserError for one that is no plain LoRA
+    """The settings of the adapter in `folder`, after a check of its files. UserError for other than a plain LoRA
     adapter."""
     import peft
 
@@ -271,41 +270,41 @@ def _read_settings(folder: Path):  # noqa: ANN202 - peft's class
         is_plain = isinstance(settings, peft.LoraConfig) and not (settings.use_dora or settings.lora_bias)
         ranks = [settings.r, *settings.rank_pattern.values()] if is_plain else []
     check(is_plain and settings.modules_to_save in (None, ["score"]),
-          f"{folder} is no plain LoRA adapter; train one by model.lora")
+          f"{folder} is not a plain LoRA adapter; train one by model.lora")
     widest = max((n for entry in read_header(folder / _WEIGHTS)[1].values() for n in entry["shape"]), default=0)
     check(all(type(rank) is int and 1 <= rank <= widest for rank in ranks),
-          f"{folder / _CONFIG}: r is {settings.r!r:.60}, which is no rank of the weights beside it; give the file that "
-          "they were saved with")
+          f"{folder / _CONFIG}: r is {settings.r!r:.60}, which is not a rank of the weights beside it; give the file "
+          "that they were saved with")
     return settings
 
 
 def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str, dtype: torch.dtype | None = None) -> None:
-    """The adapter in `folder`, saved by `save_adapter` or by peft, beside the others of `model`; its head, where both
-    have one, in place of the model's. It is held in `dtype`, by default that of `adapter_dtype`.
+    """Load the adapter in `folder`, saved by `save_adapter` or by peft, beside the others of `model`; its head, where
+    both have one, replaces the model's. dtype: of its weights, by default that of `adapter_dtype`.
 
-    Raises UserError for a folder that is no plain LoRA adapter, or one whose layers are not this model's.
+    Raises UserError for other than a plain LoRA adapter, and for one whose layers are not this model's.
     """
     import peft
     from safetensors.torch import load_file
 
     settings, dtype = _read_settings(Path(folder)), dtype or adapter_dtype(model)
     if not hasattr(model, "score"):
-        settings.exclude_modules = None  # peft warns of exclusions that exclude nothing
-    # rows and head are not peft's to hold: rows are added below, and the head is the model's own
+        settings.exclude_modules = None  # peft warns of exclusions without a match
+    # peft must not hold rows and head: rows are added below, and the head is the model's own
     indices, settings.trainable_token_indices = settings.trainable_token_indices, None
     settings.modules_to_save = settings.task_type = None
     with refusing(f"the adapter {folder} does not fit {type(model).__name__}", "give the base that it was made for"):
         _add(model, settings, adapter_name, dtype)
-    own = peft.get_peft_model_state_dict(model._peft_wrapper, adapter_name=adapter_name, save_embedding_layers=False)
+    state = peft.get_peft_model_state_dict(model._peft_wrapper, adapter_name=adapter_name, save_embedding_layers=False)
     with refusing(f"cannot read {Path(folder) / _WEIGHTS}", "download or export the adapter anew"):
         saved = load_file(Path(folder) / _WEIGHTS)
     head = saved.pop(f"base_model.model.{_HEAD}", None)
     fits = added_rows.from_file(model, adapter_name, indices, saved, dtype)
-    check(fits and own.keys() == saved.keys() and all(own[k].shape == saved[k].shape for k in own),
+    check(fits and state.keys() == saved.keys() and all(state[k].shape == saved[k].shape for k in state),
           f"the adapter {folder} does not fit {type(model).__name__}: its layers, their shapes or its tokens are not "
           "the model's; give the base that it was made for")
     with torch.no_grad():
-        for name, value in own.items():
+        for name, value in state.items():
             value.copy_(saved[name])
         if head is not None and hasattr(model, "score"):
             model.score.weight.copy_(head)
@@ -314,7 +313,7 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str, dtype:
 
 @torch.no_grad()
 def copy_adapter(model: nn.Module, source: str, target: str) -> None:
-    """A new adapter `target` with the settings and the weights of `source`."""
+    """Add an adapter `target` with the settings and the weights of `source`."""
     _add(model, copy.deepcopy(model._peft_wrapper.peft_config[source]), target, adapter_dtype(model))
     for layer in lora_layers(model).values():
         for part in (layer.lora_A, layer.lora_B):
@@ -322,8 +321,8 @@ def copy_adapter(model: nn.Module, source: str, target: str) -> None:
                 part[target].load_state_dict(part[source].state_dict())
     for name, rows in added_rows.holders(model).items():
         if source in rows.adapters:
-            own = rows.adapters[source]
-            added_rows.add_rows(model, target, own.ids.tolist(), own.weight.dtype, {name: own.weight})
+            original = rows.adapters[source]
+            added_rows.add_rows(model, target, original.ids.tolist(), original.weight.dtype, {name: original.weight})
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:

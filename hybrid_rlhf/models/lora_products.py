@@ -1,4 +1,4 @@
-"""A linear layer and its low-rank adapter in one operation: three products, and no pass over memory between them."""
+"""A linear layer and its low-rank adapter as one operation of three products, without memory passes in between."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FEW_ROWS = 48  # as a decode step has
 class AdaptedLinear(torch.autograd.Function):
     """x (N, in) -> x W^T + bias + scaling (x A^T) B^T, with gradients for x, A (r, in) and B (out, r); W is frozen.
 
-    peft's form makes scaling and sum operations of their own over (N, out), forward and backward; here both are part of
-    the products. Kept for the backward pass: x and x A^T.
+    peft runs scaling and sum as separate operations over (N, out), forward and backward; here both are fused into the
+    products. Saved for the backward pass: x and x A^T.
     """
 
     @staticmethod
@@ -46,14 +46,14 @@ class AdaptedLinear(torch.autograd.Function):
 def fused_adapters(model: nn.Module, product: Callable | None = None,
                    dtypes: frozenset[torch.dtype] = frozenset()) -> Iterator[int]:
     """Within the block plain adapters of `model` (peft's, over a frozen nn.Linear) run as AdaptedLinear, those over a
-    weight in 4 or 8 bits as AdaptedPackedLinear; yields how many layers may. Any other call (merged, several adapters
-    at once, dropout, mixed dtypes) runs as written. product(x, weight, bias, down, up, scaling): the same for few rows
+    weight in 4 or 8 bits as AdaptedPackedLinear; yields the number of layers. Any other call (merged, several adapters
+    at once, dropout, mixed dtypes) runs peft's code. product(x, weight, bias, down, up, scaling): the same for few rows
     of `dtypes` on a CPU, without gradients.
     """
     layers = [m for m in model.modules() if _may_be_fused(m)]
     for layer in layers:
-        is_own = product and layer.base_layer.weight.dtype in dtypes and layer.base_layer.weight.device.type == "cpu"
-        layer.forward = _forward(layer, product if is_own else None)
+        is_taken = product and layer.base_layer.weight.dtype in dtypes and layer.base_layer.weight.device.type == "cpu"
+        layer.forward = _forward(layer, product if is_taken else None)
     try:
         yield len(layers)
     finally:
@@ -62,8 +62,8 @@ def fused_adapters(model: nn.Module, product: Callable | None = None,
 
 
 def plain_adapter(layer: nn.Module) -> tuple[str, tuple[Tensor, Tensor, float]] | None:
-    """The name of the only adapter that is active on a frozen nn.Linear, and its A (r, in), B (out, r) and scaling in
-    the base's dtype; None where a call does anything else than W x + b + scaling B A x."""
+    """The name of the only active adapter of a frozen nn.Linear, and its A (r, in), B (out, r) and scaling in the
+    base's dtype; None where a call computes anything else than W x + b + scaling B A x."""
     if not _has_plain_parts(layer) or type(layer.base_layer) is not nn.Linear:
         return None
     return _active(layer, _adapters(layer), layer.base_layer.weight.dtype)
@@ -81,7 +81,7 @@ def _may_be_fused(module: nn.Module) -> bool:
 def _has_plain_parts(module: nn.Module) -> bool:
     base = getattr(module, "base_layer", None)
     return (hasattr(module, "lora_A") and (type(base) is nn.Linear or hasattr(base, "packed_weight"))
-            and not is_hooked(module.base_layer)  # such as those of a head with rows of added tokens
+            and not is_hooked(module.base_layer)  # such as a head with rows of added tokens
             and not module.fan_in_fan_out and not module.lora_variant
             and all(type(m) is nn.Linear and m.bias is None for part in (module.lora_A, module.lora_B)
                     for m in part.values()))
@@ -109,10 +109,10 @@ def _forward(layer: nn.Module, product: Callable | None) -> Callable[..., Tensor
     original = layer.forward  # bound, of the class
 
     def forward(x: Tensor, *others: object, **named: object) -> Tensor:
-        found = None if others or named or not _is_plain(x, base) else _active(layer, adapters, x.dtype)
-        if found is None:
+        adapter = None if others or named or not _is_plain(x, base) else _active(layer, adapters, x.dtype)
+        if adapter is None:
             return original(x, *others, **named)
-        down, up, scaling = found[1]
+        down, up, scaling = adapter[1]
         rows = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled() and hasattr(base, "packed_weight"):
             bias = None if base.bias is None else base.bias.to(x.dtype)

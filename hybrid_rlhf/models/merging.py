@@ -1,4 +1,4 @@
-"""Low-rank adapters and rows of added tokens merged into the weights beside them, without losing what was learned."""
+"""Merge low-rank adapters and rows of added tokens into the base weights, in fp32 and with one rounding."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hybrid_rlhf.models.lora import lora_layers, plain_name
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a plain model that is not there as a whole. like: its shape and dtype, without memory; make: its
-    value, which may be a tensor of the live model; source: equal for weights that are tied to each other; reads: what
-    of the live model must be whole when it is made."""
+    """One weight of a plain model, computed on demand. like: its shape and dtype, without memory; make: its value,
+    which may be a tensor of the live model; source: equal for weights that are tied to each other; reads: tensors of
+    the live model that must be gathered when it is made."""
 
     like: Tensor
     make: Callable[[], Tensor]
@@ -27,35 +27,34 @@ class Weight:
 
 def plain_weights(model: nn.Module, dtype: torch.dtype | None = None,
                   shape_of: Callable[[Tensor], torch.Size] = lambda weight: weight.shape) -> dict[str, Weight]:
-    """The state dict that `model` would have had without peft and quantisation, the active adapters merged, each weight
-    made when it is asked for; the model itself is not touched.
+    """The state dict that `model` would have without peft and quantisation, the active adapters merged, each weight
+    computed on demand; the model itself is not changed.
 
-    The product B A is formed and added in fp32, to the weight that the layers multiply by (dequantised where it is held
-    in fewer bits), and rounded once to the dtype that the model holds the weight in, so that nothing is lost but that
-    one rounding. dtype: what numbers are rounded to instead (float32: nothing is lost at all). shape_of: the shape that
-    a parameter has when it is whole.
+    The product B A is formed and added in fp32, to the weight that the layers multiply by (dequantised where it is
+    packed), and rounded once to the dtype in which the model holds the weight. dtype: what numbers are rounded to
+    instead (float32: exact). shape_of: the shape of a parameter when it is gathered.
     """
-    found = {plain_name(k): _held(v, dtype, shape_of(v)) for k, v in quantize.unpacked_state(model).items()
-             if ".lora_" not in k and not added_rows.is_of_rows(k)}
+    weights = {plain_name(k): _rounded(v, dtype, shape_of(v)) for k, v in quantize.unpacked_state(model).items()
+               if ".lora_" not in k and not added_rows.is_of_rows(k)}
     for name, layer in quantize.quantized_layers(model).items():
         like = torch.empty(layer.out_features, layer.in_features, dtype=dtype or model.dtype, device="meta")
         place = f"{plain_name(name)}.weight"
-        found[place] = Weight(like, partial(_dequantised, layer, like.dtype), place, tuple(layer.parameters()))
-    found |= _tables_with_rows(model, found)
+        weights[place] = Weight(like, partial(_dequantised, layer, like.dtype), place, tuple(layer.parameters()))
+    weights |= _tables_with_rows(model, weights)
     for name, layer in lora_layers(model).items():
         place = merged_name(name, layer)
-        like = found[place].like
+        like = weights[place].like
         reads = (*layer.parameters(), *added_rows.rows_of(layer.get_base_layer()))
-        found[place] = Weight(like, partial(_merged, layer, like.dtype), place, reads)
-    return found
+        weights[place] = Weight(like, partial(_merged, layer, like.dtype), place, reads)
+    return weights
 
 
 def merged_name(name: str, layer: nn.Module) -> str:
-    """What the weight of an adapted layer is called in the plain model."""
+    """The name of an adapted layer's weight in the plain model."""
     return f"{plain_name(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"
 
 
-def _held(value: Tensor, dtype: torch.dtype | None, shape: torch.Size) -> Weight:
+def _rounded(value: Tensor, dtype: torch.dtype | None, shape: torch.Size) -> Weight:
     is_rounded = dtype is not None and value.is_floating_point()
     like = torch.empty(shape, dtype=dtype if is_rounded else value.dtype, device="meta")
     return Weight(like, lambda: value.detach().to(like.dtype), value.data_ptr() or id(value), (value,))
@@ -65,22 +64,21 @@ def _dequantised(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     return quantize.dequantised(layer).to(dtype)
 
 
-def _tables_with_rows(model: nn.Module, found: dict[str, Weight]) -> dict[str, Weight]:
-    """The entries of `found` that tables with rows of added tokens have, tied ones included, those rows in it."""
+def _tables_with_rows(model: nn.Module, weights: dict[str, Weight]) -> dict[str, Weight]:
+    """The entries of `weights` for tables with rows of added tokens, tied ones included, with those rows in them."""
     changed = {}
     for name, layer in added_rows.tables(model).items():
         if hasattr(layer, "added_rows"):
-            before = found[f"{name}.weight"]
+            before = weights[f"{name}.weight"]
             after = replace(before, make=lambda layer=layer, make=before.make: added_rows.with_rows(layer, make()),
                             reads=(*before.reads, *added_rows.rows_of(layer)))
-            changed |= {k: after for k, w in found.items() if w.source == before.source}
+            changed |= {k: after for k, w in weights.items() if w.source == before.source}
     return changed
 
 
 @torch.no_grad()
 def _merged(layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    """The weight of an adapted layer with its active adapters in it, and with the rows of added tokens where it is a
-    table that has some."""
+    """The weight of an adapted layer with its active adapters merged, and with a table's rows of added tokens."""
     if _is_fused(layer):
         total = layer.get_param().float()
     else:
@@ -94,7 +92,7 @@ def _merged(layer: nn.Module, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def adapted_weight(model: nn.Module, adapters: Sequence[str]) -> tuple[str, Tensor]:
-    """Name and fp32 value of the last adapted linear layer's weight, the given adapters merged into it."""
+    """Name and fp32 value of the last adapted linear layer's weight, with these adapters merged."""
     name, layer = [(n, m) for n, m in lora_layers(model).items() if not _is_fused(m)][-1]
     total = quantize.dequantised(layer.get_base_layer())
     for adapter in adapters:

@@ -1,4 +1,4 @@
-"""Products by frozen weights that are held in 4 or 8 bits, with gradients for what they are multiplied by."""
+"""Products with frozen weights in 4 or 8 bits, with gradients for their inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 class PackedWeight(Protocol):
-    """A weight W (out, in) in few bits. Its methods record nothing for a backward pass."""
+    """A quantised weight W (out, in). Its methods are not recorded by autograd."""
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """W in `dtype`."""
@@ -28,13 +28,13 @@ class PackedWeight(Protocol):
         ...
 
     def sampled(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`product` where no gradients are wanted, in whatever form is the fastest."""
+        """`product` without gradients, in the fastest form."""
         ...
 
 
 class Dequantised:
-    """A weight that is dequantised for each product. fused(x, bias): the product without that, used for sampling while
-    `is_sampling` is set; None where there is none."""
+    """A weight that is dequantised for each product. fused(x, bias): the product on packed bytes, used for sampling
+    while `is_sampling` is set; None where there is none."""
 
     def __init__(self, dequantised: Callable[[torch.dtype], Tensor]) -> None:
         self.dequantised = dequantised
@@ -53,13 +53,13 @@ class Dequantised:
 
 class RowScaled:
     """A weight of int8 values (out, in), each row of which has a factor (out,). Products are those of the values, which
-    every floating dtype holds exactly, and the factors are applied to the outputs: of the weight itself there is one
-    copy in the dtype of the product, and nothing wider."""
+    every floating dtype holds exactly, and the factors are applied to the outputs: the only copy of the weight is in
+    the dtype of the product."""
 
     def __init__(self, parts: Callable[[], tuple[Tensor, Tensor]]) -> None:
         self._parts = parts
         largest = float(parts()[1].max())
-        # float16 ends at 65,504, and 127 is not the size of a weight: a power of two, which costs no digit, makes it so
+        # values up to 127 may overflow float16 (65,504): a power of two scales them to the size of weights, exactly
         self._power = 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 1.0
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
@@ -87,7 +87,7 @@ class RowScaled:
 
 
 class PackedLinear(torch.autograd.Function):
-    """x W^T + bias, for whose backward pass nothing is kept but the packed weight."""
+    """x W^T + bias; only the packed weight is saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, bias: Tensor | None, weight: PackedWeight) -> Tensor:
@@ -102,7 +102,7 @@ class PackedLinear(torch.autograd.Function):
 
 class AdaptedPackedLinear(torch.autograd.Function):
     """x (N, in) -> x W^T + bias + scaling (x A^T) B^T, with gradients for x, A (r, in) and B (out, r): as
-    lora_products.AdaptedLinear, over a packed W. Kept for the backward pass: x and x A^T."""
+    lora_products.AdaptedLinear, with a packed W. Saved for the backward pass: x and x A^T."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: PackedWeight, bias: Tensor | None, down: Tensor, up: Tensor,

@@ -1,4 +1,4 @@
-"""Quantised layers for counting: what a plan runs in the place of bitsandbytes' layers."""
+"""Stand-ins for bitsandbytes' quantised layers, with which a memory plan counts bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hybrid_rlhf.models.packed_products import Dequantised, PackedLinear, Packed
 
 
 class Packed(nn.Linear):
-    """A frozen linear layer in 4 or 8 bits, and its own packed weight, whose numbers are there during a product only;
-    no nn.Linear by type, so that nothing is fused with it but adapters."""
+    """A frozen linear layer in 4 or 8 bits, and its packed weight, whose dequantised copy exists during a product only;
+    not of type nn.Linear, so that only adapters are fused with it."""
 
     @property
     def packed_weight(self) -> PackedWeight:

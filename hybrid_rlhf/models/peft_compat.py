@@ -18,7 +18,7 @@ def activate(layer: nn.Module, names: list[str]) -> None:
 
 
 def active(layer: nn.Module) -> list[str] | str:
-    """What was made active, the same object."""
+    """The active adapters: the very object given to `activate`."""
     return PEFT.part(layer, "_active_adapter")
 
 
@@ -28,7 +28,7 @@ def is_out_first(layer: nn.Module) -> bool:
 
 
 def is_refused(model: nn.Module, name: str) -> bool:
-    """Whether peft takes no adapter on layers of this name (its last part): those of state-space models whose kernels
+    """Whether peft refuses adapters on layers of this name (its last part): those of state-space models whose kernels
     read the weight without calling the layer."""
     refuse = PEFT.part(PEFT.module("peft.tuners.tuners_utils"), "_check_lora_target_modules_mamba")
     try:
@@ -39,6 +39,6 @@ def is_refused(model: nn.Module, name: str) -> bool:
 
 
 def names_as_given() -> AbstractContextManager[None]:
-    """Within the block peft does not rename targets from transformers 4's layers of experts to those of 5: ours are
-    names of the model in hand, and a shared expert's gate_proj would be taken for the fused experts'."""
+    """Within the block peft does not rename targets from transformers 4's expert layers to those of 5: ours are names
+    of the loaded model, and a shared expert's gate_proj would be taken for the fused experts'."""
     return PEFT.silenced("peft.utils.transformers_weight_conversion", "convert_peft_config_for_transformers")

@@ -1,4 +1,4 @@
-"""Tool calls written as Python (LFM2: `[f(a='x', b=[1, None])]`), read as data: nothing of it is run."""
+"""Parse tool calls written as Python (LFM2: `[f(a='x', b=[1, None])]`) as data, without running them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import ast
 import warnings
 from typing import Any
 
-_WORDS = {"true": True, "false": False, "null": None}  # JSON's, which stand inside of nested values
+_WORDS = {"true": True, "false": False, "null": None}  # JSON's, inside of nested values
 
 
 def read_python(text: str) -> list[tuple[str, dict[str, Any]]]:
     """The calls in a list of calls (or of a single one): names and arguments, which are literals.
 
-    Raises SyntaxError, whose `msg` is one line, for whatever else.
+    Raises SyntaxError, whose `msg` is one line, for anything else.
     """
     try:
         with warnings.catch_warnings():  # of escapes such as \d
             warnings.simplefilter("ignore")
             tree = ast.parse(text.strip(), mode="eval").body
     except (ValueError, RecursionError, MemoryError) as error:
-        raise SyntaxError("it is no list of calls that could be read") from error
+        raise SyntaxError("it is not a list of calls that could be read") from error
     return [_call(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
 
 
 def _call(node: ast.expr) -> tuple[str, dict[str, Any]]:
     if not isinstance(node, ast.Call):
-        raise SyntaxError("it is no call of a function")
+        raise SyntaxError("it is not a call of a function")
     names = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
     if node.args or len(names) < len(node.keywords):
         raise SyntaxError("each argument needs its name (key=value)")
@@ -36,7 +36,7 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id in _WORDS:
         return _WORDS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(each) for each in node.elts]
+        return [_value(item) for item in node.elts]
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         return {str(key.value): _value(value) for key, value in zip(node.keys, node.values, strict=True)}
     is_negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
@@ -45,4 +45,4 @@ def _value(node: ast.expr) -> Any:
         return -inner.value
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
-    raise SyntaxError(f"{ast.unparse(node)[:100]} is no plain value")
+    raise SyntaxError(f"{ast.unparse(node)[:100]} is not a plain value")

@@ -1,13 +1,13 @@
-"""Frozen weights in 4 or 8 bits, and an optimizer whose moments take 8. The only module that imports bitsandbytes and
-reaches into its private parts.
+"""Frozen weights in 4 or 8 bits, and AdamW with 8-bit moments. The only module that imports bitsandbytes and uses its
+private parts.
 
 Sources: QLoRA, arXiv 2305.14314 (NF4 in blocks of 64); 8-bit optimizers, arXiv 2110.02861.
 
-Products with gradients, and those that score, are of the dequantised weight in the activations' dtype. bitsandbytes'
-own layers are not used, because in them the modes differ: on CPUs with AVX512-BF16 its 4-bit layers repack their bytes
-at the first call in eval mode, multiply in bf16 from then on and pass no gradient through (0.50.2), and its 8-bit
-product rounds activations with a threshold that depends on the other rows of the batch. Only the sampler on a card
-takes its fused 4-bit product, which reads a quarter of the bytes, where that was found equal at load;
+Products with gradients and in scoring dequantise the weight to the activations' dtype. bitsandbytes' own layers are
+not used, because their train and eval modes differ: on CPUs with AVX512-BF16 its 4-bit layers repack their bytes at the
+first call in eval mode, multiply in bf16 from then on and pass no gradient through (0.50.2), and its 8-bit product
+rounds activations with a threshold that depends on the other rows of the batch. Only the sampler on a GPU takes the
+fused 4-bit product, which reads a quarter of the bytes, where a check at load found it equal;
 engine/logprob_drift measures it with the sampler's other roundings.
 """
 
@@ -31,7 +31,7 @@ from hybrid_rlhf.models.transformers_compat import is_published_quantised, kept_
 
 BITSANDBYTES = Dependency("bitsandbytes")
 FUSED_ON = ("cuda",)  # types of devices on which the sampler may take the fused 4-bit product
-# Largest difference of the fused product from the dequantised one, relative to the largest number, that is rounding:
+# Largest difference between fused and dequantised product, relative to the largest number, that counts as rounding:
 # each rounds its sums to the dtype once, by half a step of 2^-7 (bfloat16) or 2^-10 (float16) at most.
 FUSED_BOUNDS = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _log = logging.getLogger(__name__)
@@ -45,26 +45,26 @@ def require(what: str) -> None:
 
 
 def _bitsandbytes() -> ModuleType:
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # on kernels that are not used here
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it warns of unused kernels
     import bitsandbytes
 
     return bitsandbytes
 
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of `model` whose weight is held in 4 or 8 bits, by name."""
+    """The layers of `model` with a weight in 4 or 8 bits, by name."""
     return {n: m for n, m in model.named_modules() if hasattr(m, "packed_weight")}
 
 
 def settle(model: nn.Module, source: str, dtype: torch.dtype) -> nn.Module:
-    """Give the quantised layers of a model that transformers just loaded from `source` our products, in place, and the
-    other weights `dtype`: of files that hold quantised weights those have the files' still.
+    """Give the quantised layers of a model that transformers just loaded from `source` our products, in place, and cast
+    the other weights to `dtype`: loaded from quantised files, they still have the files' dtype.
 
-    Raises RuntimeError if there are none.
+    Raises RuntimeError if no layer is quantised.
     """
     model.quantised_from, model.config.dtype = source, dtype
     bnb = _bitsandbytes()
-    found = []
+    layers = []
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             BITSANDBYTES.require(module, "support_avx512bf16_for_cpu")
@@ -74,16 +74,16 @@ def settle(model: nn.Module, source: str, dtype: torch.dtype) -> nn.Module:
             module.packed_weight = RowScaled(partial(_values_and_factors, module))
         else:
             continue
-        found.append(module)
+        layers.append(module)
         module.forward = MethodType(_forward, module)
-    if not found:
+    if not layers:
         raise RuntimeError(f"{type(model).__name__} has no linear layer that could be quantised")
     if is_published_quantised(model):
         is_kept = kept_in_fp32(model, dtype)
         for name, weight in unpacked_state(model).items():
             weight.data = weight.to(dtype) if weight.is_floating_point() and not is_kept(name) else weight
     if next(model.parameters()).device.type in FUSED_ON:
-        _take_fused([m for m in found if isinstance(m, bnb.nn.Linear4bit)], model.dtype)
+        _take_fused([m for m in layers if isinstance(m, bnb.nn.Linear4bit)], model.dtype)
     return model
 
 
@@ -96,8 +96,8 @@ def dequantised(layer: nn.Module) -> Tensor:
 
 @contextmanager
 def multiplying_by(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
-    """Within the block the quantised layers of `model` multiply by `weights` (name -> (out, in)) instead of their own:
-    by those that were quantised, say."""
+    """Within the block the quantised layers of `model` multiply by `weights` (name -> (out, in)) instead of their own,
+    such as the weights before quantisation."""
     layers = quantized_layers(model)
     before = {name: layer.packed_weight for name, layer in layers.items()}
     for name, layer in layers.items():
@@ -111,7 +111,7 @@ def multiplying_by(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[Non
 
 @contextmanager
 def sampling_products(model: nn.Module) -> Iterator[None]:
-    """Within the block products of `model` without gradients are the fused ones, where there are any."""
+    """Within the block products of `model` without gradients are the fused ones, where available."""
     weights = [w for w in (m.packed_weight for m in quantized_layers(model).values()) if isinstance(w, Dequantised)]
     for weight in weights:
         weight.is_sampling = True
@@ -125,7 +125,7 @@ def sampling_products(model: nn.Module) -> Iterator[None]:
 def _dequantised_4bit(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     state = layer.weight.quant_state
     shape, size = state.shape, state.blocksize
-    if shape[-1] % size and shape.numel() % size == 0:  # rows of part blocks, which AVX-512 gets wrong (0.50.2)
+    if shape[-1] % size and shape.numel() % size == 0:  # rows end inside a block: wrong with AVX-512 (0.50.2)
         state = copy(state)
         state.shape = torch.Size((shape.numel() // size, size))
     return _bitsandbytes().functional.dequantize_4bit(layer.weight.data, state).view(shape).to(dtype)
@@ -150,11 +150,11 @@ def _forward(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def _take_fused(layers: list[nn.Module], dtype: torch.dtype) -> None:
-    """Give `layers` bitsandbytes' fused 4-bit product for sampling, if for each of their shapes it is that of the
-    dequantised weight; else a line says why not."""
-    layers = [m for m in layers if m.in_features % m.weight.quant_state.blocksize == 0]  # others have no kernel
+    """Give `layers` bitsandbytes' fused 4-bit product for sampling, if for each of their shapes it equals the product
+    with the dequantised weight; else warn why not."""
+    layers = [m for m in layers if m.in_features % m.weight.quant_state.blocksize == 0]  # there is no kernel for others
     one_each = {m.weight.quant_state.shape: m for m in layers}.values()
-    reason = next((found for m in one_each if (found := _difference(m, dtype))), None)
+    reason = next((difference for m in one_each if (difference := _difference(m, dtype))), None)
     if reason:
         _log.warning("4-bit weights are dequantised at every decode step, which takes about three times as long: "
                      "bitsandbytes' fused product %s", reason)
@@ -165,33 +165,33 @@ def _take_fused(layers: list[nn.Module], dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _difference(layer: nn.Module, dtype: torch.dtype) -> str | None:
-    """What is wrong with the fused product of `layer`, for the numbers of rows of decode steps, by which bitsandbytes
-    chooses among its kernels; None if nothing."""
+    """How the fused product of `layer` fails or differs, for the row counts of decode steps, by which bitsandbytes
+    chooses its kernel; None if it is right."""
     weight, random = layer.packed_weight, torch.Generator().manual_seed(0)
     bias = None if layer.bias is None else layer.bias.to(dtype)
     for rows in (1, 4, 8, 16, 32, 64):
         x = torch.randn(rows, layer.in_features, generator=random).to(layer.weight.device, dtype)
         expected = weight.product(x, bias).float()
         try:
-            found = _fused_4bit(layer, x, bias).float()
+            fused = _fused_4bit(layer, x, bias).float()
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AttributeError) as error:
             return f"fails ({str(error).strip().splitlines()[0]})"
-        gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        gap = float((fused - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
         if not gap <= FUSED_BOUNDS[dtype]:
             return f"differs by {gap:.2g} of the largest number, and at most {FUSED_BOUNDS[dtype]} is rounding"
     return None
 
 
 def unpacked_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of `model`, of its very parameters, but for what its quantised layers hold packed: their weights
-    and scales."""
+    """The state dict of `model`, of the parameters themselves, without the packed weights and scales of its quantised
+    layers."""
     inside = tuple(f"{name}.{part}" for name in quantized_layers(model) for part in ("weight", "SCB"))
     return {k: v for k, v in model.state_dict(keep_vars=True).items() if not (inside and k.startswith(inside))}
 
 
 def adamw_8bit(groups: Iterable[dict], learning_rate: float, betas: tuple[float, float],
                epsilon: float) -> torch.optim.Optimizer:
-    """AdamW with both moments in 8 bits; bitsandbytes keeps those of tensors under 4,096 numbers in 32."""
+    """AdamW with both moments in 8 bits; bitsandbytes keeps moments of tensors under 4,096 numbers in 32."""
     return _bitsandbytes().optim.AdamW8bit(list(groups), lr=learning_rate, betas=betas, eps=epsilon)

@@ -2,7 +2,7 @@
 
 Source: Switch Transformer, 2101.03961, equations 4-6: E sum_e f_e P_e over the tokens of all layers, f_e the share of
 the top-k choices that fell on expert e (summed over k), P_e its mean probability. No gradient passes through f. So once
-f is that of a whole minibatch, the loss is a sum over its tokens, and may be cut anyhow.
+f is that of the whole minibatch, the loss is a sum over its tokens, for any split into micro-batches.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _KNOWN: WeakKeyDictionary[nn.Module, Router | None] = WeakKeyDictionary()
 @dataclass(frozen=True)
 class Router:
     """How a model's routers are balanced. coefficient: the loss's weight. num_choices: experts per token (k), or None
-    where the model has a loss of its own kind, which is then taken within each forward."""
+    where the model has a different loss, which is then computed within each forward."""
 
     coefficient: float
     num_choices: int | None
 
     def choices(self, router_logits: tuple[Tensor, ...], counts: Tensor) -> Tensor:
-        """(E,) fp32: how often each expert is among the first k for a real token, added up over layers.
+        """(E,) fp32: how often each expert is among the top k of a real token, summed over layers.
 
-        counts (tokens,): how many real tokens each of those that the logits are of stands for; 0 for padding.
+        counts (tokens,): how many real tokens each row of the logits stands for; 0 for padding.
         """
         chosen_by = counts.float()
         choices = torch.zeros(router_logits[0].shape[-1], device=counts.device)
@@ -43,14 +43,14 @@ class Router:
         return choices
 
     def shares(self, choices: Tensor) -> Tensor:
-        """(E,) f: choices per token, of which each makes k."""
+        """(E,) f: choices per token, which sum to k."""
         return self.num_choices * choices / choices.sum()
 
     def loss(self, model: nn.Module, batch: SequenceBatch, hidden: Tensor, router_logits: tuple[Tensor, ...],
              shares: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """The loss (a scalar, without its coefficient) of these real tokens. shares: (E,) f of the whole minibatch, or
-        None where these tokens are all of it. counts: as `choices` has it, where the logits are not of all the batch's
-        tokens; num_choices must be known then."""
+        None where these tokens are all of it. counts: as in `choices`, where the logits are not of all the batch's
+        tokens; requires num_choices."""
         if self.num_choices is None:
             return own_router_loss(model, batch, hidden, router_logits)
         counts = (batch.attention_mask.flatten() if counts is None else counts).float()
@@ -67,14 +67,14 @@ def _probabilities(router_logits: tuple[Tensor, ...]) -> Iterator[Tensor]:
 
 
 def router_of(model: nn.Module) -> Router | None:
-    """How the experts of `model` are balanced; None without experts, or without a loss for them. Found out once for a
-    model, before its weights are shared out."""
+    """How the experts of `model` are balanced; None without experts, or without a loss for them. Cached per model;
+    first called before its weights are partitioned."""
     if model not in _KNOWN:
-        _KNOWN[model] = _found(model)
+        _KNOWN[model] = _find_router(model)
     return _KNOWN[model]
 
 
-def _found(model: nn.Module) -> Router | None:
+def _find_router(model: nn.Module) -> Router | None:
     coefficient = router_coefficient(model)
     if not coefficient:
         return None
@@ -91,7 +91,7 @@ def _found(model: nn.Module) -> Router | None:
 
 @torch.no_grad()
 def _is_plain(model: nn.Module, router: Router) -> bool | None:
-    """Whether the model's own loss is the formula above, tried on numbers; None where it has none, being dense."""
+    """Whether the model's own loss equals the formula above, tried on random logits; None for a dense model."""
     config, weight = model.config.get_text_config(), model.get_output_embeddings().weight
     num_experts = next((v for n in ("num_local_experts", "num_experts", "n_routed_experts")
                         if (v := getattr(config, n, None))), None)
@@ -104,10 +104,10 @@ def _is_plain(model: nn.Module, router: Router) -> bool | None:
     batch = SequenceBatch(ids, mask.to(weight.device), mask.to(weight.device))
     hidden = torch.zeros(2, 5, config.hidden_size, dtype=weight.dtype, device=weight.device)
     try:
-        own = own_router_loss(model, batch, hidden, logits)
+        expected = own_router_loss(model, batch, hidden, logits)
     except (TypeError, ValueError, RuntimeError, IndexError):
         return False
-    if own is None:
+    if expected is None:
         return None
-    found = router.loss(model, batch, hidden, logits)
-    return bool(torch.isclose(found.float(), torch.as_tensor(own).float(), rtol=1e-4))
+    loss = router.loss(model, batch, hidden, logits)
+    return bool(torch.isclose(loss.float(), torch.as_tensor(expected).float(), rtol=1e-4))

@@ -1,4 +1,4 @@
-"""Attention of rows that were made one row of different tokens: there it is spread out into the rows it came from."""
+"""Attention over rows whose distinct tokens are packed into one row: it is spread out into the original rows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hybrid_rlhf.models.transformers_compat import never_packed, sdpa_masks_repl
 
 
 class NotShareableError(RuntimeError):
-    """The model does not attend in the one way that rows can be spread out around."""
+    """The attention of the model is not one that can share a prefix of rows."""
 
 
 @dataclass
 class Packing:
-    """B rows of T tokens as N different ones, and as S in blocks of rows of about one length, for attention.
+    """B rows of T tokens as N distinct tokens, and as S tokens in blocks of rows of similar length, for attention.
 
-    index (B, T): which of the N each is (padding: any); source (N,): a place of each in the flat (B * T); positions
-    (N,). blocks: (rows, width) of each block; spread (S,): which of the N stand in the blocks, row by row; home (N,): a
-    place of each of the N there. groups: (first of the N, places (rows, length) in the S) of each beginning that
-    several rows have.
+    index (B, T): which of the N each token is (padding: any); source (N,): a place of each in the flat (B * T);
+    positions (N,). blocks: (rows, width) of each block; spread (S,): which of the N are in the blocks, row by row; home
+    (N,): a place of each of the N in the S. groups: (first of the N, places (rows, length) in the S) of each prefix
+    that several rows share.
     """
 
     index: Tensor
@@ -46,7 +46,7 @@ class Packing:
 
 
 class _Spread(torch.autograd.Function):
-    """(N, W) -> (S, W): every row whole. Gradients of a common beginning are summed over its rows, in fp32."""
+    """(N, W) -> (S, W): every row in full. Gradients of a shared prefix are summed over its rows, in fp32."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, packed: Packing) -> Tensor:  # noqa: ANN001
@@ -87,23 +87,23 @@ def _spread(x: Tensor, packed: Packing) -> list[Tensor]:
 
 @dataclass
 class RowAttention:
-    """The attention of one forward over the different tokens of `packed`, and of the backward pass that computes its
-    layers again. num_calls: how often the model has called it."""
+    """The attention of one forward over the distinct tokens of `packed`, and of a backward pass that recomputes its
+    layers. num_calls: how often the model has called it."""
 
     packed: Packing
     num_calls: int = 0
     _bands: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @contextmanager
-    def in_its_place(self) -> Iterator[None]:
-        """Within the block models attend by this; restarting positions are not read as rows packed in a row."""
+    def installed(self) -> Iterator[None]:
+        """Within the block models use this attention; restarting positions do not count as packed rows."""
         with sdpa_replaced(self._attend), sdpa_masks_replaced(self._mask), never_packed():
             yield
 
     def _mask(self, original: Callable, *, config: object, device: torch.device, local_size: int | None = None,
               allow_is_causal_skip: bool = True, **named: object) -> Tensor | None:
-        """transformers' mask interface. In the place of a sliding window's mask over all tokens, which says nothing of
-        rows, stands an empty one that tells its layers how wide the window is, by its shape (1, 1, 0, window)."""
+        """transformers' mask interface. A sliding window's mask over all tokens, which would ignore rows, becomes an
+        empty one whose shape (1, 1, 0, window) tells the layers the width of the window."""
         is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
         if is_window and allow_is_causal_skip and getattr(config, "attention_chunk_size", None) is None:
             return torch.empty(1, 1, 0, local_size, dtype=torch.bool, device=device)
@@ -111,8 +111,8 @@ class RowAttention:
                         allow_is_causal_skip=allow_is_causal_skip, **named)
 
     def _attend(self, original: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-                attention_mask: Tensor | None, *given: object, **named: object) -> tuple[Tensor, None]:
-        """transformers' attention interface, (1, H, N, D) -> (1, N, H, Dv), None. Each row by `original`."""
+                attention_mask: Tensor | None, *options: object, **named: object) -> tuple[Tensor, None]:
+        """transformers' attention interface, (1, H, N, D) -> (1, N, H, Dv), None. Each row attends by `original`."""
         self.num_calls += 1
         packed, window = self.packed, None if attention_mask is None else attention_mask.shape[-1]
         if attention_mask is not None and attention_mask.shape[:-1] != (1, 1, 0):
@@ -121,13 +121,13 @@ class RowAttention:
             raise NotShareableError(f"{type(module).__name__} attends to other tokens")
         masks = [self._band(width, window, query.device) for _, width in packed.blocks]
         blocks = zip(*(_spread(x, packed) for x in (query, key, value)), masks, strict=True)
-        found = [original(module, *block, *given, **named)[0] for block in blocks]  # (rows, width, H, D)
-        rows = [out.flatten(0, 1).flatten(1) for out in found]
+        outputs = [original(module, *block, *options, **named)[0] for block in blocks]  # (rows, width, H, D)
+        rows = [out.flatten(0, 1).flatten(1) for out in outputs]
         rows = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return _Gather.apply(rows, packed.home).view(1, -1, *found[0].shape[2:]), None
+        return _Gather.apply(rows, packed.home).view(1, -1, *outputs[0].shape[2:]), None
 
     def _band(self, width: int, window: int | None, device: torch.device) -> Tensor | None:
-        """(width, width): the mask of a window shorter than the rows; None where plain causality says all."""
+        """(width, width): the mask of a window shorter than the rows; None where causal attention is enough."""
         if window is None or width <= window:
             return None
         if (width, window) not in self._bands:

@@ -1,7 +1,7 @@
-"""Models without weights: the modules that a configuration describes, for counting and tracing. Imports transformers.
+"""Models without weights, from a configuration alone, for counting and tracing. Imports transformers.
 
-Tensors are torch's fake tensors: they have shapes, dtypes and storages of a size, and no bytes. Operations on them
-choose the kernels that the real device would choose, so that what a forward keeps can be counted without computing it.
+Tensors are torch's fake tensors: they have shapes, dtypes and storage sizes, but no bytes. Operations on them choose
+the kernels of the real device, so that the activations which a forward saves can be counted without computing it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from hybrid_rlhf.models.transformers_compat import never_packed
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings of a model that is never run; the run itself gives them."""
+    """Within the block no warnings about a model that is never run; the run itself gives them."""
     import transformers
 
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which peft imports, and which names missing kernels
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns of missing kernels
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -57,7 +57,7 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def without_memory(device: torch.device) -> Iterator[None]:
     """Within the block new tensors are fake ones on `device`; nothing is allocated and nothing is computed. A build of
-    torch without CUDA has no autograd on fake cards, so there they are on the CPU: of the same sizes.
+    torch without CUDA has no autograd on fake GPU tensors, so there they are on the CPU, with the same sizes.
     """
     is_there = device.type == "cpu" or (torch.cuda.is_available() and torch.backends.cuda.is_built())
     with never_packed(), torch_compat.fake_mode(), torch.device(device if is_there else "cpu"):
@@ -67,7 +67,7 @@ def without_memory(device: torch.device) -> Iterator[None]:
 def read_config(model: ModelConfig):  # noqa: ANN201 - a transformers class
     """The configuration that `model` names; only this file is read (once), or fetched from the hub.
 
-    Raises UserError for a folder that is no model, and for an encoder-decoder.
+    Raises UserError for a folder without a model, and for an encoder-decoder.
     """
     if model.preset:
         from transformers import AutoConfig
@@ -87,20 +87,20 @@ def read_config(model: ModelConfig):  # noqa: ANN201 - a transformers class
 
 
 def edition(model: ModelConfig) -> tuple[int, ...]:
-    """What changes when another model is written to the folder that `model` names: of its configuration's file the
-    time and the size. Empty where there is no such folder."""
+    """Modification time (ns) and size of the configuration in the folder that `model` names: they change when another
+    model is written there. Empty where there is no such folder."""
     try:
-        found = (Path(model.model_name_or_path or "") / "config.json").stat()
+        status = (Path(model.model_name_or_path or "") / "config.json").stat()
     except (OSError, ValueError):  # a null byte
         return ()
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 _configs: dict[tuple[str | None, tuple[int, ...]], object] = {}
 
 
 def shallow(config, depth: int):  # noqa: ANN001, ANN201 - a transformers class
-    """The same configuration with `depth` layers; lists with one entry per layer are cut to match."""
+    """A copy of the configuration with `depth` layers; lists with one entry per layer are cut to match."""
     cut = copy.deepcopy(config)
     text = cut.get_text_config()
     layers = text.num_hidden_layers
@@ -113,7 +113,7 @@ def shallow(config, depth: int):  # noqa: ANN001, ANN201 - a transformers class
 
 def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: bool,  # noqa: ANN001
                 dropout: bool = False) -> nn.Module:
-    """What the recipes would open for `model`, adapters and frozen parts included, on torch's meta device.
+    """The model that recipes would load for `model`, adapters and frozen parts included, on torch's meta device.
 
     is_scalar: a backbone with a scalar head (critic, reward model) instead of a language model head.
     """
@@ -121,28 +121,28 @@ def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: 
     from transformers.initialization import no_init_weights
 
     settings = copy.deepcopy(config)
-    text = settings.get_text_config()  # a composite configuration has none of its own
+    text = settings.get_text_config()  # a composite configuration has no pad id itself
     text.pad_token_id = 0 if getattr(text, "pad_token_id", None) is None else text.pad_token_id
     if is_scalar:
         settings.num_labels = 1
     kind = scalar_class(settings) if is_scalar else causal_class(settings)
     with (no_init_weights(), torch.device("meta"), _quiet(),
           refusing(config.model_type, "--plan needs a model that transformers can build")):
-        made = getattr(transformers, kind).from_config(
+        empty = getattr(transformers, kind).from_config(
             settings, dtype=resolve_dtype(model.dtype, device), trust_remote_code=model.trust_remote_code,
             **named_attention(model, settings))
-        made.tie_weights()  # which transformers leaves out where nothing is initialised
-    check(not is_scalar or hasattr(made, "score"), f"{type(made).__name__} has no linear score head; use a "
-                                                   "decoder-only model")
+        empty.tie_weights()  # transformers skips it without initialisation
+    check(not is_scalar or hasattr(empty, "score"), f"{type(empty).__name__} has no linear score head; use a "
+                                                    "decoder-only model")
     with _quiet():
-        prepare(made, model, vocab_size=0)
+        prepare(empty, model, vocab_size=0)
     if not dropout:
-        disable_dropout(made)
+        disable_dropout(empty)
     if model.lora.r:
-        _adapt(made, model.lora if dropout else replace(model.lora, dropout=0.0))
+        _adapt(empty, model.lora if dropout else replace(model.lora, dropout=0.0))
         if is_scalar:
-            made.score.weight.requires_grad_(True)
-    return made
+            empty.score.weight.requires_grad_(True)
+    return empty
 
 
 def count_parameters(config, *, trust_remote_code: bool = False) -> int:  # noqa: ANN001 - a transformers class
@@ -151,16 +151,16 @@ def count_parameters(config, *, trust_remote_code: bool = False) -> int:  # noqa
     return sum(p.numel() for p in empty_model(config, model, torch.device("cpu"), is_scalar=False).parameters())
 
 
-def _adapt(made: nn.Module, lora: LoraConfig) -> None:
+def _adapt(model: nn.Module, lora: LoraConfig) -> None:
     with torch.device("meta"), _quiet():
-        add_lora(made, lora)
-    for layer in lora_layers(made).values():  # on the meta device peft leaves them as they were made
+        add_lora(model, lora)
+    for layer in lora_layers(model).values():  # on the meta device peft does not cast them
         for part in (layer.lora_A, layer.lora_B):
-            part.to(adapter_dtype(made))
+            part.to(adapter_dtype(model))
 
 
 def has_equal_layers(model: nn.Module) -> bool:
-    """Whether the layers of `model` are all alike: modules, shapes and settings."""
+    """Whether all layers of `model` have equal modules, shapes and settings."""
     count = model.config.get_text_config().num_hidden_layers
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     return len(stacks) == 1 and len({_description(layer) for layer in stacks[0]}) == 1
@@ -190,13 +190,13 @@ def on_device(empty: nn.Module) -> nn.Module:
 
     Made on the meta device first, because peft and Module.to do not work on fake tensors.
     """
-    made: dict[int, torch.Tensor] = {}  # tied weights stay tied
+    fakes: dict[int, torch.Tensor] = {}  # by id: tied weights stay tied
     for module in empty.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in made:
+            if id(parameter) not in fakes:
                 fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-            setattr(module, name, made[id(parameter)])
+                fakes[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            setattr(module, name, fakes[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
     return empty
@@ -207,7 +207,7 @@ def cache_bytes(model: nn.Module) -> tuple[int, int]:
     """(bytes per token, bytes per sequence) of the cache that one sequence of `model` fills, inside `without_memory`.
 
     For plain attention the first is layers x key-value heads x head size x 2 x bytes of an element; recurrent and
-    convolution states are the second. Sliding layers count as full ones, as the decode engine keeps them.
+    convolution states are the second. Sliding layers count as full ones, as in the decode engine.
     """
     out = text_forward(model)(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=True)
     growing = fixed = 0
@@ -228,8 +228,8 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
         if value.numel() > 1:
             yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
+        for item in value.values():
+            yield from _tensors(item)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)

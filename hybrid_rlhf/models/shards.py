@@ -1,5 +1,5 @@
-"""A model's weights as safetensors in transformers' layout, made and written piece by piece: of all of them about one
-file and one layer are in memory at a time."""
+"""Write a model's weights as safetensors in transformers' layout, piece by piece: about one file and one layer are in
+memory at a time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 def write(model: nn.Module, weights: Mapping[str, Weight], folder: Path) -> None:
     """`weights` (those tied to each other once) as model.safetensors, or as model-00001-of-0000N.safetensors and an
-    index where they take more than MAX_BYTES; under the names and in the pieces that files of this architecture have,
-    and behind them what those files held beside.
+    index where they take more than MAX_BYTES; with the names and splits of this architecture's files, and after them
+    the tensors that are carried over from those files.
     """
     from safetensors.torch import save_file
 
@@ -50,14 +50,14 @@ def write(model: nn.Module, weights: Mapping[str, Weight], folder: Path) -> None
 
 
 def wider_in_files(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype) -> set[str]:
-    """Which of `weights` the files that `model` was loaded from have in fp32, where `dtype` has fewer bits."""
+    """Names of `weights` that are fp32 in the files that `model` was loaded from, where `dtype` has fewer bits."""
     base = base_folder(model) if dtype.itemsize < 4 else None
     wide = {name for name, kind in dtypes(base).items() if kind == "F32"} if base else set()
     return {name for name in weights if wide and wide.intersection(n for n, _ in _shapes(model, [name], weights))}
 
 
 def check_names(model: nn.Module, weights: Mapping[str, Weight]) -> None:
-    """Raise what `write` would of the names and shapes of `weights`."""
+    """Raise the errors that `write` would raise about the names and shapes of `weights`."""
     kept = _kept(model, weights)
     _shapes(model, list(kept), kept)
 
@@ -67,7 +67,7 @@ def _kept(model: nn.Module, weights: Mapping[str, Weight]) -> dict[str, Weight]:
 
 
 def _shards(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Weights in files of at most MAX_BYTES, a larger one alone; each dict is emptied when the next is asked for."""
+    """Group weights in files of at most MAX_BYTES, a larger one alone; each dict is cleared when the next is made."""
     shard: dict[str, Tensor] = {}
     for name, value in weights:
         if shard and sum(v.nbytes for v in shard.values()) + value.nbytes > MAX_BYTES:
@@ -87,15 +87,15 @@ def _as_in_files(model: nn.Module, weights: Mapping[str, Weight]) -> Iterator[tu
 
 
 def _groups(model: nn.Module, weights: Mapping[str, Weight]) -> list[list[str]]:
-    """The weights to make at once: one; or a layer's, where files have them in other pieces than the model; or, where
-    those are not all that it takes, every one."""
+    """The groups of weights to compute at once: single ones; or a layer's, where files split them differently than the
+    model; or all, where files mix weights of several layers."""
     layers: dict[str, list[str]] = {}
     for name in weights:
         layers.setdefault(_layer(name), []).append(name)
-    whole = _shapes(model, list(weights), weights)
+    all_shapes = _shapes(model, list(weights), weights)
     for groups in ([[name] for name in weights], list(layers.values())):
         pieces = [item for group in groups for item in _shapes(model, group, weights)]
-        if sorted(pieces) == sorted(whole):
+        if sorted(pieces) == sorted(all_shapes):
             return groups
     _log.warning("the files of %s mix weights of several layers: the export holds all of them at once",
                  type(model).__name__)
@@ -103,10 +103,10 @@ def _groups(model: nn.Module, weights: Mapping[str, Weight]) -> list[list[str]]:
 
 
 def _layer(name: str) -> str:
-    found = re.match(r".*?\.\d+\.", name)
-    return found.group() if found else name
+    match = re.match(r".*?\.\d+\.", name)
+    return match.group() if match else name
 
 
 def _shapes(model: nn.Module, names: list[str], weights: Mapping[str, Weight]) -> list[tuple[str, tuple[int, ...]]]:
-    found = as_files_have_it(model, {name: weights[name].like for name in names})
-    return [(name, tuple(value.shape)) for name, value in found.items()]
+    tensors = as_files_have_it(model, {name: weights[name].like for name in names})
+    return [(name, tuple(value.shape)) for name, value in tensors.items()]

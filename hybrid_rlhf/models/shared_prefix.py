@@ -1,9 +1,8 @@
-"""Rows that begin alike, such as the responses to one prompt, computed with that beginning once.
+"""Shared prefixes: rows with a common prefix, such as the responses to one prompt, compute that prefix once.
 
-What a transformer does with a token depends on the token and what stands before it. So all rows become one row of
-different tokens, each group's common beginning once and no padding; only around attention it is spread out into the
-rows that it came from (2506.05433 has the idea in another form). Exact, up to the rounding of sums; whether a model
-allows it is tried on the model itself.
+The states of a token depend on the token and those before it. So all rows become one row of distinct tokens, each
+group's prefix once and without padding; only for attention it is spread out into the original rows (2506.05433 has the
+idea in another form). Exact, up to the rounding of sums; whether a model allows it is tried on the model itself.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from hybrid_rlhf.models.row_attention import NotShareableError, Packing, RowAtte
 from hybrid_rlhf.models.text_part import text_backbone
 from hybrid_rlhf.models.transformers_compat import attention_name, can_recompute_within, recomputed_within
 
-_BLOCK_TOKENS = 32  # what another block costs in attention, in tokens of padding
-LEAST_SAVED = 0.1  # of the batch's tokens with padding: below, spreading out costs as much as it saves
+_BLOCK_TOKENS = 32  # cost of another block in attention, in padding tokens
+LEAST_SAVED = 0.1  # share of the batch's tokens with padding: below it, spreading out costs as much as it saves
 
 _log = logging.getLogger(__name__)
-_said_packed: WeakSet[nn.Module] = WeakSet()
-_said_shared: WeakSet[nn.Module] = WeakSet()
+_warned_packed: WeakSet[nn.Module] = WeakSet()
+_warned_shared: WeakSet[nn.Module] = WeakSet()
 
 
 def beginnings(batch: SequenceBatch) -> list[tuple[int, bytes]]:
-    """(length, bytes) of what each row holds before its first marked token."""
+    """(length, bytes) of the prefix of each row: the tokens before its first marked one."""
     lengths = batch.loss_mask.int().argmax(1).tolist()
     ids = batch.input_ids.cpu().numpy()
     return [(n, row[:n].tobytes()) for n, row in zip(lengths, ids, strict=True)]
 
 
 def prefix_groups(batch: SequenceBatch) -> Tensor | None:
-    """(B,) long: the group of rows with one prefix that each is in, named by its first row; None where sharing it saves
+    """(B,) long: each row's group, the rows with its prefix, as the index of its first row; None where sharing saves
     too little."""
     first: dict[tuple[int, bytes], int] = {}
     keys = beginnings(batch)
@@ -50,7 +49,7 @@ def prefix_groups(batch: SequenceBatch) -> Tensor | None:
 
 
 def packing(batch: SequenceBatch) -> Packing | None:
-    """How the rows of `batch` share their beginnings; None where that saves too little."""
+    """How the rows of `batch` share their prefixes; None where that saves too little."""
     device, batch = batch.input_ids.device, batch.on_host()
     lengths, width = batch.attention_mask.sum(1).tolist(), batch.input_ids.shape[1]
     groups: dict[tuple[int, bytes], list[int]] = {}
@@ -74,8 +73,8 @@ def packing(batch: SequenceBatch) -> Packing | None:
 
 
 def documents(batch: SequenceBatch) -> Packing:
-    """The documents of packed rows (position_ids restart at 0 with each) as rows of their own around attention: nothing
-    is shared, none sees another, and no mask of (T, T) is made."""
+    """The documents of packed rows (position_ids restart at 0 with each) as separate rows in attention: nothing is
+    shared, no document attends to another, and no (T, T) mask is made."""
     host, device = batch.on_host(), batch.input_ids.device
     source = host.attention_mask.flatten().nonzero()[:, 0]
     positions = present(host.position_ids, "position_ids").flatten()[source]
@@ -91,7 +90,7 @@ def documents(batch: SequenceBatch) -> Packing:
 
 def _in_blocks(index: Tensor, source: Tensor, positions: Tensor, lengths: Tensor,
                shared: list[tuple[int, int, list[int]]], device: torch.device) -> Packing:
-    """shared: (first of the N, length, rows) of each beginning of several rows."""
+    """shared: (first of the N, length, rows) of each prefix of several rows."""
     members = token_budget_groups(lengths, index.numel(), _BLOCK_TOKENS)
     blocks = [(len(rows), int(lengths[rows].max())) for rows in members]
     spread = torch.cat([index[rows, :size].flatten() for rows, (_, size) in zip(members, blocks, strict=True)])
@@ -106,16 +105,16 @@ def _in_blocks(index: Tensor, source: Tensor, positions: Tensor, lengths: Tensor
 
 
 def distinct_states(model: nn.Module, batch: SequenceBatch, packed: Packing) -> Tensor:
-    """(N, H): the last hidden states of the different tokens of `batch`, which packed.index spreads out into rows.
+    """(N, H): the last hidden states of the distinct tokens of `batch`, which packed.index spreads out into rows.
 
-    Raises NotShareableError for a model whose attention is not causal and plain, or not found where it should be.
+    Raises NotShareableError for a model whose attention is not plain causal attention by transformers' registry.
     """
     return _distinct(model, batch, packed).last_hidden_state[0]
 
 
 def distinct_states_and_router_logits(model: nn.Module, batch: SequenceBatch,
                                       packed: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`distinct_states`, and what the router of each layer with experts says of each of these tokens, (N, experts)."""
+    """`distinct_states`, and the router logits of each layer with experts for these tokens, (N, experts)."""
     out = _distinct(model, batch, packed, output_router_logits=True)
     return out.last_hidden_state[0], out.router_logits
 
@@ -123,33 +122,32 @@ def distinct_states_and_router_logits(model: nn.Module, batch: SequenceBatch,
 def _distinct(model: nn.Module, batch: SequenceBatch, packed: Packing, **options: bool) -> Any:  # of transformers
     ids, attention = batch.input_ids.flatten()[packed.source][None], RowAttention(packed)
     backbone = text_backbone(model)
-    with attention.in_its_place(), recomputed_within(model, attention.in_its_place):
+    with attention.installed(), recomputed_within(model, attention.installed):
         out = backbone(input_ids=ids, use_cache=False, position_ids=packed.positions[None], **options)
     num_layers = backbone.config.get_text_config().num_hidden_layers
-    if attention.num_calls != num_layers:  # the other layers mix tokens in a way of their own
+    if attention.num_calls != num_layers:  # the other layers mix tokens in another way
         raise NotShareableError(f"{type(model).__name__}: {attention.num_calls} of {num_layers} layers attend where "
                                 "we look")
     return out
 
 
 def say_whole(model: nn.Module, reason: str, *, is_packed: bool) -> None:
-    """Say once for a model why some rows of it are computed whole. is_packed: they are packed rows."""
-    said = _said_packed if is_packed else _said_shared
-    if model not in said and is_packed:
+    """Warn once per model why some rows are computed in full. is_packed: they are packed rows."""
+    warned = _warned_packed if is_packed else _warned_shared
+    if model not in warned and is_packed:
         _log.warning("data.packing: documents are kept apart by masks whose memory grows with the square of "
                      "data.max_length (%s)", reason)
-    elif model not in said:
+    elif model not in warned:
         _log.warning("rows that begin alike are computed one by one where that cannot be shared (%s)", reason)
-    said.add(model)
+    warned.add(model)
 
 
 @torch.no_grad()
 def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool | None:
-    """Whether rows that share their beginning give the states they have alone, on this very model.
+    """Whether rows that share their prefix give the states that they have alone, tried on this model.
 
-    False, without a try, where layers are computed again in the backward pass by a function that is not torch's, and
-    for models that attend otherwise than by transformers' "sdpa". None where memory ran out, which says nothing of the
-    model.
+    False, without a trial, where checkpointing is not by torch's function, and for models whose attention is not
+    transformers' "sdpa". None where memory ran out, which leaves it open.
     """
     backbone = text_backbone(model)
     names = forward_parameters(backbone)

@@ -1,7 +1,7 @@
-"""What a chat template can take, found by trying it on a few words, and messages rendered accordingly.
+"""Detect what a chat template accepts, by trial renderings, and render messages accordingly.
 
-Templates differ in what they accept and no template says so: some refuse a system message, some drop it, some want
-content as a list of parts. Training, chat and server all render here, so that they never see different prompts.
+Templates differ in what they accept without declaring it: some refuse a system message, some drop it, some want content
+as a list of parts. Training, chat and server all render here, so that they never see different prompts.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from hybrid_rlhf.models.template_trial import check_template, renderings
 from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, markers_in, markers_of, thought_of, words_of
 
 FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError,
-          AssertionError)  # what a template may raise
+          AssertionError)  # errors that a template may raise
 INSTRUCTIONS = ("system", "developer")
-CARRIED = ("tools", KWARGS)  # what a conversation's first message carries
-ASKED, SAID, _THOUGHT = "Qask", "Qsay", "Qthought"  # words that no template writes by itself
+CARRIED = ("tools", KWARGS)  # fields of a conversation, in its first message
+ASKED, SAID, _THOUGHT = "Qask", "Qsay", "Qthought"  # texts that no template contains
 CALL = {"type": "function", "id": "call00001", "function": {"name": SAID, "arguments": {ASKED: ASKED}}}
 TOOL = {"type": "function", "function": {"name": SAID, "description": SAID, "parameters": {
     "type": "object", "properties": {ASKED: {"type": "string", "description": ASKED}}, "required": [ASKED]}}}
-_known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (what its dialect depends on, the dialect)
+_known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (cache key, dialect)
 
 
 class Dialect(NamedTuple):
-    """takes_parts: content is a list of parts. takes_system, takes_developer: messages of these roles are rendered.
-    arguments_as_text: those of tool calls are JSON text. thought_field: the field of an assistant's thought that is
-    shown. thought_marks: what is written before and behind a thought; None where the template knows none. reads_inline:
-    a thought between these in the content reads as one in a field does. ends: the special tokens that end an
-    assistant's turn: of an answer, and of a tool call where that is another; where the template writes none, the one
-    that begins the next message. call_sign: what the text of a tool call begins with; None where the template cannot
-    show one. lead: what an answer without a thought writes before its words (gpt-oss's <|channel|>final<|message|>),
-    where that holds a special token. behind: all special tokens in a row behind the last answer."""
+    """What a chat template accepts and writes.
+
+    takes_parts: content is a list of parts. takes_system, takes_developer: messages of these roles are rendered.
+    arguments_as_text: tool-call arguments are JSON text. thought_field: the field of an assistant's thought that is
+    rendered. thought_marks: the text before and after a thought; None where the template has none. reads_inline: a
+    thought between these marks in the content renders like one in a field. ends: the special tokens that end an
+    assistant's turn: of an answer, and of a tool call where that differs; where the template writes none, the one that
+    begins the next message. call_sign: the text that a tool call begins with; None where the template cannot render
+    one. lead: the text before an answer without a thought (gpt-oss's <|channel|>final<|message|>), where that contains
+    a special token. behind: all special tokens in a row after the last answer."""
 
     takes_parts: bool = False
     takes_system: bool = True
@@ -54,7 +56,7 @@ class Dialect(NamedTuple):
 
 
 def dialect_of(tokenizer) -> Dialect:  # noqa: ANN001
-    """The dialect of `tokenizer`'s chat template; the plainest one where it has no template."""
+    """The dialect of `tokenizer`'s chat template; the default one without a template."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         return Dialect()
@@ -66,17 +68,17 @@ def dialect_of(tokenizer) -> Dialect:  # noqa: ANN001
 
 
 def _try(tokenizer) -> None:  # noqa: ANN001
-    """UserError for a template that a few messages take out of bounds (template_trial.py)."""
-    asked, said = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
-    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in (asked, said)]
+    """UserError for a template that exceeds its bounds on a few messages (template_trial.py)."""
+    asked, reply = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in (asked, reply)]
     calling = [asked, {"role": "assistant", "content": "", "tool_calls": [CALL]},
                {"role": "tool", "name": SAID, "content": SAID}]
-    tried = renderings([[{"role": "system", "content": ASKED}, asked, said, asked, said], [asked], parts, calling, []],
-                       [TOOL])
+    cases = renderings([[{"role": "system", "content": ASKED}, asked, reply, asked, reply], [asked], parts, calling,
+                         []], [TOOL])
     special = tuple((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     templates = tokenizer.chat_template
     for text in templates.values() if isinstance(templates, dict) else (templates,):
-        check_template(text, special, tried)
+        check_template(text, special, cases)
 
 
 def special_ids(tokenizer) -> dict[str, int]:  # noqa: ANN001
@@ -86,53 +88,53 @@ def special_ids(tokenizer) -> dict[str, int]:  # noqa: ANN001
 
 def apply(tokenizer, messages: Sequence[Mapping], add_generation_prompt: bool = False,  # noqa: ANN001
           continues: bool = False) -> str:
-    """Messages, `adapted` to the template, as text; continues: to where the last one's content ends, as transformers'
-    continue_final_message. Raises one of FAULTS where the template refuses them."""
-    beside = carried(messages)
+    """Render messages, `adapted` to the template, as text. continues: end it where the last message's content ends, as
+    transformers' continue_final_message. Raises one of FAULTS where the template refuses them."""
+    extras = carried(messages)
     bare = [{k: v for k, v in m.items() if k not in CARRIED} for m in messages]
-    kwargs, _ = split_kwargs(tokenizer, beside.get(KWARGS) or {})
-    return tokenizer.apply_chat_template(bare, tools=beside.get("tools"), tokenize=False,
+    kwargs, _ = split_kwargs(tokenizer, extras.get(KWARGS) or {})
+    return tokenizer.apply_chat_template(bare, tools=extras.get("tools"), tokenize=False,
                                          add_generation_prompt=add_generation_prompt,
                                          continue_final_message=continues, **kwargs)
 
 
 def carried(messages: Sequence[Mapping]) -> dict:
-    """What the messages carry of their conversation: the tools that it may call, variables of the template."""
+    """The fields of the conversation in its messages: available tools, variables of the template."""
     return {name: m[name] for m in reversed(messages) for name in CARRIED if m.get(name)}
 
 
 def adapted(messages: Sequence[Mapping], dialect: Dialect) -> list[dict]:
-    """Messages as the dialect takes them: roles it knows, and content in the form it reads.
+    """Messages in the dialect: with roles and content that the template accepts.
 
-    The tools that a conversation may call travel as `tools` of its first message, and so do variables of the template.
+    The tools of a conversation are in `tools` of its first message; likewise the template's variables (KWARGS).
     """
-    found = [dict(m) for m in messages]
-    for message in found:
+    result = [dict(m) for m in messages]
+    for message in result:
         if message["role"] == "developer" and not dialect.takes_developer:
             message["role"] = "system"
-    if folds_system(found, dialect):
-        found = _with_system_in_user_turn(found)
-    for message in found:
+    if folds_system(result, dialect):
+        result = _with_system_in_user_turn(result)
+    for message in result:
         if message["role"] == "assistant":
             _place_thought(message, dialect)
         if message.get("tool_calls"):
             message["tool_calls"] = [_call(call, dialect.arguments_as_text) for call in message["tool_calls"]]
         if dialect.takes_parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
-    return found
+    return result
 
 
 def stripped_marks(tokenizer) -> tuple[str, str]:  # noqa: ANN001
-    """What stands before and behind a thought, without white space."""
+    """The marks before and after a thought, without white space."""
     opening, closing = dialect_of(tokenizer).thought_marks or MARKERS[0]
     return opening.strip(), closing.strip()
 
 
 def _place_thought(message: dict, dialect: Dialect) -> None:
-    """Put the thought where the template has it; an empty one, where thoughts have a field, is left out. Where the
-    template has no place for it, it is left out too: data/turns.py writes that of an answer."""
-    thought, said = thought_of(message)
-    markers = None if said == message.get("content") else markers_of(message["content"])
+    """Move the thought to where the template renders it. An empty one, where thoughts have a field, is dropped; so is
+    any where the template has no place for it: data/turns.py writes that of an answer."""
+    thought, content = thought_of(message)
+    markers = None if content == message.get("content") else markers_of(message["content"])
     if dialect.thought_marks is None or (markers is None and not thought):
         return
     is_ours = dialect.thought_field is not None if markers is None else markers[0] == dialect.thought_marks[0].strip()
@@ -140,7 +142,7 @@ def _place_thought(message: dict, dialect: Dialect) -> None:
         return
     for name in THOUGHT_FIELDS:
         message.pop(name, None)
-    message["content"] = said.lstrip("\n")
+    message["content"] = content.lstrip("\n")
     if thought and dialect.thought_field is not None:
         message[dialect.thought_field] = thought
     elif thought and dialect.reads_inline:
@@ -149,17 +151,17 @@ def _place_thought(message: dict, dialect: Dialect) -> None:
 
 
 def _call(call: Mapping, as_text: bool) -> dict:
-    """A tool call whose arguments are an object, or the JSON text of one."""
+    """A tool call whose arguments are an object, or with `as_text` its JSON text."""
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], as_text)}
-    given = call.get("arguments")
-    if as_text and isinstance(given, Mapping):
-        given = json.dumps(given, ensure_ascii=False)
-    return {**call, "arguments": given} if "arguments" in call else dict(call)
+    arguments = call.get("arguments")
+    if as_text and isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "arguments": arguments} if "arguments" in call else dict(call)
 
 
 def folds_system(messages: Sequence[Mapping], dialect: Dialect) -> bool:
-    """Whether these messages begin with a system message that goes into the first user turn."""
+    """Whether these messages begin with a system message that is moved into the first user turn."""
     role = messages[0]["role"] if messages else ""
     is_system = role == "system" or (role == "developer" and not dialect.takes_developer)
     return is_system and not dialect.takes_system and any(m["role"] == "user" for m in messages)
@@ -182,23 +184,23 @@ def tried(tokenizer, messages: Sequence[Mapping], dialect: Dialect, generation: 
 
 
 def _find_dialect(tokenizer) -> Dialect:  # noqa: ANN001
-    asked, said = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
+    asked, reply = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
     dialect = Dialect()
 
     def shows(messages: Sequence[Mapping], trial: Dialect, words: str) -> bool:
         text = tried(tokenizer, messages, trial)
-        return words in text and not re.search(r"""['"]text['"]: """, text)  # a list of parts written as it is
+        return words in text and not re.search(r"""['"]text['"]: """, text)  # the repr of a list of parts
 
-    if not all(shows((asked, said), dialect, word) for word in (ASKED, SAID)):
+    if not all(shows((asked, reply), dialect, word) for word in (ASKED, SAID)):
         parts = dialect._replace(takes_parts=True)
-        if all(shows((asked, said), parts, word) for word in (ASKED, SAID)):
+        if all(shows((asked, reply), parts, word) for word in (ASKED, SAID)):
             dialect = parts
-    takes = {f"takes_{role}": shows(({"role": role, "content": "Qrule"}, asked, said), dialect, "Qrule")
+    takes = {f"takes_{role}": shows(({"role": role, "content": "Qrule"}, asked, reply), dialect, "Qrule")
              for role in INSTRUCTIONS}
     dialect = dialect._replace(**takes)
-    dialect = _with_thoughts(tokenizer, asked, said, dialect)
-    dialect = dialect._replace(ends=(end,) if (end := _end_of_answer(tokenizer, asked, said, dialect)) else ())
-    dialect = _with_frame(tokenizer, asked, said, dialect)
+    dialect = _with_thoughts(tokenizer, asked, reply, dialect)
+    dialect = dialect._replace(ends=(end,) if (end := _end_of_answer(tokenizer, asked, reply, dialect)) else ())
+    dialect = _with_frame(tokenizer, asked, reply, dialect)
     for as_text in (False, True):
         trial = dialect._replace(arguments_as_text=as_text)
         called = shown_call(tokenizer, trial)
@@ -210,16 +212,16 @@ def _find_dialect(tokenizer) -> Dialect:  # noqa: ANN001
     return dialect
 
 
-def _with_thoughts(tokenizer, asked: dict, said: dict, dialect: Dialect) -> Dialect:  # noqa: ANN001
-    """The dialect with the place of thoughts: a field, a part of the content, markers in it; shown behind a call alone
-    by some (Gemma 4), and removed by others, whose own text names the markers."""
+def _with_thoughts(tokenizer, asked: dict, reply: dict, dialect: Dialect) -> Dialect:  # noqa: ANN001
+    """The dialect with the place of thoughts: a field, a part of the content, or markers in it. Some templates render
+    them only with a call (Gemma 4); others remove them, and their text contains the markers."""
     calling = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     parts = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": SAID}]
-    ways = [(field, {**turn, field: _THOUGHT}) for turn in (said, calling) for field in THOUGHT_FIELDS]
+    ways = [(field, {**turn, field: _THOUGHT}) for turn in (reply, calling) for field in THOUGHT_FIELDS]
     shown = ((name, message, tried(tokenizer, (asked, message), dialect)) for name, message in
-             (*ways, (None, {**said, "content": parts})))
+             (*ways, (None, {**reply, "content": parts})))
     field, message, text = next((way for way in shown if _THOUGHT in way[2] and not re.search(
-        r"""['"]thinking['"]: """, way[2])), (None, said, ""))
+        r"""['"]thinking['"]: """, way[2])), (None, reply, ""))
     before, _, behind = text.partition(_THOUGHT)
     template = tokenizer.chat_template
     named = markers_in(template if isinstance(template, str) else str(template))
@@ -228,29 +230,29 @@ def _with_thoughts(tokenizer, asked: dict, said: dict, dialect: Dialect) -> Dial
         named = (before[before.rindex(opening):], behind.partition(SAID)[0])
     if named is None:
         return dialect._replace(thought_field=field)
-    inside = {**said, "content": f"{named[0]}{_THOUGHT}{named[1]}{SAID}"}
+    inside = {**reply, "content": f"{named[0]}{_THOUGHT}{named[1]}{SAID}"}
     as_content = tried(tokenizer, (asked, inside), dialect)
     reads = "".join(text.split()) == "".join(as_content.split()) if text else inside["content"] in as_content
     return dialect._replace(thought_field=field, thought_marks=named, reads_inline=reads)
 
 
 def call_words(tokenizer) -> set[str]:  # noqa: ANN001
-    """The special tokens that mark tool calls and nothing else: what the template writes in a call and in no plain
+    """The special tokens that only mark tool calls: those that the template writes in a call but not in a plain
     conversation, and the markers of known formats."""
     dialect, words = dialect_of(tokenizer), {form.marker for form in FORMATS.values()}
-    asked, said = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
+    asked, reply = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
     if getattr(tokenizer, "chat_template", None) and (called := shown_call(tokenizer, dialect)):
-        plain = tried(tokenizer, ({"role": "system", "content": ASKED}, asked, said, asked, said), dialect)
+        plain = tried(tokenizer, ({"role": "system", "content": ASKED}, asked, reply, asked, reply), dialect)
         words |= {token for token in special_ids(tokenizer) if token in called and token not in plain}
     return words.difference(dialect.ends, dialect.thought_marks or ())
 
 
 def shown_call(tokenizer, dialect: Dialect) -> str | None:  # noqa: ANN001
-    """A tool call as the template writes it, or None where it cannot."""
+    """A tool call rendered by the template, or None where it cannot render one."""
     before, text = _around_call(tokenizer, dialect)
-    said = text[len(before) :].rstrip()
-    is_whole = SAID in said and said.count(ASKED) == 2 and f"'{ASKED}':" not in said
-    return said if is_whole else None
+    call = text[len(before) :].rstrip()
+    is_whole = SAID in call and call.count(ASKED) == 2 and f"'{ASKED}':" not in call
+    return call if is_whole else None
 
 
 def _around_call(tokenizer, dialect: Dialect) -> tuple[str, str]:  # noqa: ANN001
@@ -261,8 +263,8 @@ def _around_call(tokenizer, dialect: Dialect) -> tuple[str, str]:  # noqa: ANN00
 
 
 def _sign_of_call(tokenizer, dialect: Dialect) -> str:  # noqa: ANN001
-    """What stands before the name of a called function: a marker (<tool_call>), else a word (to=functions.) or the
-    bracket that opens JSON."""
+    """The text before the name of a called function: a marker (<tool_call>), else a word (to=functions.) or the bracket
+    that opens JSON."""
     before, text = _around_call(tokenizer, dialect)
     shared = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
     closing = (dialect.thought_marks or MARKERS[0])[1].strip()
@@ -271,23 +273,23 @@ def _sign_of_call(tokenizer, dialect: Dialect) -> str:  # noqa: ANN001
     return marker[0] if marker else opening[:1] if opening.startswith(("[", "{")) else opening.partition(" ")[0]
 
 
-def _end_of_answer(tokenizer, asked: dict, said: dict, dialect: Dialect) -> str | None:  # noqa: ANN001
-    """The special token behind an answer. Of several in a row the last one that history shows too, since a template
-    may write an end of text (Phi-3) behind what is only the end of a turn. Where none is behind the last answer, the
-    first one that history shows there (GLM's <|user|>)."""
-    last, history = (tried(tokenizer, m, dialect).rpartition(SAID)[2] for m in ((asked, said), (asked, said, asked)))
+def _end_of_answer(tokenizer, asked: dict, reply: dict, dialect: Dialect) -> str | None:  # noqa: ANN001
+    """The special token after an answer. Of several in a row the last one that also follows an earlier answer, since a
+    template may write an end of text (Phi-3) after the end of the turn. Without one after the last answer, the first
+    one after an earlier answer (GLM's <|user|>)."""
+    last, history = (tried(tokenizer, m, dialect).rpartition(SAID)[2] for m in ((asked, reply), (asked, reply, asked)))
     shared = next((i for i, (a, b) in enumerate(zip(last, history, strict=False)) if a != b), min(map(len, (last,
                   history))))
     run = _leading_specials(tokenizer, last)
     if not run:
         run = [(token, 0) for token, _ in _leading_specials(tokenizer, history) if token != tokenizer.bos_token][:1]
-    kept = [token for token, end in run if end <= shared]
-    return kept[-1] if kept else run[0][0] if run else None
+    common = [token for token, end in run if end <= shared]
+    return common[-1] if common else run[0][0] if run else None
 
 
-def _with_frame(tokenizer, asked: dict, said: dict, dialect: Dialect) -> Dialect:  # noqa: ANN001
-    """The dialect with the special tokens around an answer's words; those that mark an empty thought are none."""
-    prompt, text = tried(tokenizer, (asked,), dialect, generation=True), tried(tokenizer, (asked, said), dialect)
+def _with_frame(tokenizer, asked: dict, reply: dict, dialect: Dialect) -> Dialect:  # noqa: ANN001
+    """The dialect with the special tokens around an answer's text, except those of an empty thought."""
+    prompt, text = tried(tokenizer, (asked,), dialect, generation=True), tried(tokenizer, (asked, reply), dialect)
     lead = text[len(prompt) :].partition(SAID)[0] if text.startswith(prompt) else ""
     marks = words_of() | {mark.strip() for mark in dialect.thought_marks or ()}
     is_frame = any(token in lead for token in special_ids(tokenizer)) and not any(mark in lead for mark in marks)
@@ -296,7 +298,7 @@ def _with_frame(tokenizer, asked: dict, said: dict, dialect: Dialect) -> Dialect
 
 
 def _end_of_call(tokenizer, called: str, asked: dict, dialect: Dialect) -> str | None:  # noqa: ANN001
-    """The special token behind a tool call; where none is behind the last one, the one that begins the tool's answer
+    """The special token after a tool call; without one after the last call, the one that begins the tool's answer
     (GLM's <|observation|>)."""
     ending = [token for token in special_ids(tokenizer) if called.endswith(token)]
     if ending or any(token in called for token in dialect.ends):
@@ -309,10 +311,10 @@ def _end_of_call(tokenizer, called: str, asked: dict, dialect: Dialect) -> str |
 
 
 def _leading_specials(tokenizer, text: str) -> list[tuple[str, int]]:  # noqa: ANN001
-    """The special tokens that `text` begins with, white space between them, and where each ends."""
+    """The special tokens that `text` begins with, white space between them allowed, and where each ends."""
     tokens = sorted(special_ids(tokenizer), key=len, reverse=True)
-    pattern, found, place = re.compile(rf"\s*({'|'.join(map(re.escape, tokens))})"), [], 0
+    pattern, specials, place = re.compile(rf"\s*({'|'.join(map(re.escape, tokens))})"), [], 0
     while tokens and (match := pattern.match(text, place)):
         place = match.end()
-        found.append((match[1], place))
-    return found
+        specials.append((match[1], place))
+    return specials

@@ -1,7 +1,7 @@
-"""The variables of a chat template, such as enable_thinking and reasoning_effort: which it reads, and their values.
+"""The variables of a chat template, such as enable_thinking and reasoning_effort, and their values.
 
-Values for all messages become the template's own defaults, so that training, chat, server and whatever loads the saved
-model render alike. Those of one conversation travel as `chat_template_kwargs` of its first message.
+Values for all messages become defaults in the template itself, so that training, chat, server and any user of the saved
+model render alike. Those of one conversation are in `chat_template_kwargs` of its first message.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def names_read(template: str) -> frozenset[str]:
 
     try:
         parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(_TAG.sub("", template))
-    except TemplateSyntaxError:  # what renders it says so
+    except TemplateSyntaxError:  # reported when it renders
         return frozenset()
-    kept = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
-    asked = {test.node.name for test in parsed.find_all((nodes.Test, nodes.Filter))
-             if test.name in ("defined", "undefined", "default", "d") and isinstance(test.node, nodes.Name)}
-    found = meta.find_undeclared_variables(parsed) - _PASSED - (kept - asked)  # what a loop sets seems undeclared
-    return frozenset(name for name in found if not name.endswith("_token"))
+    stored = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    tested = {test.node.name for test in parsed.find_all((nodes.Test, nodes.Filter))
+              if test.name in ("defined", "undefined", "default", "d") and isinstance(test.node, nodes.Name)}
+    names = meta.find_undeclared_variables(parsed) - _PASSED - (stored - tested)  # set in loops: seem undeclared
+    return frozenset(name for name in names if not name.endswith("_token"))
 
 
 def split_kwargs(tokenizer, kwargs: Mapping) -> tuple[dict, list[str]]:  # noqa: ANN001
-    """(what of `kwargs` the tokenizer's chat template reads, the names of the rest)."""
+    """(the `kwargs` that the tokenizer's chat template reads, the names of the others)."""
     known = _known(tokenizer)
     return {name: kwargs[name] for name in kwargs if name in known}, [name for name in kwargs if name not in known]
 
@@ -47,14 +47,14 @@ def _known(tokenizer) -> frozenset[str]:  # noqa: ANN001
 
 
 def check_kwargs(kwargs: object, where: str) -> None:
-    """UserError for what is no mapping of a template's variables to their values."""
+    """UserError unless `kwargs` is a mapping of variable names to values."""
     check(isinstance(kwargs, Mapping) and all(isinstance(name, str) and name.isidentifier() for name in kwargs),
           f"{where} must be a mapping of a chat template's variables to values, such as {{enable_thinking: false}}, "
           f"not {kwargs!r:.60}")
 
 
 def set_defaults(tokenizer, kwargs: Mapping, where: str) -> None:  # noqa: ANN001
-    """Make `kwargs` the defaults of the tokenizer's chat template. UserError for names that it does not read."""
+    """Write `kwargs` as defaults into the tokenizer's chat template. UserError for names that it does not read."""
     names, known, templates = split_kwargs(tokenizer, kwargs)[1], sorted(_known(tokenizer)), tokenizer.chat_template
     check(not names, f"{where}: the chat template does not read {', '.join(names)}"
                      f"{nearest(names[0], known) if names else ''}; it reads {', '.join(known) or 'no variable'}")
@@ -66,7 +66,7 @@ def set_defaults(tokenizer, kwargs: Mapping, where: str) -> None:  # noqa: ANN00
 
 
 def _literal(value: object) -> str:
-    """A JSON value as Jinja writes it."""
+    """A JSON value in Jinja syntax."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""A chat template tried on a few messages, in a process of its own with little time and memory.
+"""Try a chat template on a few messages, in a separate process with limits on time and memory.
 
-A template comes with a model and is a program: it may go round for hours, write a gigabyte or count to 10 ** 10 ** 9.
-jinja's sandbox keeps it from files and from Python, and not from that. Once it has rendered a few messages within
-bounds it is used in this process, where thousands of rows are rendered.
+A template comes with a model and is a program: it may loop for hours, write a gigabyte or compute 10 ** 10 ** 9.
+jinja's sandbox denies files and Python, but does not bound time and memory. A template that renders a few messages
+within bounds is used in this process, for thousands of rows.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from functools import cache
 from hybrid_rlhf.core.config import UserError
 
 SECONDS, MEBIBYTES, CHARACTERS = 10, 1024, 1_000_000
-_WAIT = 120.0  # seconds on the clock: of a machine that is busy otherwise
-_RESULT = "result of the trial: "  # begins the line that counts: what a Python prints when it starts may be before it
+_WAIT = 120.0  # seconds of wall-clock time, for a busy machine
+_RESULT = "result of the trial: "  # begins the line with the result: a starting Python may print other lines
 _log = logging.getLogger(__name__)
-# As transformers renders (utils/chat_template_utils.py), with jinja2 alone: importing transformers takes seconds.
+# Renders as transformers does (utils/chat_template_utils.py), with jinja2 alone: importing transformers takes seconds.
 _SCRIPT = """
 import sys
 sys.path[:] = [place for place in sys.path if place]  # not the working directory
 import json, math, resource, time
-given = json.load(sys.stdin)
-sys.path[:] = given["path"]
+task = json.load(sys.stdin)
+sys.path[:] = task["path"]
 import datetime, jinja2, jinja2.ext, jinja2.sandbox
 class Generation(jinja2.ext.Extension):
     tags = {"generation"}
@@ -46,27 +46,27 @@ def limit(kind, soft, above):
     except (ValueError, OSError):  # a system that knows no such limit
         pass
 def limit_time(more):  # seconds of processor time from now on; past the first limit it ends by SIGXCPU
-    soft = math.ceil(time.process_time()) + given["seconds"]
+    soft = math.ceil(time.process_time()) + task["seconds"]
     limit(resource.RLIMIT_CPU, soft, soft + more)
 def end(result):
-    print("\\n" + given["result"] + str(result))
+    print("\\n" + task["result"] + str(result))
     sys.exit()
 environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
 environment.filters["tojson"] = tojson
 environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
-limit(resource.RLIMIT_AS, given["bytes"], given["bytes"])
-limit_time(given["seconds"] + 2)  # to compile, where constants are computed
+limit(resource.RLIMIT_AS, task["bytes"], task["bytes"])
+limit_time(task["seconds"] + 2)  # to compile, where constants are computed
 try:
-    template = environment.from_string(given["template"])
+    template = environment.from_string(task["template"])
 except MemoryError:
     end("memory")
-except Exception:  # no template: what renders it says so
+except Exception:  # not a template: reported when it renders
     end(0)
 limit_time(1)
 longest = 0
-for values in given["renderings"]:
-    if longest > given["characters"]:
+for values in task["renderings"]:
+    if longest > task["characters"]:
         break
     try:
         longest = max(longest, len(template.render(**values)))
@@ -81,51 +81,51 @@ end(longest)
 @cache
 def check_template(template: str, special: tuple[tuple[str, str], ...], renderings: str) -> None:
     """UserError for a template that takes more than SECONDS of processor time or MEBIBYTES of memory, or writes more
-    than CHARACTERS, for a few messages. Where it cannot be tried a warning says so, and it is used untried.
+    than CHARACTERS, for a few messages. Where the trial fails a warning says so, and it is used untried.
 
     special: the tokenizer's special tokens by name. renderings: JSON of a list of {messages, tools,
     add_generation_prompt}.
     """
-    wanted = [{**dict(special), **values} for values in json.loads(renderings)]
-    given = {"path": [place for place in sys.path if isinstance(place, str)], "template": template,
-             "renderings": wanted, "seconds": SECONDS, "bytes": MEBIBYTES << 20, "characters": CHARACTERS,
-             "result": _RESULT}
-    try:  # -S: no site, whose start-up files take time; the path is this process's own
-        done = subprocess.run([sys.executable or "python3", "-S", "-c", _SCRIPT], input=json.dumps(given),
-                              capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=_WAIT)
+    cases = [{**dict(special), **values} for values in json.loads(renderings)]
+    task = {"path": [place for place in sys.path if isinstance(place, str)], "template": template,
+            "renderings": cases, "seconds": SECONDS, "bytes": MEBIBYTES << 20, "characters": CHARACTERS,
+            "result": _RESULT}
+    try:  # -S: no site, whose start-up files take time; the path is that of this process
+        trial = subprocess.run([sys.executable or "python3", "-S", "-c", _SCRIPT], input=json.dumps(task),
+                               capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=_WAIT)
     except subprocess.TimeoutExpired as error:
-        raise UserError(_told(f"does not end within {_WAIT:g} seconds")) from error
+        raise UserError(_error(f"does not end within {_WAIT:g} seconds")) from error
     except OSError as error:
         _log.warning("the chat template is used untried: no process for its trial (%s)", error.strerror or error)
         return
-    _check_result(done)
+    _check_result(trial)
 
 
-def _check_result(done: subprocess.CompletedProcess[str]) -> None:
-    """UserError for what the trial found, if it found anything."""
-    result = next((line.removeprefix(_RESULT) for line in reversed(done.stdout.splitlines())
+def _check_result(process: subprocess.CompletedProcess[str]) -> None:
+    """UserError if the trial exceeded a bound."""
+    result = next((line.removeprefix(_RESULT) for line in reversed(process.stdout.splitlines())
                    if line.startswith(_RESULT)), "")
-    if done.returncode == -signal.SIGXCPU:
-        raise UserError(_told(f"takes more than {SECONDS} seconds of processor time"))
-    if done.returncode == -signal.SIGKILL:
-        raise UserError(_told("was killed (memory or time)"))
-    if result == "memory" or (done.returncode and "MemoryError" in done.stderr):
-        raise UserError(_told(f"takes more than {MEBIBYTES} MiB of memory"))
-    if done.returncode < 0:
-        raise UserError(_told(f"ends the process by signal {-done.returncode}"))
-    if done.returncode or not result.isdecimal():
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}, no result"])[-1]
+    if process.returncode == -signal.SIGXCPU:
+        raise UserError(_error(f"takes more than {SECONDS} seconds of processor time"))
+    if process.returncode == -signal.SIGKILL:
+        raise UserError(_error("was killed (memory or time)"))
+    if result == "memory" or (process.returncode and "MemoryError" in process.stderr):
+        raise UserError(_error(f"takes more than {MEBIBYTES} MiB of memory"))
+    if process.returncode < 0:
+        raise UserError(_error(f"ends the process by signal {-process.returncode}"))
+    if process.returncode or not result.isdecimal():
+        reason = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}, no result"])[-1]
         _log.warning("the chat template is used untried: its trial failed (%s)", reason[:300])
     elif int(result) > CHARACTERS:
-        raise UserError(_told(f"writes {int(result):,} characters"))
+        raise UserError(_error(f"writes {int(result):,} characters"))
 
 
-def _told(what: str) -> str:
+def _error(what: str) -> str:
     return f"the chat template {what} for a few messages of a word each; give a model with another template"
 
 
 def renderings(conversations: Sequence[Sequence[Mapping]], tools: Sequence[Mapping]) -> str:
-    """The renderings of these conversations, before an answer and after, the first of them with `tools` as well."""
-    each = [(messages, None) for messages in conversations] + [(conversations[0], tools)]
-    return json.dumps([{"messages": messages, "tools": given, "add_generation_prompt": is_prompt}
-                       for messages, given in each for is_prompt in (False, True)])
+    """The JSON for `check_template`: each conversation before and after an answer, the first also with `tools`."""
+    cases = [(messages, None) for messages in conversations] + [(conversations[0], tools)]
+    return json.dumps([{"messages": messages, "tools": offered, "add_generation_prompt": is_prompt}
+                       for messages, offered in cases for is_prompt in (False, True)])

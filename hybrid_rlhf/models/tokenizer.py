@@ -1,4 +1,4 @@
-"""Tokenizers: loading them, training one, and the pad token that must not be the end of sequence."""
+"""Load and train tokenizers, and choose a pad token that is not the end of sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> the ids and the 
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer of transformers, whose own class would be a heavy import."""
+    """The interface used of transformers' tokenizers, whose class would be a heavy import."""
 
     chat_template: Any
     pad_token_id: int
@@ -39,9 +39,9 @@ class Tokenizer(Protocol):
 def load_tokenizer(path: str, trust_remote_code: bool = False, cure: str = "give model.tokenizer_name_or_path"):  # noqa: ANN201 - a transformers class
     """The tokenizer at a hub id or folder, with a pad token that is not an end-of-sequence token.
 
-    pad == eos hides the end of every response from whoever masks by id, plain transformers included, so another
-    token is chosen: unk, a token the vocabulary reserves for padding, or a new one. cure: what the error of one that
-    cannot be loaded advises.
+    pad == eos hides the end of every response from code that masks by id, transformers included, so another token is
+    chosen: unk, a token the vocabulary reserves for padding, or a new one. cure: the advice in the error of a tokenizer
+    that cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -51,32 +51,31 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, cure: str = "give
     place = file if file.exists() else path if Path(path).exists() else f"{path} (no folder here, so taken as a hub id)"
     with refusing(f"cannot load a tokenizer from {place}", cure, tokenizer_files(path)):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        tokenizer("a")  # what is wrong with its rules may come out only now
+        tokenizer("a")  # some wrong rules fail only here
     _check_ids(tokenizer, path)
-    given = tokenizer.chat_template
-    texts = list(given.values()) if isinstance(given, dict) else [given]
+    template = tokenizer.chat_template
+    texts = list(template.values()) if isinstance(template, dict) else [template]
     check(all(text is None or isinstance(text, str) for text in texts),
-          f"{path}/tokenizer_config.json: chat_template is {given!r:.60}; it must be text, or several texts by name")
+          f"{path}/tokenizer_config.json: chat_template is {template!r:.60}; it must be text, or several texts by name")
     set_pad_token(tokenizer)
-    # of which every stage says itself what becomes of what is too long
+    # every stage reports itself what it does with rows that are too long
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     _known[tokenizer] = frozenset(tokenizer.get_vocab().values()), tokenizer.chat_template
     return tokenizer
 
 
 def _check_ids(tokenizer, path: str) -> None:  # noqa: ANN001
-    """UserError for ids that the model beside the tokenizer, which may grow by the tokens that were added, has no row
-    for."""
+    """UserError for ids without a row in the model beside the tokenizer, whose tables may grow by added tokens."""
     file = Path(path) / CONFIG
     if not file.exists():
         return
-    found = read_object(file)
-    inner = found.get("text_config")
-    size = (inner if isinstance(inner, dict) else found).get("vocab_size")
+    config = read_object(file)
+    inner = config.get("text_config")
+    size = (inner if isinstance(inner, dict) else config).get("vocab_size")
     added = set(tokenizer.added_tokens_decoder)
-    own = max((i for i in tokenizer.get_vocab().values() if i not in added), default=-1)
+    top = max((i for i in tokenizer.get_vocab().values() if i not in added), default=-1)
     if type(size) is int:
-        check(own < size, f"{path}: the tokenizer has ids up to {own}, and vocab_size in {CONFIG} is {size}; give the "
+        check(top < size, f"{path}: the tokenizer has ids up to {top}, and vocab_size in {CONFIG} is {size}; give the "
                           "tokenizer that the model was made with")
         check(max(added, default=-1) < max(size, len(tokenizer)),
               f"{path}: the tokenizer has an added token of id {max(added, default=-1)}, and vocab_size in {CONFIG} is "
@@ -84,16 +83,16 @@ def _check_ids(tokenizer, path: str) -> None:  # noqa: ANN001
 
 
 def added_ids(tokenizer) -> list[int]:  # noqa: ANN001
-    """Ids of the tokens that mean nothing to the model yet: those that `tokenizer` has been given since
-    `load_tokenizer`, and the special ones of its first chat template, which a base may have (SmolLM2's has ChatML's
-    markers) and was never trained on."""
+    """Ids of the tokens that the model is not trained on: those added to `tokenizer` since `load_tokenizer`, and the
+    special ones of its first chat template, which a base model may have in its vocabulary (SmolLM2's has ChatML's
+    markers)."""
     ids, template = _known.get(tokenizer, (None, None))
     if ids is None:
         return []
-    found = set(tokenizer.get_vocab().values()) - ids
+    added = set(tokenizer.get_vocab().values()) - ids
     if not template and (now := str(tokenizer.chat_template or "")):
-        found |= {i for token, i in special_ids(tokenizer).items() if token in now and token != tokenizer.bos_token}
-    return sorted(found)
+        added |= {i for token, i in special_ids(tokenizer).items() if token in now and token != tokenizer.bos_token}
+    return sorted(added)
 
 
 def set_pad_token(tokenizer) -> bool:  # noqa: ANN001
@@ -108,8 +107,8 @@ def set_pad_token(tokenizer) -> bool:  # noqa: ANN001
 
 
 def _spare_tokens(tokenizer) -> Iterator[str]:  # noqa: ANN001
-    """Tokens that may pad, best first: those named for it, unk, reserved ones, and other special ones that no text of
-    ours holds. One that must be added makes the embeddings a row larger, and their size odd."""
+    """Tokens that may pad, best first: those named pad, unk, reserved ones, and other special ones that our texts never
+    contain. (An added token would enlarge the embeddings by a row, to an odd size.)"""
     used = [t for t in (tokenizer.eos_token, tokenizer.bos_token, *CHATML_MARKERS) if t]
     template = str(getattr(tokenizer, "chat_template", None) or "")
 
@@ -127,7 +126,7 @@ def _spare_tokens(tokenizer) -> Iterator[str]:  # noqa: ANN001
 def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
     """A byte-level BPE tokenizer trained on `texts`, with pad, eos and bos tokens of its own.
 
-    Long texts come in pieces: memory grows with the longest one, and time with the square of the longest word.
+    Long texts are split: memory grows with the longest text, and time with the square of the longest word.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -145,9 +144,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
 
 
 def completion_text(tokenizer, ids: Sequence[int], is_ended: bool = False) -> str:  # noqa: ANN001
-    """The text of a response as reward functions, judges and people read it: without the tokens that end it (EOS, an
-    end of turn, pad; the last one if `is_ended`) and those that frame it, and with every other special token, such as
-    <think>, as text."""
+    """The text of a response for reward functions, judges and people: without the tokens that end it (EOS, an end of
+    turn, pad; the last one if `is_ended`) and those that frame it, and with every other special token, such as <think>,
+    as text."""
     lead, behind = answer_frame(tokenizer)
     endings = {tokenizer.eos_token_id, tokenizer.pad_token_id, *turn_ends(tokenizer), *behind}
     last = len(ids) - is_ended
@@ -157,18 +156,18 @@ def completion_text(tokenizer, ids: Sequence[int], is_ended: bool = False) -> st
 
 
 def answer_frame(tokenizer) -> tuple[str, frozenset[int]]:  # noqa: ANN001
-    """What the chat template writes around an answer's words, which is no part of them: the text before, and the
-    special tokens behind, as ids."""
+    """What the chat template writes around an answer's text: the text before it, and the ids of the special tokens
+    after it."""
     dialect = dialect_of(tokenizer)
     ids = special_ids(tokenizer) if dialect.behind else {}
     return dialect.lead, frozenset(ids[token] for token in dialect.behind)
 
 
 def turn_ends(tokenizer) -> list[int]:  # noqa: ANN001
-    """The special tokens that the chat template writes behind an answer (Gemma's <end_of_turn>) and behind a tool call,
-    as ids; none where it writes none.
+    """The ids of the special tokens that the chat template writes after an answer (Gemma's <end_of_turn>) and after a
+    tool call; empty where it writes none.
 
-    A response ends with one of them, and with nothing else: a second marker behind it would teach the model to go on.
+    A response ends with exactly one of them: a second marker after it would teach the model to go on.
     """
     ends = dialect_of(tokenizer).ends
     ids = special_ids(tokenizer) if ends else {}

@@ -1,4 +1,4 @@
-"""What a model is shown of a function that it may call."""
+"""The JSON schema of a function that a model may call."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def schema_of(function: Callable, where: str) -> dict:
     """The function's JSON schema, {"type": "function", "function": {"name", "description", "parameters"}}, from its
     type hints and its Google docstring, by transformers' get_json_schema as TRL has it.
 
-    where: what the function is to the user, for messages ("environment.tools: search of tools.py"). Raises UserError,
-    in one line, for what no schema can show: no function, no docstring, a parameter without type hint or description,
-    *args, **kwargs, parameters that no name reaches, a generator.
+    where: the name of the function in messages ("environment.tools: search of tools.py"). Raises UserError, in one
+    line, for what a schema cannot describe: no function, no docstring, a parameter without type hint or description,
+    *args, **kwargs, positional-only parameters, a generator.
     """
     from transformers.utils import get_json_schema
 
@@ -27,7 +27,7 @@ def schema_of(function: Callable, where: str) -> dict:
         return get_json_schema(function)
     except UserError:
         raise
-    except Exception as error:  # of types that cannot be found, and what else a schema has no word for
+    except Exception as error:  # such as types that cannot be resolved, or have no schema
         raise UserError(f"{where} cannot be shown to a model: {_one_line(error)}; give it type hints of JSON's types "
                         "(str, int, float, bool, list, dict, Literal) and a Google docstring") from error
 
@@ -54,5 +54,5 @@ def _check_parameters(function: Callable, where: str) -> None:
 def _one_line(error: Exception) -> str:
     try:
         return " ".join(str(error).split())[:200]
-    except Exception:  # someone else's type hint
+    except Exception:  # a foreign type hint may fail to print
         return type(error).__name__

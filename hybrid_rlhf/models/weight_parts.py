@@ -1,8 +1,8 @@
-"""Weights in parts over the processes from the moment they are read: what ZeRO 3 cuts is never whole on any of them.
+"""Partition weights over the processes as they are read, so that no process ever holds a full model before ZeRO 3.
 
-Between reading and ZeRO a cut weight looks like itself (shape, dtype, device), is a view of one NaN, and takes no
-memory: whoever computes with it unasked finds NaN, and nothing plausible. Small weights stay whole, and so do the
-tables of words and heads, which are resized, copied and begun anew in between.
+Between reading and ZeRO a partitioned ("cut") weight keeps its shape, dtype and device, is a view of one NaN, and takes
+no memory: a computation with it gives NaN, and not plausible numbers. Small weights stay whole, and so do embeddings
+and heads, which are resized, copied or initialised in between.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.distributed import joined_over_ranks, rank, world_size
 
-Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager]  # a block in which these weights are whole
+Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager]  # a block in which these weights are gathered
 _PART = "part_of_this_process"
 _HEADS = ("score", "classifier")
 
 
 def part_of(parameter: Tensor) -> Tensor | None:
-    """What this process holds of a cut weight: (ceil(numbers / processes),), of the flat whole those from rank x that
-    on, the last process's ended with zeros. None for a weight that is whole."""
+    """This process's part of a cut weight: (ceil(numbers / processes),), of the flattened weight from rank x that size
+    on, padded with zeros on the last process. None for a weight that is whole."""
     return getattr(parameter, _PART, None)
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Whether some weight of `module` is in parts that ZeRO has not taken yet."""
+    """Whether some weight of `module` is cut and not taken over by ZeRO yet."""
     return any(part_of(p) is not None for p in module.parameters())
 
 
 @torch.no_grad()
 def cut(parameter: nn.Parameter, device: torch.device) -> None:
-    """Keep this process's part of a weight, on `device`, and let the whole go."""
+    """Keep this process's part of a weight, on `device`, and free the rest."""
     flat = parameter.data.reshape(-1)
     size = -(-flat.numel() // world_size())
-    own = flat[rank() * size:(rank() + 1) * size]
+    local = flat[rank() * size:(rank() + 1) * size]
     part = torch.zeros(size, dtype=flat.dtype, device=device)
-    part[:len(own)].copy_(own)
+    part[:len(local)].copy_(local)
     setattr(parameter, _PART, part)
     parameter.data = _stand_in(parameter.data, device)
 
 
 def take_part(parameter: nn.Parameter) -> Tensor:
-    """The part of a cut weight, which is then nobody else's."""
+    """The part of a cut weight, handed over: the weight no longer refers to it."""
     part = getattr(parameter, _PART)
     delattr(parameter, _PART)
     return part
 
 
 def cut_as_read(model: nn.Module, name: str, device: torch.device) -> None:
-    """Cut the weight `name` of a transformers model that has just been read, if it is one to be cut."""
+    """Cut the weight `name` of a transformers model that has just been read, unless it is to stay whole."""
     place, _, last = name.rpartition(".")
     owner = model.get_submodule(place)
     weight = owner._parameters.get(last)
@@ -62,9 +62,9 @@ def cut_as_read(model: nn.Module, name: str, device: torch.device) -> None:
 
 
 @contextmanager
-def whole(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within the block the cut ones among these weights are whole on every process, to be read. Every process enters
-    with the same."""
+def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within the block the cut ones among these weights are gathered on every process, for reading. A collective: every
+    process enters with the same weights."""
     cut_ones = [(p, part, p.data) for p in parameters if (part := part_of(p)) is not None]
     for parameter, part, stand_in in cut_ones:
         parameter.data = joined_over_ranks(part)[:stand_in.numel()].view(stand_in.shape)
@@ -77,17 +77,17 @@ def whole(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def layer_by_layer(model: nn.Module, gather: Gather) -> Iterator[None]:
-    """Within the block a forward of `model` has the weights of each layer whole while that one computes, and those
+    """Within the block a forward of `model` gathers the weights of each layer while that layer computes, and those
     outside of layers throughout."""
     layers = list(_layers(model))
     inside = {id(p) for layer in layers for p in layer.parameters()}
     open_layers: dict[int, ExitStack] = {}
 
-    def before(layer: nn.Module, *_given: object) -> None:
+    def before(layer: nn.Module, *_inputs: object) -> None:
         open_layers[id(layer)] = ExitStack()
         open_layers[id(layer)].enter_context(gather(layer.parameters()))
 
-    def after(layer: nn.Module, *_given: object) -> None:
+    def after(layer: nn.Module, *_inputs: object) -> None:
         open_layers.pop(id(layer)).close()
 
     hooks = [hook for layer in layers
@@ -103,17 +103,17 @@ def layer_by_layer(model: nn.Module, gather: Gather) -> Iterator[None]:
 
 
 def computing(model: nn.Module) -> AbstractContextManager:
-    """The block in which `model` may compute, whether its weights are cut or not. Every process enters, and computes
-    the same."""
-    return layer_by_layer(model, whole) if is_cut(model) else nullcontext()
+    """A block in which `model` may compute, whether its weights are cut or not. A collective: every process enters, and
+    computes the same."""
+    return layer_by_layer(model, gathered) if is_cut(model) else nullcontext()
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists of modules."""
+    """The members of the outermost module lists: the layers."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
-            yield from (each for each in child if not isinstance(each, nn.ModuleList))
-            yield from (layer for each in child if isinstance(each, nn.ModuleList) for layer in each)
+            yield from (member for member in child if not isinstance(member, nn.ModuleList))
+            yield from (layer for member in child if isinstance(member, nn.ModuleList) for layer in member)
         else:
             yield from _layers(child)
 

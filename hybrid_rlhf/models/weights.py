@@ -1,4 +1,4 @@
-"""Weight files without a model: which weights they are, and single tensors out of them."""
+"""Read weight files without a model: fingerprints, headers, single tensors."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _MAX_HEADER = 100_000_000  # bytes; safetensors itself takes no larger one
 def fingerprint(folder: str | Path) -> str | None:
     """sha256 over every tensor's name, type, shape and the bytes at its beginning, middle and end.
 
-    Equal for equal weights in one file or several; fine-tuning in whatever way changes every matrix it touches, so a
-    few bytes of each tell two trainings apart, at the cost of a few hundred small reads. None where there are no
+    Equal for equal weights in one file or several; fine-tuning changes each matrix that it trains all over, so a few
+    bytes of each distinguish two trainings, at the cost of a few hundred small reads. None where there are no
     safetensors (a hub id). Raises UserError for a damaged file.
     """
     if not (files := _files(folder)):
         return None
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for path in files:
         start, entries = read_header(path)
         with path.open("rb") as file:
-            found |= {name: _digest(file, start, entry) for name, entry in entries.items()}
-    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+            digests |= {name: _digest(file, start, entry) for name, entry in entries.items()}
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
 
 
 def _files(folder: str | Path) -> list[Path]:
-    """The safetensors of a folder, without the copy in Mistral's own layout that some have beside them."""
+    """The safetensors of a folder, without a second copy in Mistral's own layout."""
     files = sorted(Path(folder).glob("*.safetensors"))
     return [f for f in files if not f.name.startswith("consolidated")] or files
 
 
 def read_header(path: Path) -> tuple[int, dict[str, dict]]:
-    """Where the numbers of a safetensors file begin, and for each tensor its dtype, shape and data_offsets. Raises
-    UserError for a damaged file, and for one that has lost its end."""
+    """The offset (bytes) of the data of a safetensors file, and for each tensor its dtype, shape and data_offsets.
+    Raises UserError for a damaged or truncated file."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -53,9 +53,9 @@ def read_header(path: Path) -> tuple[int, dict[str, dict]]:
         is_whole = all(isinstance(entry["dtype"], str) and min(entry["shape"], default=0) >= 0 <= begin <= end
                        for entry in entries.values() for begin, end in [entry["data_offsets"]])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, OSError) as error:
-        raise UserError(f"{path} is no safetensors file, or is damaged; download or export it anew") from error
-    check(is_whole, f"{path} is no safetensors file, or is damaged; download or export it anew")
-    check(end <= room, f"{path} is no safetensors file, or is damaged: {end - room} bytes of its end are missing; "
+        raise UserError(f"{path} is not a safetensors file, or is damaged; download or export it anew") from error
+    check(is_whole, f"{path} is not a safetensors file, or is damaged; download or export it anew")
+    check(end <= room, f"{path} is not a safetensors file, or is damaged: {end - room} bytes of its end are missing; "
                        "download or export it anew")
     return 8 + size, entries
 
@@ -67,19 +67,19 @@ def sizes(folder: str | Path) -> list[int]:
 
 
 def dtypes(folder: str | Path) -> dict[str, str]:
-    """What the safetensors of a folder call the dtype of each tensor. Raises UserError for a damaged file."""
+    """The dtype of each tensor in the safetensors of a folder, as named there. Raises UserError for a damaged file."""
     return {name: entry["dtype"] for path in _files(folder) for name, entry in read_header(path)[1].items()}
 
 
 def float_dtype(folder: str | Path) -> torch.dtype | None:
-    """The dtype of most of the tensors in the safetensors of a folder that hold plain numbers; None where none does."""
+    """The most frequent of float32, bfloat16 and float16 in the safetensors of a folder; None where there is none."""
     plain = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     kinds = Counter(kind for kind in dtypes(folder).values() if kind in plain)
     return plain[kinds.most_common(1)[0][0]] if kinds else None
 
 
 def identity(path: str) -> str:
-    """What tells the weights at a folder or hub id from others: their fingerprint, or the id."""
+    """A string that identifies the weights at a folder or hub id: their fingerprint, or the id."""
     return fingerprint(path) or f"hub:{path}"
 
 

@@ -152,7 +152,7 @@ def test_an_index_that_names_absent_files_says_which(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     assert "model.safetensors.index.json holds no JSON object" in refused(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    assert "is no index of weight files" in refused(tmp_path)
+    assert "is not an index of weight files" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("kept, named", [

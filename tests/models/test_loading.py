@@ -117,8 +117,8 @@ def test_freezing_by_name_and_its_errors():
 def test_folders_that_are_no_models_are_refused_in_one_line(tmp_path):
     good = save_tiny(tmp_path / "good")
     assert load.load_causal_lm(ModelConfig(good)) is not None
-    cases = {"missing": "does not exist", "empty": "no config.json", "unweighted": "no weights", "pickled": "a pickle",
-             "mute": "no tokenizer"}
+    cases = {"missing": "does not exist", "empty": "it needs a config.json", "unweighted": "no weights",
+             "pickled": "a pickle", "mute": "no tokenizer"}
     for name, message in cases.items():
         folder = tmp_path / name
         if name != "missing":

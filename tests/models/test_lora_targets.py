@@ -47,8 +47,8 @@ def test_what_peft_refuses_is_said_in_its_own_words():
 def test_only_linear_layers_and_experts_are_targets_and_no_matrix_that_is_the_embedding_too(experts, tmp_path):
     """Refused from the configuration alone, before weights are read."""
     folder = save_tiny(tmp_path, tie_word_embeddings=True, **experts)
-    for target, said in (("embed_tokens", "embed_tokens of .* is Embedding, no linear layer; there are .*q_proj"),
-                         ("self_attn", "layers.0.self_attn of .* no linear layer"),
+    for target, said in (("embed_tokens", "embed_tokens of .* is Embedding, not a linear layer; there are .*q_proj"),
+                         ("self_attn", "layers.0.self_attn of .* not a linear layer"),
                          ("lm_head", "lm_head of .* is the embedding's own matrix")):
         with pytest.raises(UserError, match=said):
             load.check_lora(ModelConfig(folder, lora=LoraConfig(r=2, target_modules=["q_proj", target])))
@@ -84,7 +84,7 @@ def test_gpt2s_layers_are_named_where_none_matches_and_a_broken_expression_is_on
     model = random_model("gpt2", ARCHITECTURES["gpt2"])
     with pytest.raises(UserError, match="matches no layer of GPT2LMHeadModel; its linear layers are c_attn, c_fc, c_p"):
         add_lora(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(UserError, match=r"lora.target_modules '\*q_proj' is no regular expression \(nothing to repeat"):
+    with pytest.raises(UserError, match=r"target_modules '\*q_proj' is not a regular expression \(nothing to repeat"):
         LoraConfig(r=2, target_modules="*q_proj")
 
 
@@ -93,5 +93,5 @@ def test_an_adapter_with_biases_is_refused_since_a_merge_would_lose_them(tmp_pat
 
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True)
     peft.get_peft_model(tiny_causal_lm(), settings).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="is no plain LoRA adapter"):
+    with pytest.raises(UserError, match="is not a plain LoRA adapter"):
         load_adapter(tiny_causal_lm(), tmp_path, "default")
