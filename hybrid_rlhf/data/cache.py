@@ -1,7 +1,7 @@
-"""Tokenized rows on disk, under a key of everything that made them. JSON, never a pickle.
+"""Cache of tokenized rows on disk, under a hash of all their inputs. JSON, never a pickle.
 
-`datasets` has a cache of its own, but importing it takes half a second at the start of every run, longer than a demo
-takes to tokenize, and a checkpoint knows its rows by the sha256 of the lines that are written here.
+`datasets` has its own cache, but importing it takes half a second at the start of every run, longer than a demo takes
+to tokenize, and a checkpoint identifies its rows by the sha256 of the lines that are written here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _COUNTS = "counts.json"
 
 
 class Table(Sequence):
-    """The rows of NAME.jsonl, mapped into memory and parsed one at a time. NAME.npy holds the end of each line."""
+    """The rows of NAME.jsonl, memory-mapped and parsed one at a time. NAME.npy holds the end of each line."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Raises OSError or ValueError where the two files do not belong together."""
+        """Raises OSError or ValueError where the two files do not match."""
         self._folder = folder
         self._ends = np.lib.format.open_memmap(folder / f"{name}.npy", mode="r")
         with (folder / f"{name}.jsonl").open("rb") as file:
@@ -49,7 +49,7 @@ class Table(Sequence):
                             "again") from error
 
     def digest(self) -> str:
-        """sha256 of all rows, the same as that of the rows that were saved."""
+        """sha256 of all rows, equal to that of the rows before saving."""
         return hashlib.sha256(self._text).hexdigest()
 
 
@@ -68,7 +68,7 @@ def _line(row: dict, **options: object) -> bytes:
 
 
 def save(rows: Sequence[dict], folder: Path, name: str) -> None:
-    """Write at least one row of plain JSON types."""
+    """Write rows (at least one) of plain JSON types."""
     with (folder / f"{name}.jsonl").open("wb") as file:
         lengths = [file.write(_line(row)) for row in rows]
     np.save(folder / f"{name}.npy", np.cumsum(lengths, dtype=np.int64), allow_pickle=False)
@@ -91,7 +91,7 @@ def key(rows: Iterable[dict], tokenizer, settings: dict) -> str:  # noqa: ANN001
 
 @cache
 def _code() -> str:
-    """The source that turns rows into tokens: a change of it makes old tables unreachable."""
+    """The source code that turns rows into tokens: any change of it invalidates old tables."""
     package = Path(__file__).parents[1]
     files = [path for name in ("data", "models") for path in sorted((package / name).glob("*.py"))]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("tokenizers", "transformers", "jinja2")]
@@ -99,7 +99,7 @@ def _code() -> str:
 
 
 def tokenizer_text(tokenizer) -> str:  # noqa: ANN001
-    """A tokenizer as text: its whole backend (slow ones: vocabulary and settings), special tokens and template."""
+    """A tokenizer as text: its full backend (slow ones: vocabulary and settings), special tokens and template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocab = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     rest = {"class": type(tokenizer).__name__, "template": tokenizer.chat_template, "eos": tokenizer.eos_token_id,
@@ -109,7 +109,7 @@ def tokenizer_text(tokenizer) -> str:  # noqa: ANN001
 
 
 def load(path: Path) -> Tables | None:
-    """The tables that `store` wrote to `path`; None where there are none, or after a power cut left half of them."""
+    """The tables that `store` wrote to `path`; None where they are missing or incomplete (a power cut)."""
     try:
         counts = json.loads((path / _COUNTS).read_text(encoding="utf-8"))
         train, held_out = (Table(path, name) if counts[name] else [] for name in ("train", "held_out"))
@@ -119,7 +119,7 @@ def load(path: Path) -> Tables | None:
 
 
 def store(path: Path, tables: Tables) -> None:
-    """Keep the tables under `path`; a folder that cannot be written to costs time, not the run."""
+    """Write the tables to `path`; errors of writing are ignored, since the cache only saves time."""
     train, held_out, counts = tables
     try:
         with fresh_folder(path.parent) as beside:

@@ -1,7 +1,7 @@
-"""From messages to tokens, in one way everywhere: a text is tokenized whole, and its parts are found by offsets.
+"""Tokenize messages in one way everywhere: a text is tokenized as a whole, and its parts are found by offsets.
 
-Tokenizing a prompt and its response apart gives other tokens than tokenizing them together (a merge may straddle the
-boundary); the response then begins with the token that straddles.
+Tokenizing a prompt and its response separately gives other tokens than tokenizing them together (a merge may straddle
+the boundary); the response then begins with the token that straddles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.data.messages import is_untrained
-from hybrid_rlhf.data.turns import BREAK, SkipRow, Text, answers_of, is_begun, render_prompt, whole, without_blank
+from hybrid_rlhf.data.turns import BREAK, SkipRow, Text, answers_of, is_begun, render_prompt, unbroken, without_blank
 from hybrid_rlhf.models.template import CARRIED, dialect_of
 from hybrid_rlhf.models.template_kwargs import set_defaults
 from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
@@ -26,16 +26,16 @@ CHATML = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
-_CHARACTERS = 16  # of a text that are tokenized first, for each token that counts
-_MARGIN = 64  # tokens before a cut that may be others than without it
+_CHARACTERS = 16  # of a text tokenized first, per token that counts
+_MARGIN = 64  # tokens before a cut that may differ from those without it
 REWRITTEN = "the chat template rewrites earlier turns of a completion of several"
-_PROBE = "\U0010fffd"  # a private character, which no vocabulary has: it comes back from those that lose nothing
+_PROBE = "\U0010fffd"  # a private character in no vocabulary: decoding returns it if the tokenizer is lossless
 
 
 class Rendered(NamedTuple):
-    """One sequence as text. spans: the (start, end) characters to be trained; is_plain: the tokenizer adds bos.
+    """One sequence as text. spans: the (start, end) characters to be trained; is_plain: the tokenizer adds BOS.
 
-    A text without spans is a prompt. Of messages it holds a BREAK wherever content only looks like a special token.
+    A text without spans is a prompt. The text of messages has a BREAK wherever content looks like a special token.
     """
 
     text: str
@@ -44,8 +44,8 @@ class Rendered(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The text as people write it."""
-        return self.text if self.is_plain else whole(self.text)
+        """The text without breaks."""
+        return self.text if self.is_plain else unbroken(self.text)
 
 
 class Encoded(NamedTuple):
@@ -60,9 +60,9 @@ def ensure_template(tokenizer, template: str | None = None, set_eos: bool = Fals
                     kwargs: Mapping | None = None) -> bool:
     """Give `tokenizer` a chat template: `template` (text, or a file's path), its own, or ChatML if it has none.
 
-    ChatML brings its two markers as special tokens, behind BOS where the tokenizer puts one before every text. With
-    set_eos, or where there is none, and only where ChatML had to be written, <|im_end|> becomes the end-of-sequence
-    token. kwargs: values of the template's variables, which become its defaults. Returns whether tokens were added
+    ChatML adds its two markers as special tokens, and begins with BOS where the tokenizer puts one before every text.
+    With set_eos, or without an EOS token, and only if ChatML was chosen, <|im_end|> becomes the end-of-sequence token.
+    kwargs: values of the template's variables, which become its defaults. Returns whether tokens were added
     (embeddings must then grow). Raises UserError for a template that does not compile, and for variables that it does
     not read.
     """
@@ -88,16 +88,16 @@ def _choose_template(tokenizer, template: str | None, set_eos: bool) -> None:  #
 
 
 def _begins_with_bos(tokenizer) -> bool:  # noqa: ANN001
-    """Whether every text that the model was trained on began with BOS, as Gemma's and Llama 3's did."""
+    """Whether the tokenizer puts BOS before every text, as Gemma's and Llama 3's do."""
     return tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def _template_text(template: str) -> str:
-    """The template itself, or what the file of that name holds."""
+    """The template itself, or the text of the file with that name."""
     if "{" in template:
         return template
     path = Path(expanded(template))
-    check(path.is_file(), f"data.chat_template {template} is no file (and no template: it has no {{)")
+    check(path.is_file(), f"data.chat_template {template} is not a file (nor a template: it has no {{)")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -119,15 +119,15 @@ def _checked(text: str) -> str:
 
 
 def as_turn(tokenizer, prompt: Text, raw: bool = False) -> Text:  # noqa: ANN001
-    """What a model with this tokenizer is asked: a string is a user's turn where there is a chat template, unless `raw`
-    keeps it as it is."""
+    """A prompt for a model with this tokenizer: a string becomes a user's turn where there is a chat template, unless
+    `raw`."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and tokenizer.chat_template and not raw \
         else prompt
 
 
 def compose_prompt(tokenizer, prompt: Text, continues: bool = True) -> Rendered:  # noqa: ANN001
-    """A prompt as the text that a model continues: a string as it is, messages with the generation marker, or to the
-    end of the answer's beginning, where the last message is one; unless it `continues`, that is an answer before."""
+    """A prompt as the text that a model continues: a string unchanged, messages with the generation prompt. With
+    `continues` a last message of the assistant is the beginning of the answer, and the text ends with it."""
     is_plain = isinstance(prompt, str)
     return Rendered(prompt if is_plain else render_prompt(tokenizer, prompt, continues), [], is_plain)
 
@@ -135,17 +135,17 @@ def compose_prompt(tokenizer, prompt: Text, continues: bool = True) -> Rendered:
 def compose(tokenizer, prompt: Text, completion: Text) -> Rendered:  # noqa: ANN001
     """Prompt and completion as one text whose spans are the completion's assistant turns.
 
-    Plain strings are joined as they are. If either is messages, a string for the other is one user or assistant turn.
+    Plain strings are concatenated. If either is messages, a string for the other is one user or assistant turn.
     Raises SkipRow where one text cannot hold all turns (see `compose_messages`).
     """
-    found = compose_all(tokenizer, prompt, completion)
-    if len(found) > 1:
+    rendered = compose_all(tokenizer, prompt, completion)
+    if len(rendered) > 1:
         raise SkipRow(REWRITTEN)
-    return found[0]
+    return rendered[0]
 
 
 def compose_all(tokenizer, prompt: Text, completion: Text) -> list[Rendered]:  # noqa: ANN001
-    """The same as one text or several, as of `compose_messages`. An answer that the prompt has begun goes on."""
+    """`compose` as one text or several (see `compose_messages`). An answer that the prompt has begun is continued."""
     if isinstance(prompt, str) and isinstance(completion, str):
         return [Rendered(prompt + completion, [(len(prompt), len(prompt + completion))], True)]
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(without_blank(prompt))
@@ -159,12 +159,12 @@ def compose_all(tokenizer, prompt: Text, completion: Text) -> list[Rendered]:  #
 
 def compose_messages(tokenizer, messages: Sequence[dict], first: int = 0,  # noqa: ANN001
                      begun: dict | None = None) -> list[Rendered]:
-    """A conversation as text whose spans are the assistant turns from message `first` on, each to its end marker, but
-    for those that are marked as not trained.
+    """A conversation as text whose spans are the assistant turns from message `first` on, each to its end marker,
+    except those marked as not trained.
 
-    One text, where the template writes history as it was said and ends every turn; else one for each answer, behind
-    the prompt that generation sees at that turn. What follows the last answer is cut. begun: the beginning of
-    message `first` that belongs to its prompt.
+    One text, where the template keeps history unchanged and ends every turn; else one for each answer, after the prompt
+    that generation sees at that turn. Text after the last answer is cut. begun: the beginning of message `first` that
+    belongs to its prompt.
     """
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     trained = [i for i in turns if not is_untrained(messages[i])]
@@ -173,7 +173,7 @@ def compose_messages(tokenizer, messages: Sequence[dict], first: int = 0,  # noq
     answers = answers_of(tokenizer, messages[: trained[-1] + 1] if trained else messages, first, begun)
     text = "".join(answers[-1])
     is_one = len(answers) == 1 or (dialect_of(tokenizer).ends and all(text.startswith("".join(a)) for a in answers))
-    shown = [(a, (len(a.prompt), len(a.prompt) + len(a.said))) for i, a in zip(turns, answers, strict=False)
+    shown = [(a, (len(a.prompt), len(a.prompt) + len(a.text))) for i, a in zip(turns, answers, strict=False)
              if i in trained]
     if is_one:
         return [Rendered(text, [span for _, span in shown], False)]
@@ -181,16 +181,16 @@ def compose_messages(tokenizer, messages: Sequence[dict], first: int = 0,  # noq
 
 
 def encode_all(tokenizer, rendered: Sequence[Rendered], append_eos: bool = True) -> list[Encoded]:  # noqa: ANN001
-    """Tokenize many texts; each ends with EOS, which belongs to its last span. A prompt gets none.
+    """Tokenize many texts; each ends with EOS, as a part of its last span. Prompts get no EOS.
 
-    append_eos: whether plain texts get one; messages always do, unless their template has an end of turn of its own.
+    append_eos: whether plain texts get EOS; messages always do, unless their template has its own end of turn.
     """
     out: list[Encoded | None] = [None] * len(rendered)
     bos = getattr(tokenizer, "bos_token", None)
-    # the tokenizer's own BOS is for plain texts, but for those that were rendered already and begin with it
+    # the tokenizer adds BOS to plain texts, except to those already rendered that begin with it
     adds = [r.is_plain and not (bos and r.text.startswith(bos)) for r in rendered]
     for special in (False, True):
-        rows = [i for i, each in enumerate(adds) if each == special]
+        rows = [i for i, adds_bos in enumerate(adds) if adds_bos == special]
         for i, (ids, ends) in zip(rows, _tokenize(tokenizer, [rendered[i] for i in rows], special), strict=True):
             out[i] = _mark(tokenizer, rendered[i], ids, ends, append_eos)
     return out
@@ -198,19 +198,19 @@ def encode_all(tokenizer, rendered: Sequence[Rendered], append_eos: bool = True)
 
 def encode_first(tokenizer, rendered: Sequence[Rendered], num_tokens: int,  # noqa: ANN001
                  append_eos: bool = True) -> list[Encoded]:
-    """encode_all where only the first `num_tokens` tokens of a text count, and whether there are more.
+    """`encode_all` for callers that need only the first `num_tokens` tokens of a text, and whether there are more.
 
-    Tokenizing takes hundreds of bytes of memory for each character. So of a long text only the beginning is tokenized,
-    and more of it where that gave too few tokens. A cut changes the last tokens before it, which do not count.
+    Tokenizing takes hundreds of bytes of memory per character. So of a long text only the beginning is tokenized, and
+    more of it if that gave too few tokens. A cut changes the last tokens before it, which are not counted.
     """
-    found: dict[int, Encoded] = {}
+    encoded: dict[int, Encoded] = {}
     waiting, size = list(range(len(rendered))), num_tokens * _CHARACTERS
     while waiting:
         texts = [_beginning(rendered[i], size) for i in waiting]
-        found |= zip(waiting, encode_all(tokenizer, texts, append_eos), strict=True)
-        waiting = [i for i in waiting if len(rendered[i].text) > size and len(found[i].ids) < num_tokens + _MARGIN]
+        encoded |= zip(waiting, encode_all(tokenizer, texts, append_eos), strict=True)
+        waiting = [i for i in waiting if len(rendered[i].text) > size and len(encoded[i].ids) < num_tokens + _MARGIN]
         size *= 8
-    return [found[i] for i in range(len(rendered))]
+    return [encoded[i] for i in range(len(rendered))]
 
 
 def _beginning(row: Rendered, size: int) -> Rendered:
@@ -225,17 +225,17 @@ def encode(tokenizer, prompt: Text, completion: Text) -> Encoded:  # noqa: ANN00
 
 
 def encode_prompt(tokenizer, prompt: Text) -> list[int]:  # noqa: ANN001
-    """A prompt alone: the prompt part of `encode`, unless a merge straddles the boundary there. Never ends in EOS."""
+    """Tokens of a prompt alone: those in `encode`, unless a merge straddles the boundary there. Never ends in EOS."""
     return encode_all(tokenizer, [compose_prompt(tokenizer, prompt)])[0].ids
 
 
 def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int],  # noqa: ANN001
           append_eos: bool = True) -> Encoded:
-    """positions: character -> number of tokens that lie wholly before it."""
+    """positions: character -> number of tokens that end before it."""
     eos = tokenizer.eos_token_id
     if not row.spans:
         ends_every_text = row.is_plain and ids[-1:] == [eos] and not row.text.endswith(tokenizer.eos_token or "\0")
-        ids = ids[:-1] if ends_every_text else ids  # some tokenizers put EOS behind whatever they read
+        ids = ids[:-1] if ends_every_text else ids  # some tokenizers append EOS to any text
         return Encoded(ids, [False] * len(ids), len(ids))
     mask = [False] * len(ids)
     for start, end in row.spans:
@@ -252,7 +252,7 @@ def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int],  
 
 
 def _tokenize(tokenizer, rows: list[Rendered], special: bool) -> list[tuple[list[int], dict[int, int]]]:  # noqa: ANN001
-    """For each text its ids and, for every end of a span, the number of tokens wholly before it."""
+    """For each text its ids and, for both ends of every span, the number of tokens before it."""
     parts = [[r.text] if special else r.text.split(BREAK) for r in rows]
     edges = [sorted({c for span in r.spans for c in span}) for r in rows]
     inner = [[sorted(min(max(c - start, 0), len(part)) for c in chars) for start, part in _starts(texts)]
@@ -260,42 +260,42 @@ def _tokenize(tokenizer, rows: list[Rendered], special: bool) -> list[tuple[list
     flat = _tokenize_texts(tokenizer, [t for texts in parts for t in texts], [c for row in inner for c in row], special)
     out, done = [], 0
     for texts, chars in zip(parts, edges, strict=True):
-        mine, done = flat[done : done + len(texts)], done + len(texts)
-        counts = {c: sum(found[min(max(c - start, 0), len(part))] for (start, part), (_, found)
-                         in zip(_starts(texts), mine, strict=True)) for c in chars}
-        out.append(([i for ids, _ in mine for i in ids], counts))
+        tokenized, done = flat[done : done + len(texts)], done + len(texts)
+        counts = {c: sum(counts_of_part[min(max(c - start, 0), len(part))] for (start, part), (_, counts_of_part)
+                         in zip(_starts(texts), tokenized, strict=True)) for c in chars}
+        out.append(([i for ids, _ in tokenized for i in ids], counts))
     return out
 
 
 def _starts(parts: list[str]) -> list[tuple[int, str]]:
-    """The parts of a text and where they begin in it, each behind the BREAK that ends the one before."""
+    """The parts of a text between BREAKs, with their start in it."""
     ends = [0, *accumulate(len(part) + 1 for part in parts)]
     return list(zip(ends[:-1], parts, strict=True))
 
 
 def _tokenize_texts(tokenizer, texts: list[str], edges: list[list[int]],  # noqa: ANN001
                     special: bool) -> list[tuple[list[int], dict[int, int]]]:
-    """The same for texts without breaks and the characters that are asked for."""
+    """`_tokenize` for texts without breaks; edges: the characters of each at which to count."""
     if not texts:
         return []
     if not getattr(tokenizer, "is_fast", False):
         return [_by_prefixes(tokenizer, text, chars, special) for text, chars in zip(texts, edges, strict=True)]
-    if not any(edges):  # prompts: offsets would take as long as the tokens
+    if not any(edges):  # prompts: computing offsets would double the time
         return [(ids, {}) for ids in tokenizer(texts, add_special_tokens=special)["input_ids"]]
-    found = tokenizer(texts, add_special_tokens=special, return_offsets_mapping=True)
+    batch = tokenizer(texts, add_special_tokens=special, return_offsets_mapping=True)
     return [(list(ids), {c: _count_before(offsets, c, len(text)) for c in chars}) for ids, offsets, chars, text in
-            zip(found["input_ids"], found["offset_mapping"], edges, texts, strict=True)]
+            zip(batch["input_ids"], batch["offset_mapping"], edges, texts, strict=True)]
 
 
 def _count_before(offsets: Sequence[tuple[int, int]], char: int, length: int) -> int:
-    """Tokens that end at or before `char`; at the end of the text all of them, special ones (0, 0) included."""
+    """Number of tokens that end at or before `char`; at the end of the text all, with special ones (0, 0)."""
     if char >= length:
         return len(offsets)
     return next((i for i, (_, end) in enumerate(offsets) if end > char), len(offsets))
 
 
 def _by_prefixes(tokenizer, text: str, chars: list[int], special: bool) -> tuple[list[int], dict[int, int]]:  # noqa: ANN001
-    """The same without offsets: tokens that the text shares with its own beginning, tokenized alone."""
+    """`_tokenize_texts` without offsets: counts the tokens shared by the text and its tokenized prefix."""
     ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
     positions = {}
     for char in chars:
@@ -308,9 +308,9 @@ def _by_prefixes(tokenizer, text: str, chars: list[int], special: bool) -> tuple
 class LeastTokens:
     """A lower bound on the tokens of a text for one tokenizer.
 
-    No token says more than the longest one of the vocabulary, and text on the two sides of a BREAK is tokenized apart.
-    White space is not counted, for tokenizers may drop any amount of it, and text is measured as the tokenizer
-    normalises it. One that loses other characters (or makes one unknown token of many) has no bound: 0.
+    No token is longer than the longest of the vocabulary, and text on the two sides of a BREAK is tokenized separately.
+    White space is not counted, since tokenizers may drop any amount of it, and text is measured after the tokenizer's
+    normalisation. A lossy tokenizer (or one that maps many characters to one unknown token) has no bound: 0.
     """
 
     def __init__(self, tokenizer) -> None:  # noqa: ANN001 - a transformers class
@@ -322,7 +322,7 @@ class LeastTokens:
     def of(self, rendered: Rendered) -> int:
         if not self._longest:
             return 0
-        text = rendered.text if rendered.is_plain else whole(rendered.text)
+        text = rendered.text if rendered.is_plain else unbroken(rendered.text)
         if self._normalizer is not None:
             text = self._normalizer.normalize_str(text)
         parts = 1 if rendered.is_plain else sum(bool(part.strip()) for part in rendered.text.split(BREAK))
@@ -330,8 +330,8 @@ class LeastTokens:
 
 
 def _longest_token(tokenizer) -> int:  # noqa: ANN001
-    """Bytes that the longest token stands for, 1 at least. It is written with no fewer in the vocabulary, so that only
-    those that are written with many are decoded."""
+    """Bytes of the longest decoded token, 1 at least. A vocabulary entry is never shorter than its decoded token, so
+    only the longest entries are decoded."""
     longest = 1
     for size, number in sorted(((len(t.encode("utf-8", "surrogatepass")), i)
                                 for t, i in tokenizer.get_vocab().items()), reverse=True):
@@ -342,5 +342,5 @@ def _longest_token(tokenizer) -> int:  # noqa: ANN001
 
 
 def _size(text: str) -> int:
-    """Bytes of UTF-8 without white space, and without the sign that some vocabularies write for it."""
+    """Bytes of UTF-8 without white space, and without the character (U+2581) that some vocabularies write for it."""
     return len("".join(text.replace("\u2581", " ").split()).encode("utf-8", "surrogatepass"))

@@ -1,4 +1,4 @@
-"""Rows to batches. Masks come from lengths, never from comparing ids with the pad id: pad may equal eos."""
+"""Collate rows into batches. Masks come from lengths, never from comparing ids with the pad id: pad may equal eos."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class PairBatch:
 class LabelledBatch:
     """B responses with labels (B,) bool, whether they are desirable; loss_mask marks response tokens with EOS.
 
-    mismatched: prompts of these rows, each with a response to another prompt (`mismatches`), cut at the longest length
-    allowed; rows without another prompt beside them are left out.
+    mismatched: prompts of these rows, each with a response to another prompt (`mismatches`), cut to the maximum length;
+    rows are left out if the batch has no other prompt.
     """
 
     sequences: SequenceBatch
@@ -46,10 +46,10 @@ class LabelledBatch:
 
 
 def collate_sft(rows: Sequence[dict], pad_id: int, packing_length: int | None = None) -> SequenceBatch:
-    """Rows {input_ids, loss_mask} -> (B, T). With packing_length several rows share one of at most that many tokens.
+    """Rows {input_ids, loss_mask} -> (B, T). With packing_length several share a row of at most that many tokens.
 
-    Packed: position_ids restart at 0 with every sample (elsewhere None), and no sample's first token is predicted,
-    as its only predecessor belongs to another sample.
+    Packed: position_ids restart at 0 with every sample (else None), and no sample's first token is predicted, since its
+    predecessor belongs to another sample.
     """
     groups = [[i] for i in range(len(rows))]
     if packing_length is not None:
@@ -64,7 +64,7 @@ def collate_sft(rows: Sequence[dict], pad_id: int, packing_length: int | None = 
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Rows into bins of at most `capacity` tokens, by first-fit decreasing; a row longer than that is alone."""
+    """Pack rows into bins of at most `capacity` tokens, by first-fit decreasing; a longer row has its own bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -87,19 +87,19 @@ def collate_pairs(rows: Sequence[dict], pad_id: int) -> PairBatch:
     ids = [r["chosen_ids"] for r in rows] + [r["rejected_ids"] for r in rows]
     prompts = [r["num_prompt_tokens"] for r in rows]
     prompts += [r.get("num_prompt_tokens_rejected", r["num_prompt_tokens"]) for r in rows]
-    given = [r.get(f"{side}_mask") for side in ("chosen", "rejected") for r in rows]
+    marks = [r.get(f"{side}_mask") for side in ("chosen", "rejected") for r in rows]
     mask = length_mask(torch.tensor([len(r) for r in ids]))
-    answers = _responses(mask, prompts, given)
+    answers = _responses(mask, prompts, marks)
     margin = torch.tensor([float(r.get("margin") or 0.0) for r in rows])
     return PairBatch(SequenceBatch(pad_right(ids, pad_id), mask, answers), margin)
 
 
-def _responses(mask: Tensor, starts: Sequence[int], given: Sequence[list[bool] | None]) -> Tensor:
-    """(B, T) response tokens: those that a row marks, else all behind its prompt."""
+def _responses(mask: Tensor, starts: Sequence[int], marks: Sequence[list[bool] | None]) -> Tensor:
+    """(B, T) response tokens: those that a row marks, else all after its prompt."""
     answers = mask & ~length_mask(torch.tensor(starts), mask.shape[1])
-    for i, marks in enumerate(given):
-        if marks is not None:
-            answers[i, : len(marks)] &= torch.tensor(marks, dtype=torch.bool)
+    for i, mark in enumerate(marks):
+        if mark is not None:
+            answers[i, : len(mark)] &= torch.tensor(mark, dtype=torch.bool)
     return answers
 
 
@@ -124,16 +124,16 @@ def collate_labelled(rows: Sequence[dict], pad_id: int, max_length: int) -> Labe
 
 
 def mismatches(prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """(i, j) for each i of `rows` (all, if not given): j is the nearest row before i, in a circle, whose prompt is
-    another one. Rows of a batch with one prompt have none and are left out.
+    """(i, j) for each i of `rows` (all, if not given): j is the nearest row before i, cyclically, with another prompt.
+    Empty for a batch with one prompt.
 
-    KTO's point of reference is the KL on responses to other prompts (2402.01306, section 4); a response to the very
-    prompt is what the loss itself is about to move.
+    KTO's reference point is the KL on responses to other prompts (2402.01306, section 4); responses to the same prompt
+    are what the loss itself changes.
     """
     size = len(prompts)
-    found = [(i, next((j % size for j in range(i - 1, i - size, -1) if prompts[j % size] != prompts[i]), None))
+    pairs = [(i, next((j % size for j in range(i - 1, i - size, -1) if prompts[j % size] != prompts[i]), None))
              for i in (range(size) if rows is None else rows)]
-    return [(i, j) for i, j in found if j is not None]
+    return [(i, j) for i, j in pairs if j is not None]
 
 
 def collate_prompts(rows: Sequence[dict]) -> Prompts:

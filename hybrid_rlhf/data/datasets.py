@@ -1,4 +1,4 @@
-"""A stage's data, from sources to tokenized rows: read, deal, tokenize (or take from the cache), blend."""
+"""Build a stage's data from its sources: read, split, tokenize (or load from the cache), blend."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from hybrid_rlhf.data.sources import Reads, Source, as_sources
 from hybrid_rlhf.models.template_kwargs import check_kwargs
 
 _CHUNK = 1000  # sequences tokenized in one call
-_MEASURED, _BOUNDLESS = 200, 2**20  # rows measured where a length is too small for all; tokens
-_CHUNK_CHARACTERS = 4_000_000  # or so many characters, if that is fewer
+_MEASURED, _BOUNDLESS = 200, 2**20  # rows measured where all exceed a length; tokens
+_CHUNK_CHARACTERS = 4_000_000  # or this many characters, if that is less
 SHOWN = 12  # columns in a line
-LOST = 0.1  # share of the rows whose loss is worth a line of its own
+LOST = 0.1  # share of lost rows that gets a line of its own
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ class DataConfig:
               "{prompt} and {score}, or {score:g} and its like")
         if self.chat_template_kwargs is not None:
             check_kwargs(self.chat_template_kwargs, "data.chat_template_kwargs")
-        given = [s.weight is not None for s in self.sources]
-        check(all(given) or not any(given), "data.sources: some have a weight and some do not; give it to all or none")
+        are_set = [s.weight is not None for s in self.sources]
+        check(all(are_set) or not any(are_set),
+              "data.sources: some have a weight and some do not; give it to all or none")
 
 
 def _asks_for_a_score(template: str) -> bool:
@@ -109,7 +110,7 @@ def _asks_for_a_score(template: str) -> bool:
 
 @dataclass
 class StageData:
-    """Tokenized rows of one stage and what became of all rows (plain numbers and strings).
+    """Tokenized rows of one stage and a report on all rows (plain numbers and strings).
 
     Rows are dicts. sft: input_ids, loss_mask. reward: chosen_ids, rejected_ids, num_prompt_tokens (of the chosen
     sequence), num_prompt_tokens_rejected, margin. kto: sft's and num_prompt_tokens, label. ppo: prompt_ids, text,
@@ -130,7 +131,7 @@ class OpenSource(NamedTuple):
 
 
 class _Unfolded:
-    """Rows of a blend as they are stored, with the folded columns of prompts spread out."""
+    """Rows of a blend, with the JSON columns of prompts decoded."""
 
     def __init__(self, rows: Blend) -> None:
         self.rows = rows
@@ -149,7 +150,7 @@ class _Unfolded:
 
 
 def build(config: DataConfig, reads: Reads, tokenizer, seed: int) -> StageData:  # noqa: ANN001
-    """The rows of a stage, tokenized, with the held-out part apart. Deterministic; `seed` touches only the blend.
+    """The rows of a stage, tokenized, with the held-out part separate. Deterministic; `seed` touches only the blend.
 
     Raises UserError for sources that cannot be read or do not fit the stage, and when no usable row is left.
     """
@@ -175,7 +176,7 @@ def build(config: DataConfig, reads: Reads, tokenizer, seed: int) -> StageData: 
 
 
 def _longer(config: DataConfig, source: OpenSource, reads: Reads, tokenizer) -> str:  # noqa: ANN001
-    """Which option of a length to raise, and what the first rows of a source need."""
+    """Advice: the length option to raise, and the lengths of the first rows of a source."""
     name = "max_prompt_length" if reads.kind == "prompt" else "max_length"
     some = source._replace(rows=[source.rows[i] for i in range(min(_MEASURED, len(source.rows)))])
     boundless = replace(config, max_length=_BOUNDLESS, max_prompt_length=_BOUNDLESS)
@@ -191,8 +192,8 @@ def _longer(config: DataConfig, source: OpenSource, reads: Reads, tokenizer) -> 
 def open_sources(config: DataConfig, reads: Reads) -> list[OpenSource]:
     """The sources that serve a stage, read, with their formats.
 
-    A source without `stages` that lacks what the stage needs is passed over, as long as another one serves.
-    Raises UserError if none does, or if one that names the stage does not.
+    A source without `stages` that lacks what the stage needs is skipped, as long as another one serves. Raises
+    UserError if none does, or if one that names the stage does not.
     """
     meant = [s for s in config.sources if not s.stages or reads.stage in s.stages]
     check(bool(meant), f"no data source for stage {reads.stage}: data.sources "
@@ -200,29 +201,29 @@ def open_sources(config: DataConfig, reads: Reads) -> list[OpenSource]:
                           f"names other stages only; add {reads.stage} to `stages` of one"))
     opened = [OpenSource(s, rows, format_of(rows, s.path)) for s in meant for rows in [sources.read(s)]]
     serving = [o for o in opened if reads.kind in KINDS[o.form.kind]]
-    for each in opened:
-        needed = each.source.stages or not serving
-        others = [name for name in each.rows[0] if name not in each.form.required]
+    for entry in opened:
+        needed = entry.source.stages or not serving
+        others = [name for name in entry.rows[0] if name not in entry.form.required]
         names = {"pair": ("chosen", "rejected"), "labelled answer": ("completion", "label")}.get(
-            reads.kind, ("completion",) if "prompt" in each.form.required else ("prompt", "completion"))
-        cure = f", or name its columns: {columns_hint(each.source.path, others, names)}" if others else ""
-        check(each in serving or not needed,
-              f"{each.source.path} is {each.form.name} data ({', '.join(each.form.required)}"
+            reads.kind, ("completion",) if "prompt" in entry.form.required else ("prompt", "completion"))
+        cure = f", or name its columns: {columns_hint(entry.source.path, others, names)}" if others else ""
+        check(entry in serving or not needed,
+              f"{entry.source.path} is {entry.form.name} data ({', '.join(entry.form.required)}"
               f"{'; not read: ' * bool(others)}{', '.join(others)}), which holds no {reads.kind}s for stage "
               f"{reads.stage}; give other data{cure}")
     return serving
 
 
-def examples(config: DataConfig, each: OpenSource, reads: Reads, counts: Counter, lost: Counter
+def examples(config: DataConfig, entry: OpenSource, reads: Reads, counts: Counter, lost: Counter
              ) -> Iterator[tuple[Example, bool]]:
-    """The stage's own rows of one source, in canonical form, with whether they are held out.
+    """The stage's rows of one source, in canonical form, with whether they are held out.
 
-    counts gets "read" and "other_stages"; lost the number of rows per reason to drop them.
+    Updates counts ("read" and "other_stages") and lost (reason -> dropped rows).
     """
-    for number, row in enumerate(each.rows, 1):
+    for number, row in enumerate(entry.rows, 1):
         counts["read"] += 1
         try:
-            example = read_row(row, each.form, f"{each.source.path} row {number}", config.raw)
+            example = read_row(row, entry.form, f"{entry.source.path} row {number}", config.raw)
         except SkipRow as reason:
             lost[str(reason)] += 1
             continue
@@ -233,16 +234,16 @@ def examples(config: DataConfig, each: OpenSource, reads: Reads, counts: Counter
             yield example, is_held_out(text, config.eval_fraction)
 
 
-def _tokenized(config: DataConfig, each: OpenSource, reads: Reads, tokenizer) -> cache.Tables:  # noqa: ANN001
-    """One source's tables, from the cache or made now."""
+def _tokenized(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer) -> cache.Tables:  # noqa: ANN001
+    """One source's tables, from the cache or newly tokenized."""
     lengths = _lengths_of(config)
     settings = {"training": reads.kind, "lengths": lengths, "append_eos": config.append_eos,
                 "split": config.split, "share": reads.share if config.split else None,
-                "eval_fraction": config.eval_fraction, "format": each.form.name, "path": each.source.path}
-    path = cache.folder(config.cache_dir) / cache.key(each.rows, tokenizer, settings)
+                "eval_fraction": config.eval_fraction, "format": entry.form.name, "path": entry.source.path}
+    path = cache.folder(config.cache_dir) / cache.key(entry.rows, tokenizer, settings)
     tables = cache.load(path)
     if tables is None:
-        tables = _tokenize(config, each, reads, tokenizer, lengths)
+        tables = _tokenize(config, entry, reads, tokenizer, lengths)
         cache.store(path, tables)
     return tables
 
@@ -251,7 +252,7 @@ def _lengths_of(config: DataConfig) -> Lengths:
     return Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template, config.raw)
 
 
-def _tokenize(config: DataConfig, each: OpenSource, reads: Reads, tokenizer, lengths: Lengths) -> cache.Tables:  # noqa: ANN001
+def _tokenize(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer, lengths: Lengths) -> cache.Tables:  # noqa: ANN001
     rows: tuple[list, list] = ([], [])
     seen, counts = Counter(read=0, other_stages=0), Counts()
     waiting: list[tuple[Work, bool]] = []
@@ -267,7 +268,7 @@ def _tokenize(config: DataConfig, each: OpenSource, reads: Reads, tokenizer, len
         waiting.clear()
 
     make = MAKERS[reads.kind]
-    for example, is_eval in examples(config, each, reads, seen, counts.dropped):
+    for example, is_eval in examples(config, entry, reads, seen, counts.dropped):
         try:
             ready = prepared(example, tokenizer, lengths, counts)
             works = list(make(ready, tokenizer, lengths))
@@ -287,12 +288,12 @@ def _tokenize(config: DataConfig, each: OpenSource, reads: Reads, tokenizer, len
 
 
 def _open_apart(config: DataConfig, reads: Reads) -> list[OpenSource]:
-    """The eval_sources that serve a stage; none may, as with the texts of ptx."""
+    """The eval_sources that serve a stage; may be empty, as with the texts of ptx."""
     meant = [s for s in config.eval_sources if not s.stages or reads.stage in s.stages]
     try:
         fit = [s for s in meant if s.stages or reads.kind in KINDS[detect(sources.read(s)[0], s.path).kind]]
         return open_sources(replace(config, sources=fit), reads) if fit else []
-    except UserError as error:  # it names the option that most sources stand at
+    except UserError as error:  # its text names data.sources
         raise UserError(str(error).replace("data.sources", "data.eval_sources")) from error
 
 
@@ -301,31 +302,31 @@ def _as_held_out(counts: dict) -> dict:
 
 
 def _passed_over(config: DataConfig, opened: Sequence[OpenSource]) -> list[str]:
-    """Paths of the sources that could serve any stage, but hold nothing for this one."""
-    serving = [each.source for each in opened]
+    """Paths of the sources without `stages` that hold nothing for this stage."""
+    serving = [entry.source for entry in opened]
     return [s.path for s in [*config.sources, *config.eval_sources] if not s.stages and s not in serving]
 
 
 def is_conversational(config: DataConfig, reads: Reads) -> bool:
-    """Whether any source of a stage holds messages, by its first row: these need a chat template, text does not."""
+    """Whether any source of a stage holds messages, by its first row: they need a chat template."""
     return any(isinstance(part, list) for example in _first_rows(config, reads)
                for part in (example.messages, example.prompt, *(answer for answer, _ in example.answers)))
 
 
 def has_plain_prompts(config: DataConfig, reads: Reads) -> bool:
-    """Whether any source of a stage holds prompts of plain text, by its first row: data.raw says how they are read."""
+    """Whether any source of a stage holds prompts of plain text, by its first row: data.raw affects them."""
     return any(isinstance(example.prompt, str) and not example.is_text_pair for example in _first_rows(config, reads))
 
 
 def _first_rows(config: DataConfig, reads: Reads) -> Iterator[Example]:
-    for each in open_sources(config, reads):
-        yield from (example for example, _ in islice(examples(config, each, reads, Counter(), Counter()), 1))
+    for entry in open_sources(config, reads):
+        yield from (example for example, _ in islice(examples(config, entry, reads, Counter(), Counter()), 1))
 
 
 def raw_texts(config: DataConfig, reads: Reads, seed: int = 0) -> Iterator[str]:
-    """The texts of the stage's training rows, without those held out, to train a tokenizer on. No seed matters."""
-    for each in open_sources(config, reads):
-        for example, is_eval in examples(config, each, reads, Counter(), Counter()):
+    """The texts of the stage's training rows, without held-out ones, to train a tokenizer on. `seed` is ignored."""
+    for entry in open_sources(config, reads):
+        for example, is_eval in examples(config, entry, reads, Counter(), Counter()):
             if not is_eval:
                 answers = [answer for answer, _ in example.answers]
                 for part in (example.text, example.messages or example.prompt, *answers):
@@ -333,7 +334,7 @@ def raw_texts(config: DataConfig, reads: Reads, seed: int = 0) -> Iterator[str]:
 
 
 def _spoken(part: chat.Text | None) -> Iterator[str]:
-    """A string as it is; messages as ChatML has them between its markers, tools and calls as JSON."""
+    """A string unchanged; messages as ChatML writes them between its markers, tools and calls as JSON."""
     if isinstance(part, str):
         yield part
     for message in part if isinstance(part, list) else ():
@@ -343,7 +344,7 @@ def _spoken(part: chat.Text | None) -> Iterator[str]:
 
 
 def add_up(parts: Sequence[dict], num_train: int, num_held_out: int) -> dict:
-    """The sources' counts added up; train and held_out count the rows after blending."""
+    """Sum the sources' counts; train and held_out count the rows after blending."""
     total = {name: sum(p[name] for p in parts) for name in ("read", "other_stages", "truncated")}
     dropped, rendered, unread = (dict(sum((Counter(p[name]) for p in parts), Counter()))
                                  for name in ("dropped", "rendered", "unread"))
@@ -355,7 +356,7 @@ def add_up(parts: Sequence[dict], num_train: int, num_held_out: int) -> dict:
 def describe(report: dict) -> str:
     """A report in one line."""
     parts = [f"{report['read']} rows read", f"{report['train']} to train on", f"{report['held_out']} held out"]
-    parts += [f"{report['other_stages']} left to other stages"] if report["other_stages"] else []
+    parts += [f"{report['other_stages']} assigned to other stages"] if report["other_stages"] else []
     parts += [f"{report['truncated']} truncated"] if report["truncated"] else []
     return ", ".join(parts + _rendered(report) + drops(report))
 
@@ -370,7 +371,7 @@ def drops(report: dict) -> list[str]:
 
 
 def unread(report: dict) -> list[str]:
-    """A line of the columns with text that nothing of the run reads, if there are any."""
+    """A line that names the columns with text that the run does not read, if there are any."""
     names = [escape_control(str(name)) for name in report.get("unread", {})]
     if not names:
         return []
@@ -380,10 +381,10 @@ def unread(report: dict) -> list[str]:
 
 
 def summary(report: dict, name: str | None = None) -> list[str]:
-    """What became of the rows, as lines for the start of a run: one, one more for how they were rendered, one of the
-    columns that are not read, and one more where over a tenth is lost.
+    """The report as lines for the start of a run: counts, how rows were rendered, the columns that are not read, and a
+    warning where over a tenth of the rows is missing or cut.
 
-    Lost is what is dropped, what loses its tail and what data.split leaves to other stages. name: of rows beside the
+    These are dropped and truncated rows, and those that data.split assigns to other stages. name: of rows beside the
     stage's own.
     """
     usable, data = report.get("usable", report["train"]), f"data of {name}" if name else "data"
@@ -397,10 +398,12 @@ def summary(report: dict, name: str | None = None) -> list[str]:
     if report.get("not_used"):
         lines.append(f"{data}: nothing for {name or 'this stage'} in {', '.join(report['not_used'])}")
     faulty, elsewhere = sum(report["dropped"].values()) + report["truncated"], report["other_stages"]
-    whole = usable + report["held_out"] + elsewhere + sum(report["dropped"].values())
-    if faulty + elsewhere > LOST * whole:
-        reasons = [f"{elsewhere} left to other stages (data.split null gives this stage every row)"] * bool(elsewhere)
+    total = usable + report["held_out"] + elsewhere + sum(report["dropped"].values())
+    if faulty + elsewhere > LOST * total:
+        reasons = [f"{elsewhere} assigned to other stages "
+                   "(data.split null gives this stage every row)"] * bool(elsewhere)
         reasons += [f"{report['truncated']} cut to data.max_length"] * bool(report["truncated"]) + drops(report)
-        lines.append(f"{'warning' if faulty > LOST * whole else 'note'}: {faulty + elsewhere} of {whole} rows "
-                     f"({(faulty + elsewhere) / whole:.0%}) are lost to {name or 'this stage'}: {'; '.join(reasons)}")
+        lines.append(f"{'warning' if faulty > LOST * total else 'note'}: {faulty + elsewhere} of {total} rows "
+                     f"({(faulty + elsewhere) / total:.0%}) are missing or cut in {name or 'this stage'}: "
+                     f"{'; '.join(reasons)}")
     return lines

@@ -1,16 +1,16 @@
-"""The embedded task: small requests about lists of words and numbers, answers of mixed quality, a checker of truth.
+"""The embedded demo task: small requests about lists of words and numbers, answers of mixed quality, and a checker.
 
 A request asks for one item of a short lettered list ("Please name the last word: A goat B lamp C fish") in a polite,
-plain or hurried tone; an answer names the letter and the item ("Gladly! It is C fish"). Nothing is read from anywhere:
-the same rows come out on every machine.
+plain or hurried tone; an answer names the letter and the item ("Gladly! It is C fish"). No file is read:
+the rows are the same on every machine.
 
-Demonstrations are as people's are. Many are wrong, and mostly wrong in the same way (MISTAKES): for some kinds of
-request the mistake is commoner than the truth, so neither more imitation nor greedy decoding fixes it. Some are curt,
-some rude, some ramble. In the pairs a right answer beats a wrong one whatever the tone, and of two right ones the
-polite and brief one wins; the most frequent pair is the hard one, both in the best tone and one of them wrong.
+Demonstrations are like those of people. Many are wrong, mostly in the same way (MISTAKES): for some kinds of request
+the mistake is more frequent than the right answer, so neither more imitation nor greedy decoding fixes it. Some are
+curt, some rude, some rambling. In the pairs a right answer beats a wrong one whatever the tone, and of two right ones
+the polite and brief one wins; the most frequent pair is the hard one, both in the best tone and one of them wrong.
 
-The checker, `is_correct`, shares nothing with the generator's answers: it reads the request again and works it out.
-All three data sets draw their prompts from one universe, for the library to deal each prompt to one stage.
+The checker, `is_correct`, is independent of the generator's answers: it parses the request and computes the answer.
+All three data sets draw their prompts from one universe, so that data.split can assign each prompt to one stage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_PROMPTS = 24000
 Items = tuple[str, ...]
 Place = Callable[[Items], int]
 
-# kind -> what is asked for, and where in the list the answer stands
+# kind -> (what is asked for, index of the answer in the list)
 QUESTIONS: dict[str, tuple[str, Place]] = {
     "first": ("first word", lambda items: 0),
     "second": ("second word", lambda items: 1),
@@ -37,13 +37,13 @@ QUESTIONS: dict[str, tuple[str, Place]] = {
     "largest": ("largest number", lambda items: items.index(max(items))),
     "smallest": ("smallest number", lambda items: items.index(min(items))),
 }
-# kind -> the mistake that people make again and again, and how many of a hundred demonstrations are right, mistaken
-# (the rest is wrong in other ways)
+# kind -> (the usual mistake, percent of right demonstrations, percent with the usual mistake); the rest is wrong in
+# other ways
 MISTAKES: dict[str, tuple[Place, int, int]] = {
     "first": (lambda items: 1, 75, 20),
     "second": (lambda items: 2, 45, 52),  # counts from zero
     "last": (lambda items: 1, 52, 45),  # off by one
-    "largest": (lambda items: 2, 70, 20),  # the one that was heard last
+    "largest": (lambda items: 2, 70, 20),  # the one heard last
     "smallest": (lambda items: items.index(max(items)), 45, 50),
 }
 ASKING = ("Please name the {}: {}", "Kindly tell me the {}: {}", "Name the {}: {}", "Give the {}: {}",
@@ -68,7 +68,7 @@ def demonstrations() -> list[dict]:
         answer = (_right(kind, items) if draw < right else
                   _mistaken(kind, items) if draw < right + mistaken else _missed(rng, kind, items))
         tone = rng.choices(_TONES, _TONE_WEIGHTS)[0]
-        rows.append({"prompt": prompt, "completion": _say(rng.random(), tone, answer)})
+        rows.append({"prompt": prompt, "completion": _message(rng.random(), tone, answer)})
     return rows
 
 
@@ -79,14 +79,14 @@ def preferences() -> list[dict]:
     for kind, items, prompt in _requests(rng, NUM_PREFERENCES):
         right, wrong, other = _right(kind, items), _wrong(rng, kind, items), rng.choice(_TONES[1:])
         chosen, rejected = rng.choices((
-            (("polite", right), ("polite", wrong)),  # the hard ones: nothing but the truth tells them apart
+            (("polite", right), ("polite", wrong)),  # the hard ones: they differ only in correctness
             ((other, right), (other, wrong)),
             ((other, right), ("polite", wrong)),
             (("polite", right), (other, wrong)),
             (("polite", right), (other, right)),
         ), (40, 10, 15, 15, 20))[0]
-        phrase = rng.random()  # the same for both, so that where the tones agree nothing but the answer differs
-        rows.append({"prompt": prompt, "chosen": _say(phrase, *chosen), "rejected": _say(phrase, *rejected)})
+        phrase = rng.random()  # one for both: where the tones agree only the answers differ
+        rows.append({"prompt": prompt, "chosen": _message(phrase, *chosen), "rejected": _message(phrase, *rejected)})
     return rows
 
 
@@ -96,16 +96,16 @@ def prompts() -> list[dict]:
 
 
 def _requests(rng: random.Random, count: int) -> list[tuple[str, Items, list[dict]]]:
-    """`count` requests, no two alike: kind, list, and the message."""
-    found: dict[str, tuple[str, Items]] = {}
+    """`count` different requests: kind, list, and the message."""
+    requests: dict[str, tuple[str, Items]] = {}
     kinds = tuple(QUESTIONS)
-    while len(found) < count:
+    while len(requests) < count:
         kind = rng.choice(kinds)
         what = QUESTIONS[kind][0]
         items = tuple(rng.sample(NUMBERS if what.endswith("number") else WORDS, len(LETTERS)))
         listed = " ".join(f"{letter} {item}" for letter, item in zip(LETTERS, items, strict=True))
-        found[rng.choice(ASKING).format(what, listed)] = (kind, items)
-    return [(kind, items, [{"role": "user", "content": text}]) for text, (kind, items) in found.items()]
+        requests[rng.choice(ASKING).format(what, listed)] = (kind, items)
+    return [(kind, items, [{"role": "user", "content": text}]) for text, (kind, items) in requests.items()]
 
 
 def _right(kind: str, items: Items) -> Answer:
@@ -119,7 +119,7 @@ def _mistaken(kind: str, items: Items) -> Answer:
 
 
 def _missed(rng: random.Random, kind: str, items: Items) -> Answer:
-    """Any of the list but the right one."""
+    """Any item of the list but the right one."""
     return rng.choice([a for a in zip(LETTERS, items, strict=True) if a != _right(kind, items)])
 
 
@@ -139,7 +139,7 @@ def _at(items: Items, place: int) -> Answer:
     return LETTERS[place], items[place]
 
 
-def _say(phrase: float, tone: str, answer: Answer) -> list[dict]:
+def _message(phrase: float, tone: str, answer: Answer) -> list[dict]:
     """The message; `phrase` in [0, 1) picks one of the tone's."""
     phrases = SAYING[tone]
     return [{"role": "assistant", "content": phrases[int(phrase * len(phrases))].format(*answer)}]
@@ -148,9 +148,9 @@ def _say(phrase: float, tone: str, answer: Answer) -> list[dict]:
 def is_correct(prompt: str | Sequence[dict], completion: str) -> bool:
     """Whether `completion` states the answer to the request in `prompt` and nothing that contradicts it.
 
-    prompt: the request's text (a chat template around it does no harm) or messages, of which the last user's counts.
-    The answer is worked out from the request's words alone. The item must be named; another word of the task, another
-    number or another letter contradicts it, the tone does not matter. Raises ValueError for a text that holds no
+    prompt: the request's text (with or without a chat template) or messages, of which the last user message counts.
+    The answer is computed from the request alone. The item must be named; another word of the task, another
+    number or another letter contradicts it, the tone does not matter. Raises ValueError for a text without a
     request of this task.
     """
     if not isinstance(prompt, str):
@@ -166,7 +166,7 @@ def is_correct(prompt: str | Sequence[dict], completion: str) -> bool:
 
 
 def _work_out(what: str, listed: list[tuple[str, str]]) -> tuple[str, str]:
-    """The answer, by reading: sorting for sizes, counting for places."""
+    """The answer: by sorting for sizes, by counting for positions."""
     if "number" in what:
         ordered = sorted(listed, key=lambda pair: int(pair[1]))
         return ordered[-1] if "largest" in what else ordered[0]

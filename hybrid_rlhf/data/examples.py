@@ -1,4 +1,4 @@
-"""From canonical rows to training rows: demonstrations, pairs, prompts. What is lost is counted by reason."""
+"""Convert canonical rows to training rows: demonstrations, pairs, prompts. Dropped rows are counted by reason."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Lengths(NamedTuple):
 
 @dataclass
 class Counts:
-    """What became of the rows. dropped: reason -> number. rendered: how they were rendered -> number. unread: column
-    that no reader uses -> rows in which it has text."""
+    """Counts of rows. dropped: reason -> number. rendered: how they were rendered -> number. unread: unused column ->
+    rows in which it has text."""
 
     truncated: int = 0
     dropped: Counter = field(default_factory=Counter)
@@ -54,15 +54,15 @@ class Counts:
 
 
 class Work(NamedTuple):
-    """One training row before tokenizing: its texts, and what makes the row of their tokens (None: dropped)."""
+    """One training row before tokenizing: its texts, and a function from their tokens to the row (None: dropped)."""
 
     texts: list[Rendered]
     finish: Callable[[list[Encoded], Counts], dict | None]
 
 
 def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> Example:  # noqa: ANN001
-    """The row as it is rendered: where the tokenizer has a chat template, a string prompt is a user's turn and a string
-    answer the assistant's, unless `raw` keeps them as they are. Plain texts, which nobody asks for, always stay."""
+    """The row in the form to be rendered: where the tokenizer has a chat template, a string prompt becomes a user's
+    turn and a string answer the assistant's, unless `raw`. Texts without a question always stay plain."""
     is_plain = example.text is not None or example.is_text_pair
     counts.rendered.update(example.notes)
     counts.unread.update(example.unread)
@@ -76,13 +76,13 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
             answers = [(answer if not isinstance(answer, str) else answer.lstrip() if REPEATED in example.notes else
                         answer.removeprefix(" "), score) for answer, score in example.answers]
             turns = with_tools(chat.as_turn(tokenizer, example.prompt), example.tools)
-            # what is sampled later needs its tools again
+            # `written` would lose the tools, which sampling needs
             example = replace(example, prompt=turns, answers=answers, written=None if example.tools else example.prompt)
         elif example.tools:
             counts.rendered[TOOLS_LEFT_OUT] += 1
     if kwargs:
         example = replace(example, prompt=with_kwargs(example.prompt, kwargs),
-                          messages=with_kwargs(example.messages, kwargs), written=None)  # sampling needs them again
+                          messages=with_kwargs(example.messages, kwargs), written=None)  # which would lose them
     messages = example.messages or example.prompt
     if kwargs and not isinstance(messages, list):
         counts.rendered[KWARGS_LEFT_OUT] += 1
@@ -94,36 +94,36 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
 
 
 def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
-    """-> {input_ids, loss_mask}. A row too long loses its tail as long as a token to be trained stays."""
-    finish = _imitated(lengths)
+    """-> {input_ids, loss_mask}. A row that is too long is truncated, if a token to be trained stays."""
+    finish = _sft_row(lengths)
     if example.text is not None:
-        _need_words(example.text, "empty text")
+        _require_text(example.text, "empty text")
         yield Work([Rendered(example.text, [(0, len(example.text))], True)], finish)
     elif lengths.train_on == "all" and UNTRAINED in example.notes:
         raise UserError("data.train_on is all, and some answers are marked as not to be trained (weight 0); choose "
                         "response")
     elif example.messages is not None:
-        _need_words(_last_words(example.messages))
-        messages = example.messages[: lengths.max_length]  # what lies behind is cut anyway: a turn is a token at least
-        yield from _each(chat.compose_messages(tokenizer, messages), lengths)
+        _require_text(_last_text(example.messages))
+        messages = example.messages[: lengths.max_length]  # later ones are cut anyway: a turn has at least a token
+        yield from _per_text(chat.compose_messages(tokenizer, messages), lengths)
     else:
         if not example.answers:
             raise SkipRow("no answer")
         completion, score = max(example.answers, key=lambda a: a[1])
         if len(example.answers) == 1 and score <= 0:
             raise SkipRow("labelled as a bad answer")
-        yield from _each(_composed_all(tokenizer, example.prompt, completion), lengths)
+        yield from _per_text(_composed_all(tokenizer, example.prompt, completion), lengths)
 
 
-def _each(texts: list[Rendered], lengths: Lengths) -> Iterator[Work]:
-    """A row for each text of a conversation; where all tokens are trained, one: the last, which holds every word."""
+def _per_text(texts: list[Rendered], lengths: Lengths) -> Iterator[Work]:
+    """A row for each text of a conversation; where all tokens are trained only for the last, which has all turns."""
     if lengths.train_on == "all":
         texts = texts[-1:]
     for number, text in enumerate(texts):
-        yield Work([text], _imitated(lengths, is_split=len(texts) > 1 and number == 0))
+        yield Work([text], _sft_row(lengths, is_split=len(texts) > 1 and number == 0))
 
 
-def _imitated(lengths: Lengths, is_split: bool = False) -> Callable[[list[Encoded], Counts], dict | None]:
+def _sft_row(lengths: Lengths, is_split: bool = False) -> Callable[[list[Encoded], Counts], dict | None]:
     def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
         if is_split:
             counts.rendered[TURN_BY_TURN] += 1
@@ -139,14 +139,14 @@ def _imitated(lengths: Lengths, is_split: bool = False) -> Callable[[list[Encode
 
 
 def graded(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
-    """-> {input_ids, loss_mask}, one per answer, good or bad: the score is written into the prompt."""
+    """-> {input_ids, loss_mask}, one per answer, good or bad, with the score in the prompt."""
     for answer, score in example.answers:
         question = with_score(example.prompt or "", score, lengths.score_template)
-        yield from _each(_composed_all(tokenizer, question, answer), lengths)
+        yield from _per_text(_composed_all(tokenizer, question, answer), lengths)
 
 
 def with_score(prompt: Text, score: float, template: str) -> Text:
-    """The prompt that asks for an answer of this score: a string, or messages, whose last user turn says it."""
+    """The prompt with a requested score: a string, or messages with the score in the last user turn."""
     if isinstance(prompt, str):
         return template.format(prompt=prompt, score=score)
     last = max((i for i, m in enumerate(prompt) if m["role"] == "user"), default=None)
@@ -159,7 +159,7 @@ def with_score(prompt: Text, score: float, template: str) -> Text:
 def labelled(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
     """-> {input_ids, loss_mask, num_prompt_tokens, label}; of several answers the best is desirable, the worst is not.
 
-    A row too long is dropped: a cut answer would be judged as if it were whole.
+    A row that is too long is dropped: a truncated answer would be judged as if it were complete.
     """
     ranked = sorted(example.answers, key=lambda a: -a[1])
     if len(ranked) > 1:
@@ -185,7 +185,7 @@ def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # no
     """-> {chosen_ids, rejected_ids, chosen_mask, rejected_mask, num_prompt_tokens, num_prompt_tokens_rejected, margin},
     one per two answers. The masks mark the assistant's turns.
 
-    A pair of which one side is too long is dropped: a cut answer would be judged as if it were whole.
+    A pair with a side that is too long is dropped: a truncated answer would be judged as if it were complete.
     """
 
     def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
@@ -206,7 +206,7 @@ def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # no
 
 
 def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
-    """-> {prompt_ids, text, rest}: rest is the prompt as the row has it and all other columns, as JSON (see
+    """-> {prompt_ids, text, rest}: rest is the row's original prompt and all other columns, as JSON (see
     `decode_columns`)."""
 
     def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
@@ -225,31 +225,31 @@ def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # 
 
 
 def decode_columns(row: dict) -> dict:
-    """A stored row as the rest of the code sees it: the other columns of a prompt beside its ids and text."""
+    """A stored row with the columns in `rest` decoded, beside a prompt's ids and text."""
     if "rest" not in row:
         return row
     return {**json.loads(row["rest"]), "prompt_ids": row["prompt_ids"], "text": row["text"]}
 
 
 def _composed(tokenizer, question: Text | None, answer: Text) -> Rendered:  # noqa: ANN001
-    found = _composed_all(tokenizer, question, answer)
-    if len(found) > 1:
+    texts = _composed_all(tokenizer, question, answer)
+    if len(texts) > 1:
         raise SkipRow(chat.REWRITTEN)
-    return found[0]
+    return texts[0]
 
 
 def _composed_all(tokenizer, question: Text | None, answer: Text) -> list[Rendered]:  # noqa: ANN001
-    _need_words(answer if isinstance(answer, str) else _last_words(answer))
+    _require_text(answer if isinstance(answer, str) else _last_text(answer))
     return chat.compose_all(tokenizer, question or "", answer)
 
 
-def _last_words(messages: list[dict]) -> str:
-    """What the assistant says, or does, last; "-" where it says nothing, of which rendering has its own reason."""
+def _last_text(messages: list[dict]) -> str:
+    """The text of the last assistant message; "-" for tool calls, or if there is none (rendering reports that)."""
     last = next((m for m in reversed(messages) if m["role"] == "assistant"), {"content": "-"})
     return last["content"] or ("-" if last.get("tool_calls") else "")
 
 
-def _need_words(text: str, reason: str = EMPTY) -> None:
+def _require_text(text: str, reason: str = EMPTY) -> None:
     if not text.strip():
         raise SkipRow(reason)
 

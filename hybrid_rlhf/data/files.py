@@ -1,7 +1,7 @@
-"""Rows of one file. Whatever is wrong with a file is one line that names the file and the line.
+"""Read the rows of one file. An error is one line that names the file and the line in it.
 
 `datasets` reads these files too, but it takes half a second to import, guesses types (a csv's "007" becomes 7), needs
-the same keys in every row, and names no line of a mistake.
+the same keys in every row, and does not name the line of an error.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from hybrid_rlhf.core.host_memory import free_host_bytes
 from hybrid_rlhf.core.strict_json import loads, why
 
 Rows = list[dict]
-MAX_START = 2**25  # bytes of a file that is read whole only to show some of its rows
-_SHOWN = 2**22  # bytes of the start of a larger one
-_TIMES = 8  # bytes of memory for each byte of a text: its characters (one emoji makes all four bytes wide), lines, rows
+MAX_START = 2**25  # bytes; a smaller file is fully read to show some of its rows
+_SHOWN = 2**22  # bytes read of the start of a larger one
+_TIMES = 8  # bytes of memory per byte of text: its characters (one emoji makes all 4 bytes wide), lines, rows
 
 
 def read_file(path: str | Path) -> Rows:
     """The rows of a .jsonl, .json, .csv, .tsv or .txt file, gzipped or not.
 
     jsonl: one object a line. json: a list of objects, {"data": [...]}, or an object of equally long lists. csv and tsv:
-    a header, every value text; a csv is separated by what its header has most of: commas, semicolons or tabs. txt: one
-    row {"text"} per line, or {"question", "answer"} where most lines are "utterance TAB reply". Raises UserError naming
-    file and line for anything else.
+    a header, every value text; the separator of a csv is the most frequent in its header: comma, semicolon or tab. txt:
+    one row {"text"} per line, or {"question", "answer"} where most lines are "utterance TAB reply". Raises UserError
+    naming file and line for anything else.
     """
     with _readable(path), _unpacked(path) as source:
         size, free, pieces = Path(path).stat().st_size, free_host_bytes(), []
@@ -46,7 +46,7 @@ def read_file(path: str | Path) -> Rows:
             if not piece:
                 break
             pieces.append(piece)
-            size = max(size, 2**20 * len(pieces))  # of a packed file what has come out of it so far
+            size = max(size, 2**20 * len(pieces))  # for a gzipped file: unpacked bytes so far
         data = b"".join(pieces)
     rows = list(PARSERS[kind_of(path)](_text(data, path), path))
     check(bool(rows), f"{path} is empty: no row in it; give a file with rows")
@@ -54,8 +54,8 @@ def read_file(path: str | Path) -> Rows:
 
 
 def read_start(path: str | Path, count: int, most: int = MAX_START) -> tuple[Rows, bool]:
-    """At least `count` rows of such a file, if it has them, and whether these are all: of more than `most` unpacked
-    bytes only the start is read. Raises UserError as `read_file` does."""
+    """At least `count` rows of a file, if it has them, and whether these are all: of more than `most` unpacked bytes
+    only the start is read. Raises UserError as `read_file` does."""
     with _readable(path), _unpacked(path) as source:
         data = source.read(most + 1)
     if len(data) <= most:
@@ -69,11 +69,11 @@ def read_start(path: str | Path, count: int, most: int = MAX_START) -> tuple[Row
 
 
 def _first_objects(text: str, path: str | Path, count: int) -> Rows:
-    """The first objects of a list that is cut off."""
+    """The first objects of a truncated JSON list."""
     rows: Rows = []
     opening = re.match(r"\s*\[\s*", text)
     if opening is None:
-        raise UserError(f"{path}: a large file of JSON that is no list; its rows are seen when the run starts")
+        raise UserError(f"{path}: a large JSON file that is not a list; its rows are seen when the run starts")
     place = opening.end()
     while len(rows) < count:
         try:
@@ -153,7 +153,7 @@ def _parse_json(text: str, path: str | Path) -> Rows:
         value = loads(text)
     except ValueError as error:
         if str(error).startswith("Extra data") and _is_object(text.lstrip().split("\n", 1)[0]):
-            return _parse_jsonl(text, path)  # many people call their jsonl .json
+            return _parse_jsonl(text, path)  # jsonl is often named .json
         line = f" line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise UserError(f"{path}{line}: not valid JSON ({why(error)}); fix it there, or give jsonl") from error
     if isinstance(value, dict):
@@ -189,17 +189,17 @@ def _kind(value: object) -> str:
 
 
 def _table_lines(text: str) -> Iterator[str]:
-    """The lines with their ends, which a quoted value may hold. io.StringIO would copy all, four bytes a character."""
+    """The lines with their line ends, which a quoted value may contain. io.StringIO would copy all, at 4 bytes each."""
     return (line[0] for line in re.finditer(r"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n", text))
 
 
 def _delimited(delimiters: str) -> Callable[[str, str | Path], Iterator[dict]]:
-    """A reader, row by row, of lines separated by one of `delimiters`: by the one that the header has most of."""
+    """A row-by-row parser for lines separated by that of `delimiters` which is most frequent in the header."""
 
     def parse(text: str, path: str | Path) -> Iterator[dict]:
         csv.field_size_limit(2**31 - 1)
         header = next(filter(str.strip, _table_lines(text)), "")
-        delimiter = max(delimiters, key=header.count)  # of equals the first
+        delimiter = max(delimiters, key=header.count)  # of ties the first
         reader = csv.DictReader(_table_lines(text), delimiter=delimiter, strict=True)
         try:
             for row in reader:
@@ -217,7 +217,7 @@ def _delimited(delimiters: str) -> Callable[[str, str | Path], Iterator[dict]]:
 def _parse_txt(text: str, path: str | Path) -> Rows:
     lines = [line for _, line in _lines(text)]
     pairs = [line.split("\t") if line.count("\t") == 1 else [line, None] for line in lines]
-    if sum(answer is not None for _, answer in pairs) > len(lines) / 2:  # the odd line out is dropped and counted
+    if sum(answer is not None for _, answer in pairs) > len(lines) / 2:  # lines without a tab are dropped and counted
         return [{"question": question, "answer": answer} for question, answer in pairs]
     return [{"text": line} for line in lines]
 

@@ -1,4 +1,4 @@
-"""Rows with answers: those that somebody has labelled, to measure judges by, in the formats that training reads."""
+"""Read labelled answers, to measure judges by, and prompts with responses, in the formats that training reads."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NO_PROMPT, TURNS = "no prompt", "an answer of several turns"
 EMPTY, ONE, SAME = "an empty answer", "one answer alone, beside pairs", "no two answers of different score"
 LISTS = ("completions", "responses")  # columns of several responses, whatever the row's format
 TWICE = "the same response twice"
-# columns that would make another format of a row of pairs, or say what is said anew
+# columns that would change the format of a row of pairs, or repeat it
 _TAKEN = {*LISTS, "prompt", "chosen", "rejected", "scores", "score_chosen", "score_rejected", "margin", "label",
           "response_j", "response_k", "output_1", "output_2", "completion", "response", "messages", "conversations"}
 
 
 class LabelledPair(NamedTuple):
-    """Two answers as texts, of which a label prefers the first. prompt_number: the same for pairs of one prompt.
+    """Two answers as texts; by its label the first is better. prompt_number: equal for pairs of one prompt.
     columns: the row's other columns, for reward functions."""
 
     prompt: Text
@@ -40,7 +40,7 @@ class LabelledPair(NamedTuple):
 
 
 class LabelledAnswer(NamedTuple):
-    """An answer with its own label, higher being better."""
+    """An answer with a label, higher being better."""
 
     prompt: Text
     answer: str
@@ -51,8 +51,8 @@ class LabelledAnswer(NamedTuple):
 
 @dataclass
 class Labels:
-    """Pairs, or, where no row has two answers to compare, answers. lost: why rows or answers were left out -> how
-    often; read: rows of the file; is_held_out: whether only those that training holds out were taken."""
+    """Pairs, or answers where no row has two answers to compare. lost: reason -> number of rows or answers left out;
+    read: rows of the file; is_held_out: whether only rows that training holds out were read."""
 
     read: int
     pairs: list[LabelledPair] = field(default_factory=list)
@@ -62,38 +62,38 @@ class Labels:
 
 
 def read_labels(source: Source, limit: int | None, seed: int, held_out: float | None = None) -> Labels:
-    """The labels of a file or folder, of at most `limit` rows, which `seed` draws. held_out: only of the rows that a
-    stage with this data.eval_fraction does not train on.
+    """The labels of a file or folder, of at most `limit` rows, sampled by `seed`. held_out: only the rows that a stage
+    with this data.eval_fraction holds out.
 
-    Raises UserError for what holds no labels (formats of kind preference or unpaired do), or none that can be used.
+    Raises UserError for data without labels (formats of kind preference or unpaired have them), or without usable ones.
     """
     rows = sources.read(source)
     form = format_of(rows, source.path)
     check("graded answer" in KINDS[form.kind],
           f"{source.path} is {form.name} data ({', '.join(form.required)}), which holds no labels; give "
           "prompt+chosen+rejected, prompt+completions+scores or prompt+completion+label")
-    found = Labels(len(rows), is_held_out=held_out is not None)
-    read = list(_examples(rows, form, source.path, found.lost))
+    labels = Labels(len(rows), is_held_out=held_out is not None)
+    examples = list(_examples(rows, form, source.path, labels.lost))
     if held_out is not None:
-        read = [example for example in read if is_held_out(split_key(example), held_out)]
-        check(bool(read), f"{source.path}: none of its rows is held out (data.eval_fraction {held_out:g}); raise it, "
-                          "or read all of them by --evaluate.rows all")
-    if limit is not None and limit < len(read):
-        read = [read[i] for i in sorted(random.Random(seed).sample(range(len(read)), limit))]
+        examples = [example for example in examples if is_held_out(split_key(example), held_out)]
+        check(bool(examples), f"{source.path}: none of its rows is held out (data.eval_fraction {held_out:g}); raise "
+                              "it, or read all of them by --evaluate.rows all")
+    if limit is not None and limit < len(examples):
+        examples = [examples[i] for i in sorted(random.Random(seed).sample(range(len(examples)), limit))]
     numbers: dict[str, int] = {}
-    for example in read:
+    for example in examples:
         number = numbers.setdefault(prompt_key(example.prompt), len(numbers))
-        found.pairs += _pairs(example, number, found.lost)
-    alone = [example for example in read if len(example.answers) == 1]
-    if found.pairs:
-        found.lost += Counter({ONE: len(alone)} if alone else {})
+        labels.pairs += _pairs(example, number, labels.lost)
+    single = [example for example in examples if len(example.answers) == 1]
+    if labels.pairs:
+        labels.lost += Counter({ONE: len(single)} if single else {})
     else:
-        found.answers = [one for e in alone for one in _answers(e, numbers[prompt_key(e.prompt)])]
-        check(not found.answers or len({one.label for one in found.answers}) > 1,
+        labels.answers = [item for e in single for item in _answers(e, numbers[prompt_key(e.prompt)])]
+        check(not labels.answers or len({item.label for item in labels.answers}) > 1,
               f"{source.path}: every answer has the same label; give good and bad ones")
-    check(bool(found.pairs or found.answers), f"{source.path}: no label can be used: "
-          + ", ".join(f"{n} x {reason}" for reason, n in found.lost.items()) + "; give other data")
-    return found
+    check(bool(labels.pairs or labels.answers), f"{source.path}: no label can be used: "
+          + ", ".join(f"{n} x {reason}" for reason, n in labels.lost.items()) + "; give other data")
+    return labels
 
 
 def _examples(rows: Iterable[dict], form: Format, where: str, lost: Counter) -> Iterator[Example]:
@@ -113,10 +113,10 @@ def _examples(rows: Iterable[dict], form: Format, where: str, lost: Counter) -> 
 def _pairs(example: Example, number: int, lost: Counter) -> Iterator[LabelledPair]:
     """Every two answers of different score."""
     ranked = sorted(_usable(example, lost), key=lambda a: -a[1])
-    found = [(a, b) for (a, high), (b, low) in combinations(ranked, 2) if high > low and a != b]
-    if len(ranked) > 1 and not found:
+    pairs = [(a, b) for (a, high), (b, low) in combinations(ranked, 2) if high > low and a != b]
+    if len(ranked) > 1 and not pairs:
         lost[SAME] += 1
-    for better, worse in found:
+    for better, worse in pairs:
         yield LabelledPair(example.prompt or "", better, worse, example.columns, number)
 
 
@@ -126,7 +126,7 @@ def _answers(example: Example, number: int) -> Iterator[LabelledAnswer]:
 
 
 def _usable(example: Example, lost: Counter) -> list[tuple[str, float]]:
-    """The answers as texts, without those that a reader of text cannot be shown."""
+    """The answers as texts, without empty ones and those of several turns."""
     out = []
     for answer, score in example.answers:
         text = spoken(answer)
@@ -138,7 +138,7 @@ def _usable(example: Example, lost: Counter) -> list[tuple[str, float]]:
 
 
 def spoken(answer: Text) -> str | None:
-    """An answer's text: a string, or what one assistant message says; None where it has other turns or calls tools."""
+    """An answer's text: a string, or the content of one assistant message; None with other turns or tool calls."""
     if isinstance(answer, str):
         return answer
     is_one = len(answer) == 1 and answer[0]["role"] == "assistant" and not answer[0].get("tool_calls")
@@ -146,7 +146,7 @@ def spoken(answer: Text) -> str | None:
 
 
 def prompt_key(prompt: Text | None) -> str:
-    """The same for the same prompt, whatever the order of a message's keys."""
+    """A key for a prompt, independent of the order of a message's keys."""
     return json.dumps(prompt, sort_keys=True, ensure_ascii=False, default=str)
 
 
@@ -159,17 +159,17 @@ class Asked:
     columns: dict = field(default_factory=dict)
 
 
-def read_asked(given: Sequence[Source], columns: Sequence[str] | None, with_responses: bool, lost: Counter
+def read_asked(files: Sequence[Source], columns: Sequence[str] | None, with_responses: bool, lost: Counter
                ) -> list[Asked]:
     """The prompts of the sources, each once, in their order.
 
-    columns: those that hold responses; None takes what the format of the rows calls answers, and LISTS. Rows of one
-    prompt with one response each are put together. lost: reason -> how many rows or responses were left out.
-    Raises UserError for what cannot be read or has no prompts.
+    columns: those that hold responses; None takes the answers of the rows' format, and LISTS. Rows with the same prompt
+    and one response each are merged. lost: reason -> number of rows or responses left out. Raises UserError for files
+    that cannot be read or have no prompts.
     """
-    found: list[Asked] = []
+    prompts: list[Asked] = []
     singles: dict[str, Asked] = {}
-    for source in given:
+    for source in files:
         rows = sources.read(source)
         form = format_of(rows, source.path)
         check("prompt" in KINDS[form.kind], f"{source.path} is {form.name} data ({', '.join(form.required)}), which "
@@ -178,15 +178,15 @@ def read_asked(given: Sequence[Source], columns: Sequence[str] | None, with_resp
             check(name in rows[0], f"label: {source.path} has no column {name}{nearest(name, list(rows[0]))}; it has "
                                    f"{', '.join(map(str, rows[0]))}")
         for number, row in enumerate(rows, 1):
-            each = _asked(row, form, f"{source.path} row {number}", columns, with_responses, lost)
-            if each is None:
+            asked = _asked(row, form, f"{source.path} row {number}", columns, with_responses, lost)
+            if asked is None:
                 continue
-            own = singles.setdefault(prompt_key(each.prompt), each) if len(each.responses) < 2 else each
-            if own is each:
-                found.append(each)
+            first = singles.setdefault(prompt_key(asked.prompt), asked) if len(asked.responses) < 2 else asked
+            if first is asked:
+                prompts.append(asked)
             else:
-                own.responses += _different([*own.responses, *each.responses], lost)[len(own.responses):]
-    return found
+                first.responses += _different([*first.responses, *asked.responses], lost)[len(first.responses):]
+    return prompts
 
 
 def _asked(row: dict, form: Format, where: str, columns: Sequence[str] | None, with_responses: bool, lost: Counter
@@ -195,7 +195,7 @@ def _asked(row: dict, form: Format, where: str, columns: Sequence[str] | None, w
         example = read_row(row, form, where)
         if not example.prompt or example.is_text_pair:
             raise SkipRow(NO_PROMPT)
-        said = _texts(row, example, columns, form.required) if with_responses else []
+        texts = _texts(row, example, columns, form.required) if with_responses else []
     except SkipRow as reason:
         lost[str(reason)] += 1
         return None
@@ -203,11 +203,11 @@ def _asked(row: dict, form: Format, where: str, columns: Sequence[str] | None, w
         raise UserError(f"{where}: {error}; fix the row") from error
     taken = _TAKEN.union(columns or ())
     kept = {name: value for name, value in example.columns.items() if name not in taken}
-    return Asked(_plain(example), _different(said, lost), kept)
+    return Asked(_plain(example), _different(texts, lost), kept)
 
 
 def _texts(row: dict, example: Example, columns: Sequence[str] | None, read: Sequence[str]) -> list[str | None]:
-    """The responses of a row; None for one that is no single text. read: the columns that the format reads."""
+    """The responses of a row; None for one that is not a single text. read: the columns that the format reads."""
     if columns is not None:
         return [text for name in columns for text in _of_value(row.get(name), name)]
     listed = [text for name in LISTS if name not in read for text in _of_value(row.get(name), name)]
@@ -215,7 +215,7 @@ def _texts(row: dict, example: Example, columns: Sequence[str] | None, read: Seq
 
 
 def _of_value(value: object, column: str) -> list[str | None]:
-    """The responses in a cell: a text, messages, or a list of either, which a table has as JSON text."""
+    """The responses in a cell: a text, messages, or a list of either, possibly as JSON text."""
     if value is None:
         return []
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -229,29 +229,29 @@ def _of_value(value: object, column: str) -> list[str | None]:
     if isinstance(value, dict) or (isinstance(value, list) and value and all(isinstance(v, dict) for v in value)):
         return [spoken(messages_of([value] if isinstance(value, dict) else value, column))]
     if isinstance(value, list):
-        return [text for each in value for text in ([each] if isinstance(each, str) else _of_value(each, column))]
-    raise SkipRow(f"a response in {column} that is no text")
+        return [text for item in value for text in ([item] if isinstance(item, str) else _of_value(item, column))]
+    raise SkipRow(f"a response in {column} that is not text")
 
 
-def _different(said: Iterable[str | None], lost: Counter) -> list[str]:
-    """The responses without empty ones and those that are there before."""
-    found: list[str] = []
-    for text in said:
-        reason = TURNS if text is None else EMPTY if not text.strip() else TWICE if text in found else None
+def _different(texts: Iterable[str | None], lost: Counter) -> list[str]:
+    """The responses without empty ones and duplicates."""
+    distinct: list[str] = []
+    for text in texts:
+        reason = TURNS if text is None else EMPTY if not text.strip() else TWICE if text in distinct else None
         if reason:
             lost[reason] += 1
         elif text is not None:
-            found.append(text)
-    return found
+            distinct.append(text)
+    return distinct
 
 
-def add(asked: Asked, said: Iterable[str], lost: Counter) -> None:
-    """Further responses, such as samples."""
-    asked.responses += _different([*asked.responses, *said], lost)[len(asked.responses):]
+def add(asked: Asked, texts: Iterable[str], lost: Counter) -> None:
+    """Add responses, such as samples."""
+    asked.responses += _different([*asked.responses, *texts], lost)[len(asked.responses):]
 
 
 def _plain(example: Example) -> Text:
-    """The prompt without the tools that its first message carries: they have a column of their own."""
+    """The prompt without the tools in its first message: they have a column of their own."""
     prompt = example.prompt or ""
     if isinstance(prompt, str) or not example.tools:
         return prompt
@@ -259,8 +259,8 @@ def _plain(example: Example) -> Text:
 
 
 def pair_row(asked: Asked, chosen: str, rejected: str, more: dict) -> dict:
-    """A preference in the form that is read as one: answers are in the prompt's form. more: further columns."""
-    def said(text: str) -> Text:
+    """A preference as a row of data: answers are in the prompt's form. more: further columns."""
+    def answer(text: str) -> Text:
         return text if isinstance(asked.prompt, str) else [{"role": "assistant", "content": text}]
 
-    return {"prompt": asked.prompt, "chosen": said(chosen), "rejected": said(rejected), **asked.columns, **more}
+    return {"prompt": asked.prompt, "chosen": answer(chosen), "rejected": answer(rejected), **asked.columns, **more}

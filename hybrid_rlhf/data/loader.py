@@ -1,4 +1,4 @@
-"""Batches in an order that is a function of (seed, epoch), from any position."""
+"""Batches in an order determined by (seed, epoch), resumable from any position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Index = Sequence[tuple[int, int]]  # (table, row)
 
 
 def split_key(example: Example) -> str:
-    """The text by which a row is dealt: its prompt, alike for a string and for one user message; else its texts."""
+    """The text whose hash assigns a row to a stage: its prompt (a string or one user message alike), else all texts."""
     if example.prompt:
         return _flat(example.prompt)
     texts = (example.text, example.messages, *(answer for answer, _ in example.answers))
@@ -37,9 +37,9 @@ def _flat(prompt: Text) -> str:
 
 
 def deal(prompt_text: str, split: Sequence[float] | None) -> int:
-    """The stage (position in `split`) that a prompt belongs to: by sha256 of its text, the same whatever the seed.
+    """The stage (position in `split`) of a prompt: by sha256 of its text, independent of the seed.
 
-    With no split every prompt belongs to every stage; the answer is then 0.
+    Without a split every prompt belongs to every stage; returns 0.
     """
     if not split:
         return 0
@@ -52,7 +52,7 @@ def deal(prompt_text: str, split: Sequence[float] | None) -> int:
 
 
 def is_held_out(prompt_text: str, eval_fraction: float) -> bool:
-    """Whether a prompt is kept for evaluation: by other bytes of the same hash, so independently of the deal."""
+    """Whether a prompt is kept for evaluation: by other bytes of the same hash, so independent of the stage."""
     return _fraction(prompt_text, 8) < eval_fraction
 
 
@@ -63,8 +63,8 @@ def _fraction(text: str, offset: int) -> float:
 
 
 class Blend:
-    """Rows of several tables in one order, without copying them. index_of: the (table, row) of an epoch, where epochs
-    have other rows than the first, whose `index` is."""
+    """Rows of several tables in one order, without copying them. index: (table, row) of the first epoch; index_of: that
+    of any epoch, where epochs differ."""
 
     def __init__(self, tables: Sequence[Sequence[dict]], index: Index,
                  index_of: Callable[[int], Index] | None = None) -> None:
@@ -78,7 +78,7 @@ class Blend:
         return self.tables[table][row]
 
     def of_epoch(self, epoch: int) -> Blend:
-        """The rows of an epoch, the first of which is number 0."""
+        """The rows of an epoch, counted from 0."""
         return self if self._index_of is None else Blend(self.tables, self._index_of(epoch))
 
     def num_distinct(self) -> int:
@@ -86,9 +86,9 @@ class Blend:
 
     def digest(self) -> str:
         """sha256 of all rows and of their order."""
-        found = hashlib.sha256("".join(rows_digest(table) for table in self.tables).encode())
-        found.update(np.array(self.index, dtype=np.int64).tobytes())
-        return found.hexdigest()
+        digest = hashlib.sha256("".join(rows_digest(table) for table in self.tables).encode())
+        digest.update(np.array(self.index, dtype=np.int64).tobytes())
+        return digest.hexdigest()
 
 
 def blend(tables: Sequence[Sequence[dict]], weights: Sequence[float | None], seed: int,
@@ -96,14 +96,14 @@ def blend(tables: Sequence[Sequence[dict]], weights: Sequence[float | None], see
     """All tables as one epoch of rows, in order of the tables.
 
     Without weights each row comes once. With weights w_i the epoch keeps its size N = sum of the sizes, and table i
-    supplies N w_i / sum(w) rows of it: whole passes over the table, then a part chosen by `seed`, in each epoch the
-    next part, so that every row comes before any comes again. max_samples keeps that many rows of the first epoch,
-    chosen by `seed`, for all.
+    supplies N w_i / sum(w) rows of it: full passes over the table, then a part chosen by `seed`, in each epoch the
+    next part, so that every row is used before any is used again. max_samples keeps that many rows of the first epoch,
+    chosen by `seed`, for all epochs.
     """
     sizes = [len(t) for t in tables]
-    given = [w is not None for w in weights]
-    check(all(given) or not any(given), "data.sources: some have a weight and some do not; give it to all or none")
-    counts = _shares(sizes, [float(w) for w in weights]) if any(given) else sizes
+    are_set = [w is not None for w in weights]
+    check(all(are_set) or not any(are_set), "data.sources: some have a weight and some do not; give it to all or none")
+    counts = _shares(sizes, [float(w) for w in weights]) if any(are_set) else sizes
     rng = random.Random(seed)
     first = [rng.sample(range(size), count % size) if size else [] for size, count in zip(sizes, counts, strict=True)]
 
@@ -118,8 +118,8 @@ def blend(tables: Sequence[Sequence[dict]], weights: Sequence[float | None], see
 
 
 def _part(first: Sequence[int], size: int, epoch: int, seed: int) -> list[int]:
-    """As many of `size` rows as `first`, which are those of the first epoch: each epoch takes the next ones of all rows
-    in one order, round and round."""
+    """The len(first) of `size` rows for an epoch; `first` are those of the first: each epoch takes the next ones of all
+    rows in one order, cyclically."""
     if not epoch:
         return sorted(first)
     others = sorted({*range(size)} - {*first})
@@ -131,8 +131,8 @@ def _part(first: Sequence[int], size: int, epoch: int, seed: int) -> list[int]:
 def _shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     """sum(sizes) rows dealt in proportion to the weights of the tables that have rows, by largest remainder."""
     weights = [w if size else 0.0 for w, size in zip(weights, sizes, strict=True)]
-    total, whole = sum(sizes), sum(weights) or 1.0
-    exact = [total * w / whole for w in weights]
+    total, total_weight = sum(sizes), sum(weights) or 1.0
+    exact = [total * w / total_weight for w in weights]
     counts = [int(e) for e in exact]
     for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]:
         counts[i] += 1
@@ -142,12 +142,12 @@ def _shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
 class Loader(Generic[Batch]):
     """Endless batches of `rows`, and single ordered passes.
 
-    rows: those with of_epoch(number) are asked for the rows of each epoch, always as many. batch_size: rows per batch
-    and process. Every process cuts its own part out of one global batch of batch_size * world rows, so the order of the
-    data does not depend on the number of processes as long as batch_size * world does not. collate: a list of rows -> a
-    batch. drop_last: whether the rest of an epoch that fills no global batch is skipped. False: processes share it
-    evenly, and some may have none of it. None: it is skipped unless the epoch would then be empty, and is else filled
-    up from its beginning where there are several processes, so that each has rows.
+    rows: may have of_epoch(number), the rows of an epoch, always equally many. batch_size: rows per batch and process.
+    Every process takes its part of one global batch of batch_size * world rows, so the order of the data does not
+    depend on the number of processes as long as batch_size * world does not. collate: a list of rows -> a batch.
+    drop_last: whether the rest of an epoch that does not fill a global batch is skipped. False: processes share it
+    evenly, and some may have none of it. None: it is skipped unless the epoch would be empty; then it is filled up from
+    its beginning with several processes, so that each has rows.
     """
 
     def __init__(self, rows: Sequence[dict], batch_size: int, collate: Callable[[list[dict]], Batch], seed: int, *,
@@ -170,11 +170,11 @@ class Loader(Generic[Batch]):
 
     @property
     def num_left(self) -> int:
-        """Rows of an epoch that fill no global batch."""
+        """Rows of an epoch after its last full global batch."""
         return len(self.rows) % (self.batch_size * self.world)
 
     def next(self) -> Batch:
-        """The next batch; after the last one of an epoch the next epoch begins."""
+        """The next batch; after the last of an epoch the next epoch starts."""
         batch = self._batch(*self._order(self.epoch), self.position)
         self.position += 1
         if self.position == len(self):
@@ -182,20 +182,20 @@ class Loader(Generic[Batch]):
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Endlessly `next`."""
+        """Yield `next` forever."""
         while True:
             yield self.next()
 
     def typical(self, count: int) -> Batch:
-        """A batch of `count` rows (of all, where there are fewer) from everywhere in the data; moves nothing."""
+        """A batch of `count` rows (or all, if fewer) evenly spaced in the data; does not move the position."""
         rows, count = self._order(self.epoch)[0], min(count, len(self.rows))
         return self.collate([rows[i * len(rows) // count] for i in range(count)])
 
     def once(self) -> Iterator[Batch]:
         """Every row once, in order and without moving the position: for evaluation.
 
-        Each process gets its own rows of each global batch. All get as many batches, for they may have to meet in each:
-        the last one is empty for a process left without rows.
+        Each process gets its own rows of each global batch. All get equally many batches, since collectives may run in
+        each: the last one is empty for a process without rows.
         """
         for first in range(0, len(self.rows), self.batch_size * self.world):
             start = first + self.rank * self.batch_size
@@ -205,18 +205,17 @@ class Loader(Generic[Batch]):
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Go on with the batch after those that had been taken when `state` was."""
+        """Continue after the batches taken before `state` was saved."""
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def fingerprint(self) -> str:
-        """What tells other rows from these: sha256 of all of them."""
+        """A string that identifies these rows: sha256 of all of them."""
         if self._fingerprint is None:  # once: checkpoints ask for it
             self._fingerprint = f"all-{rows_digest(self.rows)}"
         return self._fingerprint
 
     def is_of(self, fingerprint: str) -> bool:
-        """Whether `fingerprint` was taken of these rows. Earlier releases took theirs of the number of rows and up to
-        64 of them."""
+        """Whether `fingerprint` is that of these rows. Earlier releases hashed their number and up to 64 rows."""
         if fingerprint.startswith("all-"):
             return fingerprint == self.fingerprint()
         count = len(self.rows)
@@ -225,7 +224,7 @@ class Loader(Generic[Batch]):
         return fingerprint == hashlib.sha256(text.encode()).hexdigest()
 
     def _order(self, epoch: int) -> tuple[Sequence[dict], Sequence[int]]:
-        """The rows of an epoch, and the order in which they come."""
+        """The rows of an epoch, and their order."""
         if self._shuffled[0] != epoch:
             rows = self.rows.of_epoch(epoch) if hasattr(self.rows, "of_epoch") else self.rows
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)

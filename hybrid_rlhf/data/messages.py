@@ -1,7 +1,7 @@
-"""Conversations as rows have them, as lists of {"role", "content"}: messages, plain transcripts, tools and tool calls.
+"""Convert conversations in rows to lists of {"role", "content"}: messages, plain transcripts, tools and tool calls.
 
-Values may be JSON text, and tables fill missing keys with null. Tools and calls come out in the one form that chat
-templates read: {"type": "function", "function": {...}}, arguments as an object.
+Values may be JSON text, and tables fill missing keys with null. Tools and calls get the one form that chat templates
+read: {"type": "function", "function": {...}}, arguments as an object.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant
           "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant", "system": "system",
           "tool": "tool", "function": "tool", "observation": "tool", "function_call": "assistant",
           "developer": "developer"}
-# whether a message is trained, as OpenAI, axolotl, LLaMA-Factory's and ms-swift's users write it
+# keys for whether a message is trained, as in data for OpenAI, axolotl, LLaMA-Factory and ms-swift
 _TRAINED = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 _MARKS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 _OFTEN_MESSAGES = ("prompt", "chosen", "rejected", "messages")
-_READ = ("role", "from", "content", "value", "tool_calls", "function_call", *_TRAINED)  # the rest is handed on as it is
+_READ = ("role", "from", "content", "value", "tool_calls", "function_call", *_TRAINED)  # other keys are passed on
 MEDIA = frozenset(f"{kind}{ending}" for kind in ("image", "video", "audio") for ending in (
     "", "s", "_url", "_urls", "_path", "_paths"))
 WITH_MEDIA = "a row with images, video or audio (only text is read)"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-NO_OBJECT = "a tool call whose arguments are no JSON object"
+NO_OBJECT = "a tool call whose arguments are not a JSON object"
 
 
 def messages_of(rows: list, column: str) -> list[dict]:
     """Messages with our role names, from {"role", "content"} or ShareGPT's {"from", "value"}.
 
-    Raises TypeError or ValueError that names the column for what is no message.
+    Raises TypeError or ValueError, which names the column, for anything that is not a message.
     """
     if not rows:
         raise SkipRow(f"empty {column}")
@@ -43,8 +43,8 @@ def messages_of(rows: list, column: str) -> list[dict]:
 
 
 def parsed_messages(text: str, column: str, is_answer: bool = False) -> list[dict] | None:
-    """The messages that the whole of `text` is the JSON of, as a table has them, an answer's with one of the assistant;
-    None for any other text. Raises ValueError for messages as Python prints them, in a column that often has them."""
+    """The messages in `text`, if all of it is their JSON (for an answer: with one of the assistant); None for any other
+    text. Raises ValueError for messages as Python prints them, in a column that usually holds messages."""
     if not text.lstrip().startswith(("[", "{")):
         return None
     try:
@@ -58,19 +58,19 @@ def parsed_messages(text: str, column: str, is_answer: bool = False) -> list[dic
     is_of_messages = isinstance(rows, list) and rows and all(
         isinstance(row, dict) and ({"role", "content"} <= row.keys() or {"from", "value"} <= row.keys())
         and row.get("role", row.get("from")) in tuple(_ROLES) for row in rows)
-    found = messages_of(rows, column) if is_of_messages else []
-    return found if not is_answer or any(m["role"] == "assistant" for m in found) else None
+    messages = messages_of(rows, column) if is_of_messages else []
+    return messages if not is_answer or any(m["role"] == "assistant" for m in messages) else None
 
 
 def has_media(row: dict) -> bool:
-    """Whether a key of a row, or of a message, holds pictures, videos or sounds."""
+    """Whether a key of a row, or of a message, holds images, video or audio."""
     return any(value and ((str(name).lower() in MEDIA and _is_filled(value))
                           or (isinstance(value, dict) and str(value.get("type")) in MEDIA))
                for name, value in row.items())
 
 
 def _is_filled(value: object) -> bool:
-    """Whether there is more than None and empty strings in it."""
+    """Whether a value contains anything but None and empty strings."""
     if isinstance(value, dict | list):
         return any(map(_is_filled, value.values() if isinstance(value, dict) else value))
     return value is not None and (not isinstance(value, str) or value.strip().lower() not in ("", "none", "null"))
@@ -92,7 +92,7 @@ def _message(row: object, column: str) -> dict:
     thoughts = {}
     if isinstance(content, list):  # parts
         thinking = [p.get("thinking") for p in content if isinstance(p, dict) and p.get("type") == "thinking"]
-        if thinking:  # Mistral's, whose thoughts may be parts again
+        if thinking:  # Mistral's, whose thoughts may have parts themselves
             thoughts = {THOUGHT_FIELDS[0]: "".join(map(_thought, thinking))}
         content = "".join(_words(part) for part in content
                           if not (isinstance(part, dict) and part.get("type") == "thinking"))
@@ -104,12 +104,12 @@ def _message(row: object, column: str) -> dict:
 
 
 def is_untrained(message: dict) -> bool:
-    """Whether a message that was read is marked as not to be trained."""
+    """Whether a converted message is marked as not to be trained."""
     return message.get("weight") == 0
 
 
 def _is_trained(row: dict, column: str) -> bool:
-    """Whether none of a message's marks says that it is not trained. Raises ValueError for a mark between the two."""
+    """Whether no key of a message marks it as not trained. Raises ValueError for a fraction."""
     marks = {name: _MARKS.get(str(row[name]).strip().lower()) for name in _TRAINED if row.get(name) is not None}
     for name, mark in marks.items():
         if mark is None:
@@ -122,10 +122,10 @@ def _thought(thinking: object) -> str:
 
 
 def _words(part: object) -> str:
-    """The text of a part of a message. Raises SkipRow for a picture or a sound, which no message here can hold."""
+    """The text of a part of a message. Raises SkipRow for images and audio, which are not supported."""
     text = part.get("text") if isinstance(part, dict) else None
     if not isinstance(text, str):
-        raise SkipRow("a message with parts that are no text")
+        raise SkipRow("a message with parts that are not text")
     return text
 
 
@@ -148,18 +148,18 @@ def is_transcript(text: object) -> bool:
 
 
 def parse_transcript(text: str, is_prompt: bool = False) -> list[dict]:
-    """An HH transcript as messages. In a prompt, a last "Assistant:" with nothing behind it is no message."""
+    """An HH transcript as messages. In a prompt, a last "Assistant:" without text is left out."""
     pieces = _TURN.split("\n\n" + text.lstrip())[1:]
-    messages = [{"role": "user" if who == "Human" else "assistant", "content": said.strip()}
-                for who, said in zip(pieces[::2], pieces[1::2], strict=True)]
+    messages = [{"role": "user" if speaker == "Human" else "assistant", "content": content.strip()}
+                for speaker, content in zip(pieces[::2], pieces[1::2], strict=True)]
     is_open = messages[-1] == assistant("") and text.rstrip().endswith("Assistant:")
     return messages[:-1] if is_prompt and is_open else messages
 
 
 def common_prompt(chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], list[dict], list[dict]]:
-    """Two conversations -> what they share, and what follows in each, which must begin with an assistant turn.
+    """Two conversations -> their common prefix, and the rest of each, which must begin with an assistant turn.
 
-    A shared beginning ends at a user turn; if the two conversations are one, they part at the last assistant turn.
+    The prefix ends with a user turn; equal conversations are split at the last assistant turn.
     """
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
@@ -173,9 +173,9 @@ def common_prompt(chosen: list[dict], rejected: list[dict]) -> tuple[list[dict],
 
 
 def common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Two texts -> their shared beginning, cut back to the end of a word, and the rest of each.
+    """Two texts -> their common prefix, cut at the end of a word, and the rest of each.
 
-    Two texts that begin differently have no prompt (""): the pair says which of two texts is the better one.
+    Without a common prefix the prompt is "": the pair compares two texts as a whole.
     """
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
@@ -189,45 +189,46 @@ def common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 
 def with_tools(messages: Text | None, tools: list[dict]) -> Text | None:
-    """Messages of which the first carries the tools that may be called; a string as it is."""
+    """Messages with the available tools in the first; a string unchanged."""
     if not isinstance(messages, list) or not messages or not tools:
         return messages
     return [{**messages[0], "tools": tools}, *messages[1:]]
 
 
 def tools_of(tools: object, column: str = "tools") -> list[dict]:
-    """The schemas of a row's tools, of which the list or each one may be JSON text; none for null or "".
+    """The schemas of a row's tools, of which the list or each one may be JSON text; empty for null or "".
 
-    Raises TypeError or ValueError that names the column for what is no list of schemas.
+    Raises TypeError or ValueError, which names the column, for anything that is not a list of schemas.
     """
-    found = _parsed(tools) if isinstance(tools, str) and tools.strip() else tools
-    if not found or (isinstance(found, str) and not found.strip()):
+    parsed = _parsed(tools) if isinstance(tools, str) and tools.strip() else tools
+    if not parsed or (isinstance(parsed, str) and not parsed.strip()):
         return []
-    schemas = [_parsed(tool) for tool in found] if isinstance(found, list) else []
+    schemas = [_parsed(tool) for tool in parsed] if isinstance(parsed, list) else []
     if not schemas or not all(isinstance(tool, dict) for tool in schemas):
         raise TypeError(f"{column} must be a list of tool schemas, not {tools!r:.40}")
     return [_wrapped(without_nulls(tool)) for tool in schemas]
 
 
 def kwargs_of(kwargs: object) -> dict:
-    """The variables of the chat template that a row sets: a mapping, or its JSON text. SkipRow for what is none."""
-    found = without_nulls(_parsed(kwargs) or {})
-    if not isinstance(found, dict):
-        raise SkipRow("chat_template_kwargs that are no mapping")
-    return found
+    """The variables of the chat template that a row sets: a mapping, or its JSON text. SkipRow for anything else."""
+    parsed = without_nulls(_parsed(kwargs) or {})
+    if not isinstance(parsed, dict):
+        raise SkipRow("chat_template_kwargs that are not a mapping")
+    return parsed
 
 
 def calls_of(message: dict, content: object, column: str) -> list[dict]:
     """The tool calls of a message: its `tool_calls`; OpenAI's older `function_call`; or `content`, where the role of
     the message is LLaMA-Factory's function_call. Each may be JSON text.
 
-    Raises TypeError that names the column for what is no call, SkipRow for arguments that are no JSON object.
+    Raises TypeError, which names the column, for anything that is not a call, SkipRow for arguments that are not a JSON
+    object.
     """
     calls = message.get("tool_calls") or message.get("function_call")
     if not calls and message.get("role", message.get("from")) == "function_call":
         calls = _parsed(content)
         if not isinstance(calls, dict | list):
-            raise SkipRow("a function_call that is no JSON object")
+            raise SkipRow("a function_call that is not a JSON object")
     calls = _parsed(calls) or []
     if not isinstance(calls, dict | list):
         raise TypeError(f"{column}: tool_calls must be a list of tool calls, not {type(calls).__name__}")
@@ -235,14 +236,14 @@ def calls_of(message: dict, content: object, column: str) -> list[dict]:
 
 
 def result_of(content: object) -> object:
-    """What a tool returned, as text or text in parts: JSON of anything else, as environments show it."""
+    """The result of a tool as text or text in parts: anything else as JSON, as environments do."""
     is_parts = isinstance(content, list) and content and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
     return content if isinstance(content, str) or is_parts else json.dumps(without_nulls(content), ensure_ascii=False)
 
 
 def without_nulls(value: object) -> object:
-    """A JSON value without keys that hold null, since tables give every row the keys of all rows, its texts cleaned."""
+    """A JSON value with texts cleaned and without keys that are null: tables give every row the keys of all rows."""
     if isinstance(value, dict):
         return {clean(str(k)): without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, str):
@@ -251,7 +252,7 @@ def without_nulls(value: object) -> object:
 
 
 def _call(call: object, column: str) -> dict:
-    """A call with its arguments as an object; those that were JSON text keep their nulls."""
+    """A call with its arguments as an object; arguments in JSON text keep their nulls."""
     call = _parsed(call)
     if not isinstance(call, dict):
         raise TypeError(f"{column}: a tool call must be an object, not {type(call).__name__}")
@@ -259,15 +260,15 @@ def _call(call: object, column: str) -> dict:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise TypeError(f"{column}: a tool call needs the name of its function")
-    given = function.get("arguments", {})
-    given = (_parsed(given) if given.strip() else {}) if isinstance(given, str) else given
-    if not isinstance(given, dict):
+    arguments = function.get("arguments", {})
+    arguments = (_parsed(arguments) if arguments.strip() else {}) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):
         raise SkipRow(NO_OBJECT)
-    return {**call, "function": {**function, "arguments": given}}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _wrapped(value: dict) -> dict:
-    """A tool or a call as OpenAI writes it: what is of the function inside `function`, an id beside it."""
+    """A tool or a call in OpenAI's form: the function's keys inside `function`, an id beside it."""
     if "function" in value or "name" not in value:
         return value
     outer = {k: v for k, v in value.items() if k in ("id", "type")}
@@ -275,7 +276,7 @@ def _wrapped(value: dict) -> dict:
 
 
 def _parsed(value: object) -> object:
-    """What the JSON text says; text that is none, and any other value, as it is."""
+    """The value of JSON text; other text, and any other value, unchanged."""
     try:
         return loads(value) if isinstance(value, str) else value
     except ValueError:

@@ -1,4 +1,4 @@
-"""A few rows as the model will see them, trained tokens marked, before anything is trained."""
+"""Preview of a stage's data: some rows as the model sees them, with trained tokens marked."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TRAINED = "bold green"
 
 
 class Piece(NamedTuple):
-    """Text of a row, and whether its tokens are trained."""
+    """A run of text in a row, and whether its tokens are trained."""
 
     text: str
     is_trained: bool
 
 
 class Shown(NamedTuple):
-    """One row as the model will see it, or one side of a pair."""
+    """One row as the model sees it, or one side of a pair."""
 
     title: str
     pieces: list[Piece]
@@ -41,42 +41,41 @@ class Preview(NamedTuple):
 
 def preview(config: DataConfig, reads: Reads, tokenizer, console: Console | None = None,  # noqa: ANN001
             seed: int = 0, count: int = 3) -> StageData:
-    """Print what `look` finds; returns the data. Raises UserError as `build` does."""
-    found = look(config, reads, tokenizer, seed, count)
-    show(found, console)
-    return found.data
+    """Print the result of `look`; returns the data. Raises UserError as `build` does."""
+    shown = look(config, reads, tokenizer, seed, count)
+    show(shown, console)
+    return shown.data
 
 
 def look(config: DataConfig, reads: Reads, tokenizer, seed: int = 0, count: int = 3, stage: str = "",  # noqa: ANN001
          ) -> Preview:
-    """The stage's data and `count` of its training rows as text. Raises UserError as `build` does. stage: its name, for
-    one that reads as another does, such as grpo as ppo."""
+    """The stage's data and `count` of its training rows as text. Raises UserError as `build` does. stage: its name, if
+    it reads as another stage does, such as grpo as ppo."""
     data = build(config, reads, tokenizer, seed)
-    if reads.kind == "prompt":  # what reward functions take of the columns, they say when the run begins
+    if reads.kind == "prompt":  # reward functions report at the start of a run which columns they read
         data.report.pop("unread", None)
     rows = [Shown(f"{stage or reads.stage} example {number + 1}: {title}", pieces(tokenizer, ids, mask))
             for number in range(min(count, len(data.train))) for title, ids, mask in _parts(data.train[number])]
     return Preview(stage or reads.stage, data, rows)
 
 
-def show(found: Preview, console: Console | None = None) -> None:
+def show(shown: Preview, console: Console | None = None) -> None:
     """Print rows, and the counts of all rows.
 
-    Trained tokens are green on a terminal and stand in ⟦ ⟧ elsewhere. Control characters of the data are shown, not
-    sent to the terminal.
+    Trained tokens are green on a terminal and in ⟦ ⟧ elsewhere. Control characters of the data are escaped.
     """
     from rich.console import Console
     from rich.panel import Panel
 
     console = console or Console()
-    for row in found.rows:
+    for row in shown.rows:
         text = _marked(row.pieces, brackets=not console.is_terminal or console.no_color)
         console.print(Panel(text, title=row.title, title_align="left"))
-    console.print(_counts(found.stage, found.data.report))
+    console.print(_counts(shown.stage, shown.data.report))
 
 
 def _parts(row: dict) -> list[tuple[str, list[int], list[bool]]]:
-    """(what it is, ids, which are trained) of a row of any kind."""
+    """(title, ids, mask of trained tokens) of each part of a row of any kind."""
     if "input_ids" in row:
         return [(f"{len(row['input_ids'])} tokens, {sum(row['loss_mask'])} trained", row["input_ids"],
                  row["loss_mask"])]
@@ -88,14 +87,14 @@ def _parts(row: dict) -> list[tuple[str, list[int], list[bool]]]:
 
 
 def pieces(tokenizer, ids: list[int], mask: list[bool]) -> list[Piece]:  # noqa: ANN001
-    """Tokens as text, cut where the mask changes; control characters are made visible."""
-    found, before, end = [], "", 0
+    """Tokens as text, split where the mask changes; control characters are escaped."""
+    result, before, end = [], "", 0
     for is_trained, run in groupby(mask):
         end += len(list(run))
-        whole = tokenizer.decode(ids[:end], skip_special_tokens=False)  # from the start: decoders trim a first space
-        found.append(Piece(escape_control(whole[len(before):]), bool(is_trained)))
-        before = whole
-    return found
+        text = tokenizer.decode(ids[:end], skip_special_tokens=False)  # from the start: decoders trim a first space
+        result.append(Piece(escape_control(text[len(before):]), bool(is_trained)))
+        before = text
+    return result
 
 
 def marked(tokenizer, ids: list[int], mask: list[bool], brackets: bool) -> Text:  # noqa: ANN001
@@ -103,24 +102,24 @@ def marked(tokenizer, ids: list[int], mask: list[bool], brackets: bool) -> Text:
     return _marked(pieces(tokenizer, ids, mask), brackets)
 
 
-def _marked(found: list[Piece], brackets: bool) -> Text:
+def _marked(pieces: list[Piece], brackets: bool) -> Text:
     from rich.text import Text
 
     out = Text()
-    for text, is_trained in found:
+    for text, is_trained in pieces:
         out.append(f"⟦{text}⟧" if brackets and is_trained else text, style=_TRAINED if is_trained else "")
     return out
 
 
 def counts(report: dict) -> list[tuple[str, int]]:
-    """What became of the rows that were not dropped; zeros only of what every stage has."""
-    rows = [("read", report["read"]), ("left to other stages", report["other_stages"]),
+    """Counts of the rows that were not dropped; zeros are left out, except of the main counts."""
+    rows = [("read", report["read"]), ("assigned to other stages", report["other_stages"]),
             ("to train on", report["train"]), ("held out", report["held_out"]), ("truncated", report["truncated"])]
     return [(name, number) for name, number in rows if number or name in ("read", "to train on", "held out")]
 
 
 def dropped(report: dict) -> list[tuple[str, int]]:
-    """Why rows were dropped, and how many; safe to show."""
+    """Reasons for dropping rows, with counts; control characters are escaped."""
     return [(escape_control(why), number) for why, number in sorted(report["dropped"].items())]
 
 

@@ -1,7 +1,7 @@
-"""The question of a row: which columns carry it, and how they become one prompt, alike for every format.
+"""Build the question (prompt) of a row from its columns, in the same way for every format.
 
 Text columns are joined by an empty line in the order of PARTS, as Alpaca joins instruction and input; the system column
-becomes the system message; a history, or messages in one of the columns, become the turns before.
+becomes the system message; a history, or messages in one of the columns, become the turns before it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ PARTS = ("instruction", "prompt", "context", "passage", "input", "question", "qu
 
 
 class Question(NamedTuple):
-    """text: a string where only a prompt and columns joined to it are there, messages otherwise; None without any.
-    used: the columns that it is of."""
+    """text: a string if there are only a prompt and columns joined to it, otherwise messages; None without any. used:
+    the columns it was built from."""
 
     text: Text | None
     used: tuple[str, ...]
 
 
 def question_of(row: Mapping, needed: Sequence[str]) -> Question:
-    """needed: the columns that must be text or messages, where they are there; `prompt` is read only if it is one, for
-    beside others it is often all of the text, answer included.
+    """needed: the columns that must be text or messages, if they exist; `prompt` is read only if it is one of them,
+    since beside others it is often the full text, answer included.
 
-    Raises TypeError that names the column for a needed one of another type.
+    Raises TypeError, which names the column, for a needed one of another type.
     """
     parts = {name: part for name in PARTS if (name != "prompt" or name in needed)
              and (part := _part(row.get(name), name, name in needed)) is not None}
@@ -56,8 +56,7 @@ def question_of(row: Mapping, needed: Sequence[str]) -> Question:
 
 
 def beside(messages: list[dict], row: Mapping, used: Sequence[str] = ()) -> Question:
-    """Messages of the columns `used` with what else may belong to them: system text, and context, which goes into the
-    first user turn."""
+    """Messages of the columns `used`, with the row's system text, and with its context added to the first user turn."""
     first = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
     for name in ("context", "passage") if first is not None else ():
         part = row.get(name)
@@ -75,7 +74,7 @@ def _system_column(row: Mapping) -> str | None:
 
 
 def _part(value: object, column: str, is_needed: bool) -> Text | None:
-    """A column's text, or messages: those of a transcript, of JSON text, of a history of [question, answer] pairs."""
+    """A column's text, or the messages of a transcript, of JSON text or of a history of [question, answer] pairs."""
     if isinstance(value, str):
         if column == "prompt" and is_transcript(value):
             return parse_transcript(value, is_prompt=True)
@@ -83,7 +82,7 @@ def _part(value: object, column: str, is_needed: bool) -> Text | None:
     rows = [value] if isinstance(value, dict) else value
     if isinstance(rows, list) and rows and all(
             isinstance(p, list) and len(p) == 2 and all(isinstance(text, str) for text in p) for p in rows):
-        return [turn for asked, said in rows for turn in (user(clean(asked)), assistant(clean(said)))]
+        return [turn for asked, replied in rows for turn in (user(clean(asked)), assistant(clean(replied)))]
     if isinstance(rows, list) and (is_needed or (rows and all(isinstance(m, dict) and "role" in m for m in rows))):
         return messages_of(rows, column)
     if is_needed and value is not None:
@@ -98,17 +97,17 @@ def without_system(row: Mapping) -> Mapping:
 
 
 def flat(text: Text | None) -> str:
-    """All that is said, as one string."""
+    """The contents of all messages as one string."""
     return text if isinstance(text, str) else "\n".join(m["content"] for m in text or ())
 
 
 def spaced(text: str) -> str:
-    """The text with one space for each run of them, to compare."""
+    """The text with white space normalised, for comparisons."""
     return " ".join(text.split())
 
 
 def looks_like_a_prompt(column: str) -> bool:
-    """Whether a column's name says that it holds a question: user_prompt, Question, input_text."""
+    """Whether a column's name suggests a question: user_prompt, Question, input_text."""
     words = "".join(c if c.isalnum() else " " for c in column).lower().removesuffix(" text").split()
     return bool(words) and words[-1].removesuffix("s") in {*PARTS, "request", "post", "user", "human", "conversation",
                                                            "dialog", "dialogue", "message"}

@@ -1,8 +1,8 @@
-"""The formats people keep their rows in, as one table; every reader gives one of a few canonical kinds of row.
+"""The table of data formats; every reader converts a row to one of a few canonical kinds.
 
-A new format is one reader and one row in TABLE. `prompt`, `completion`, `chosen` and `rejected` are strings, taken
-as they are, or messages: a list of {"role", "content"}, or the JSON text of one. Instruction formats, which were never
-meant to be run together, become messages. What a row asks is read by question.py, alike for every format.
+A new format is one reader and one row in TABLE. `prompt`, `completion`, `chosen` and `rejected` are strings, kept
+unchanged, or messages: a list of {"role", "content"}, or its JSON text. Instruction formats, whose columns are not to
+be concatenated, become messages. question.py builds the prompt in the same way for every format.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Example:
     """One canonical row. Which fields are set depends on its kind (KINDS).
 
     answers: (completion, score) pairs, of which a higher score is better; only their order counts.
-    rests: the same without the prompt, where they are strings that all begin with it.
-    is_text_pair: the prompt is only the beginning that two plain texts share, and nobody's question.
-    written: the prompt as the row has it, where it is rendered in another form: text that becomes a user's turn.
-    tools: the schemas of what may be called, which messages carry already.
-    columns: the row's other columns, handed on to reward functions.
-    used: the columns that the prompt is of; unread: those with text that is in nothing that was read.
-    notes: how the row was read, where that may surprise -> how often in it.
+    rests: answers without the prompt, if they are strings that all begin with it.
+    is_text_pair: the prompt is only the common prefix of two plain texts, and not a question.
+    written: the prompt as it is in the row, if it is rendered in another form: text that becomes a user's turn.
+    tools: the schemas of the available tools, which messages already contain.
+    columns: the row's other columns, passed on to reward functions.
+    used: the columns of the prompt; unread: those with text that no field contains.
+    notes: unexpected conversions of the row -> how often in it.
     """
 
     prompt: Text | None = None
@@ -68,8 +68,8 @@ class Example:
 
 
 class Format(NamedTuple):
-    """required: columns that tell the format (in TABLE with their other names, a|b); read: what makes an Example of a
-    row, with the columns of required; is_repeating: whether a source's answers begin with the prompt."""
+    """required: columns that identify the format (in TABLE with alternatives, a|b); read: converts a row to an Example,
+    called with the columns of required; is_repeating: whether a source's answers begin with the prompt."""
 
     name: str
     required: tuple[str, ...]
@@ -79,12 +79,12 @@ class Format(NamedTuple):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """The columns that the prompt comes from, which are not handed on with it."""
-        found = tuple(c for c in self.required if c in (*PARTS, *CONVERSATIONS, "text"))
-        return (*found, "input") if "instruction" in found else found
+        """The columns of the prompt, which are not passed on with it."""
+        columns = tuple(c for c in self.required if c in (*PARTS, *CONVERSATIONS, "text"))
+        return (*columns, "input") if "instruction" in columns else columns
 
 
-# kind of row -> the trainings it can serve: answers to imitate, pairs to compare, prompts to answer.
+# kind of row -> the kinds of training examples that it can give.
 KINDS: dict[str, tuple[str, ...]] = {
     "text": ("demonstration",),
     "conversation": ("demonstration", "prompt"),
@@ -100,7 +100,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 ANSWERS = ("answer", "answers")  # one, several or none
 CONVERSATIONS = ("messages", "conversations", "conversation")
 _KNOWN = ("tools", "margin", "chat_template_kwargs", "environment")  # read elsewhere
-LOOKED_AT = 100  # rows that tell what a single one does not
+LOOKED_AT = 100  # rows from which a property of all is inferred
 SEVERAL_WORDS = 3  # a question, not a name
 BY_SIGN = (-1, 1)  # of a preference: negative for the first answer
 JOINED = "prompts joined from the columns "
@@ -109,53 +109,53 @@ EMPTY = "rows with an empty question"
 UNTRAINED = "answers that are marked as not to be trained, and are not (weight 0)"
 
 
-# Formats that a message suggests; docs/guide/your-own-data.md has all.
+# Formats suggested in an error; docs/guide/your-own-data.md lists all.
 _SUGGESTED = ("messages", "prompt+completion", "instruction+output", "question+answer", "prompt+chosen+rejected",
               "prompt+completion+label", "prompt", "text")
 
 
 def detect(columns: Iterable[str], where: str) -> Format:
-    """The first format of the table whose required columns are all there.
+    """The first format of the table whose required columns all exist.
 
-    Raises UserError that says what was found and what would fit.
+    Raises UserError, which lists the columns and formats that would fit.
     """
-    found = [str(c) if str(c).isprintable() else repr(c) for c in columns]
+    names = [str(c) if str(c).isprintable() else repr(c) for c in columns]
     for row in FORMATS:
-        if all(c in found for c in row.required):
+        if all(c in names for c in row.required):
             return row
     known = " | ".join(_SUGGESTED)
-    named = [name[:60] for name in found[:20]] + [f"and {len(found) - 20} more"] * (len(found) > 20)
-    raise UserError(f"{where}: columns {', '.join(named) or '(none)'} fit no known format; what would fit: "
-                    f"{known}; or name yours: {columns_hint(where, named)}")
+    shown = [name[:60] for name in names[:20]] + [f"and {len(names) - 20} more"] * (len(names) > 20)
+    raise UserError(f"{where}: columns {', '.join(shown) or '(none)'} fit no known format; what would fit: "
+                    f"{known}; or name yours: {columns_hint(where, shown)}")
 
 
 def columns_hint(path: str, columns: Sequence[str], names: Sequence[str] = ("prompt", "completion")) -> str:
-    """The option that names a source's columns, with the first of them as an example of `names`."""
+    """The option that maps a source's columns to `names`, with the first columns as an example."""
     pairs = ", ".join(f"{name}: {column}" for name, column in zip(names, columns, strict=False))
     return f'--data.sources "{{path: {path}, columns: {{{pairs or "prompt: question"}}}}}"'
 
 
 def format_of(rows: Iterable[dict], where: str) -> Format:
-    """The format of a source, by its first row, and whether its answers repeat the prompt, as all of the first rows
-    must: a single answer may greet back. Raises UserError for pairs of text beside a column that looks like a prompt.
-    """
-    form, read = detect(next(iter(rows)), where), []
+    """The format of a source, by its first row, and whether its answers repeat the prompt: in all of the first
+    rows, since a single answer may do so by chance. Raises UserError for pairs of text beside a column that looks like
+    a prompt."""
+    form, examples = detect(next(iter(rows)), where), []
     for row in islice(rows, LOOKED_AT) if form.kind == "preference" else ():
-        with suppress(SkipRow, UserError):  # met again when the row is read
-            read.append(read_row(row, form, where))
-    pairs = [example for example in read if example.is_text_pair]
+        with suppress(SkipRow, UserError):  # raised again when the row is read
+            examples.append(read_row(row, form, where))
+    pairs = [example for example in examples if example.is_text_pair]
     asking = Counter(name for example in pairs for name in example.unread if looks_like_a_prompt(name)
                      and len(str(example.columns[name]).split()) >= SEVERAL_WORDS)
     for name, number in asking.items():
         check(2 * number <= len(pairs), f"{where}: {' and '.join(form.required)} are texts without a prompt, beside "
               f"the column {name}; name it if that is it, {columns_hint(where, [name])}, else rename it")
-    asked = [example for example in read if example.prompt and not example.is_text_pair]
+    asked = [example for example in examples if example.prompt and not example.is_text_pair]
     return form._replace(is_repeating=bool(asked) and all(example.rests for example in asked))
 
 
 def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Example:
-    """One row in canonical form. is_raw: a string prompt stays one, without the system column. Raises SkipRow for a row
-    to drop and count, UserError for one of the wrong type."""
+    """Convert a row to canonical form. is_raw: a string prompt stays a string, without the system column. Raises
+    SkipRow for a row to drop and count, UserError for a wrong type."""
     for column in form.required:
         if column not in row:
             raise UserError(f"{where}: column {column} is missing ({form.name} needs {', '.join(form.required)})")
@@ -188,8 +188,8 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
 
 
 def _as_text(row: dict, example: Example) -> str | None:
-    """The question as text, where its columns are text and it is one user turn without tools: what reward functions
-    get, as of a prompt of text."""
+    """The question as text, if its columns are text and it is one user turn without tools: reward functions get it like
+    a plain-text prompt."""
     if not isinstance(example.prompt, list) or len(example.prompt) != 1 or example.tools:
         return None
     text = example.prompt[0]["content"]
@@ -198,11 +198,11 @@ def _as_text(row: dict, example: Example) -> str | None:
 
 
 def _unread(row: dict, example: Example, known: set[str]) -> tuple[str, ...]:
-    """The columns beside those known that hold text, unless it is in what was read."""
-    found = [name for name, value in row.items() if name not in known and _has_text(value)]
+    """Columns with text, except those in `known` and those whose text is part of the example."""
+    names = [name for name, value in row.items() if name not in known and _has_text(value)]
     parts = (example.text, example.prompt, example.messages, *(answer for answer, _ in example.answers))
-    whole = "\n".join(map(flat, parts))
-    return tuple(name for name in found if not isinstance(row[name], str) or row[name].strip() not in whole)
+    text = "\n".join(map(flat, parts))
+    return tuple(name for name in names if not isinstance(row[name], str) or row[name].strip() not in text)
 
 
 def _has_text(value: object) -> bool:
@@ -212,7 +212,7 @@ def _has_text(value: object) -> bool:
 
 
 def _text(value: object, column: str) -> Text:
-    """An answer: a string, or messages, which may be JSON text."""
+    """An answer: a string, or messages, possibly as JSON text."""
     if isinstance(value, str):
         return parsed_messages(value, column, is_answer=True) or clean(value)
     if isinstance(value, dict):
@@ -239,7 +239,7 @@ def _number(value: object, column: str) -> float:
 
 
 def _sequence(value: object, column: str) -> list:
-    """A list; from a csv, the JSON text of one."""
+    """A list, possibly as JSON text (csv)."""
     if isinstance(value, str):
         try:
             value = loads(value)
@@ -260,7 +260,7 @@ def _truth(value: object, column: str) -> bool:
 
 
 def _example(row: dict, asked: Question, texts: list[Text], scores: Sequence[float], margin: float = 0.0) -> Example:
-    """The row's question, once, and its answers in the form that goes with it."""
+    """An Example with the question and its answers in matching form, without a repeated question."""
     if len(texts) == 2 and texts[0] == texts[1] and scores[0] != scores[1]:
         raise SkipRow("the two answers are the same")
     written = row["prompt"] if "prompt" in asked.used else None
@@ -278,8 +278,7 @@ def _example(row: dict, asked: Question, texts: list[Text], scores: Sequence[flo
 
 
 def _without_question(written: object, turns: list[dict], texts: list[Text]) -> list[str]:
-    """Several strings without the question that each begins with, up to where words part; nothing where one does not.
-    """
+    """Answers that are strings, without the question that each begins with, cut between words; [] if one does not."""
     text = written if isinstance(written, str) else turns[-1]["content"] if turns else ""
     for start in dict.fromkeys((text, text.rstrip(), text.strip())) if len(texts) > 1 else ():
         rests = [t[len(start) :] if isinstance(t, str) and t.startswith(start) else "" for t in texts]
@@ -304,10 +303,10 @@ def _read_pair(row: dict, *columns: str) -> Example:
         if texts[0] == texts[1]:
             raise SkipRow("the two answers are the same")
     are_whole = [isinstance(text, list) and text[0]["role"] != "assistant" for text in texts]
-    if asked.text is None or all(are_whole):  # both begin with the question
+    if asked.text is None or all(are_whole):  # both contain the question
         shared, *texts = common_prompt(*texts)
         prompt = _messages_between(row["prompt"], shared) if asks == ["prompt"] else []
-        is_more = isinstance(asked.text, list) and asked.text[-len(shared) :] == shared  # by a system message, say
+        is_more = isinstance(asked.text, list) and asked.text[-len(shared) :] == shared  # such as a system message
         asked = beside(prompt, row, asks) if prompt else asked if is_more else beside(shared, row)
     elif any(are_whole):
         raise SkipRow("one answer begins with the prompt, the other does not")
@@ -315,8 +314,7 @@ def _read_pair(row: dict, *columns: str) -> Example:
 
 
 def _messages_between(prompt: object, shared: list[dict]) -> list[dict]:
-    """The messages of a prompt and those that two conversations share, once where the latter repeat some; nothing for a
-    prompt of text."""
+    """The messages of a prompt and of two conversations' common prefix, without repetition; [] for a prompt of text."""
     turns = messages_of(prompt, "prompt") if isinstance(prompt, list) else parsed_messages(str(prompt), "prompt") or []
     if all(turn in shared or turn["role"] == shared[0]["role"] == "system" for turn in turns):
         return shared if turns else []
@@ -325,7 +323,7 @@ def _messages_between(prompt: object, shared: list[dict]) -> list[dict]:
 
 
 def _last_question(row: dict, column: str) -> Question:
-    """What a conversation asks last; an answer behind it is another copy of the better one."""
+    """A conversation up to its last question; an answer after it is a copy of the better one."""
     messages = messages_of(_sequence(row[column], column), column)
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -343,7 +341,7 @@ def _read_ranked(row: dict, ask: str, column: str, marks: str) -> Example:
 
 
 def _read_graded(text: str, score: str, sign: float, row: dict, ask: str, column: str) -> Example:
-    """Answers as objects with the keys `text` and `score`; sign: -1 for ranks, of which a lower one is better."""
+    """Answers as objects with the keys `text` and `score`; sign: -1 for ranks, where lower is better."""
     items = [item if isinstance(item, dict) else {} for item in _sequence(row[column], column)]
     if not items:
         raise SkipRow(f"no {column}")
@@ -352,7 +350,7 @@ def _read_graded(text: str, score: str, sign: float, row: dict, ask: str, column
 
 
 def _read_choice(values: tuple[float, float], row: dict, ask: str, first: str, second: str, choice: str) -> Example:
-    """Two answers and which is the better one. values: of the column `choice`, for the first and for the second."""
+    """Two answers and a choice between them. values: of the column `choice` for the first and the second answer."""
     number = _number(row[choice], choice)
     number = math.copysign(1, number) if number and values == BY_SIGN else number
     if number not in values:
@@ -373,7 +371,7 @@ def _read_answer(row: dict, ask: str, answer: str, label: str | None = None) -> 
 
 def _first_answer(value: object, column: str) -> object:
     """The first of several answers: a string, a list of them, SQuAD's {"text": [...], "answer_start": [...]}, or a list
-    of {"text"}; None without any. Anything else, such as messages, stays."""
+    of {"text"}; None without any. Anything else, such as messages, is unchanged."""
     if column == "answers" and isinstance(value, str) and value.lstrip().startswith("["):  # from a csv
         value = _sequence(value, column)
     if isinstance(value, list) and not (value and isinstance(value[0], dict) and "text" not in value[0]):
@@ -396,7 +394,7 @@ def _read_prompt(row: dict, column: str) -> Example:
     return Example(asked.text, used=asked.used)
 
 
-# In order: the most telling columns first.
+# In order: the most specific columns first.
 TABLE: tuple[Format, ...] = (
     Format("paired answers", ("question", "response_j", "response_k"), "preference", _read_pair),
     Format("judged outputs", ("input", "output_1", "output_2", "label"), "preference",

@@ -1,4 +1,4 @@
-"""Where rows come from: embedded demo sets, files, folders, the hub. The only module that imports `datasets`."""
+"""Read rows from sources: embedded demo sets, files, folders, the hub. The only module that imports `datasets`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
 from hybrid_rlhf.data.files import MAX_START, PARSERS, kind_of, read_file, read_start
 
-# Generated on the spot, no file and no network: name -> module:function, a function () -> list of rows.
+# Generated, without files and network: name -> module:function, a function () -> list of rows.
 EMBEDDED = {f"demo/{name}": f"hybrid_rlhf.data.demo:{name}" for name in ("demonstrations", "preferences", "prompts")}
-# Descriptions of a data set, not data.
+# Files that describe a data set, not data.
 _NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json",
              "dataset-metadata.json", "package.json"}
 _SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -28,13 +28,13 @@ _SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 @dataclass(frozen=True)
 class Source:
-    """One place that rows come from.
+    """One source of rows.
 
     Attributes:
         path: demo/demonstrations, demo/preferences, demo/prompts; a jsonl, json, csv, tsv, txt or parquet file (.gz
             too); a folder of such files or a saved data set; or a hub id.
         name: Configuration of a hub data set, or subfolder of a folder.
-        split: Which split (a single file has no splits and is read whole).
+        split: Which split (a single file has no splits and is read in full).
         weight: Share of the training rows relative to the other sources' weights. Without any weight every row is
             used once per epoch; give weights to all sources or to none.
         columns: Our column names and theirs, such as {prompt: question}.
@@ -57,8 +57,8 @@ class Source:
 class Reads(NamedTuple):
     """The rows that a stage trains on, or samples from.
 
-    stage: its name, as `stages` of a source has it. kind: what is made of an example (MAKERS in examples.py). share:
-    the position in data.split.
+    stage: its name, as in `stages` of a source. kind: the kind of its examples (MAKERS in examples.py). share: its
+    position in data.split.
     """
 
     stage: str
@@ -66,32 +66,32 @@ class Reads(NamedTuple):
     share: int
 
 
-MAX_ENTRIES = 10_000  # of a folder of which some rows are shown, in the studio while its path is typed
-Named = Source | str | PurePath | Mapping  # one source, as a user may name it
+MAX_ENTRIES = 10_000  # of a folder in a preview of rows; the studio makes one while a path is typed
+Named = Source | str | PurePath | Mapping  # one source in a user's settings
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "path": ((str, PurePath), "text"), "name": ((str,), "text or null"), "split": ((str,), "text"),
     "weight": ((int, float), "a number or null"), "stages": ((list, tuple), "a list of stages, such as [sft]"),
     "columns": ((Mapping,), "a mapping of names, such as {prompt: question}")}
 
 
-def as_sources(given: Sequence[Named] | Named | None, option: str = "data.sources") -> list[Source]:
-    """What stands at data.sources (or `option`) as a list of Source: one source or a list, each a path or a mapping.
+def as_sources(setting: Sequence[Named] | Named | None, option: str = "data.sources") -> list[Source]:
+    """The value of data.sources (or `option`) as a list of Source: one source or a list, each a path or a mapping.
 
-    Settings are data: a mapping is read key by key, and nothing that it names is imported. UserError for what is
-    neither, for unknown keys and for values of the wrong type.
+    Settings are data: a mapping is read key by key, and nothing that it names is imported. UserError for other types,
+    for unknown keys and for values of the wrong type.
     """
-    if given is None:
+    if setting is None:
         return []
-    items = given if isinstance(given, (list, tuple)) else [given]
+    items = setting if isinstance(setting, (list, tuple)) else [setting]
     return [item if isinstance(item, Source) else _source(item, option) for item in items]
 
 
 def _source(item: object, option: str) -> Source:
     if isinstance(item, (str, PurePath)):
-        check(not str(item).startswith(("[", "{")), f"{option}: {item} is no path; write a path, or a list such as "
+        check(not str(item).startswith(("[", "{")), f"{option}: {item} is not a path; write a path, or a list such as "
                                                     "[a.jsonl, {path: b.jsonl}]")
         return Source(str(item))
-    check(isinstance(item, Mapping), f"{option}: {item!r:.60} is no source; give a path, or {{path: ...}}")
+    check(isinstance(item, Mapping), f"{option}: {item!r:.60} is not a source; give a path, or {{path: ...}}")
     known = [f.name for f in fields(Source)]
     for key, value in item.items():
         check(key in known, f"unknown key {key} in {option}{nearest(str(key), known)}; its keys are {', '.join(known)}")
@@ -107,7 +107,7 @@ def _source(item: object, option: str) -> Source:
 def read(source: Source) -> Sequence[dict]:
     """The rows of a source, columns renamed: a list, or a datasets.Dataset (memory-mapped) for parquet and the hub.
 
-    Raises UserError, in one line, for whatever is missing, empty, malformed or of an unknown kind.
+    Raises UserError, in one line, for anything missing, empty, malformed or of an unknown kind.
     """
     try:
         return _read(source)
@@ -116,14 +116,14 @@ def read(source: Source) -> Sequence[dict]:
 
 
 def check_there(source: Source) -> None:
-    """UserError for what is neither embedded nor there, and looks like no hub id; nothing is read."""
+    """UserError for a source that is neither embedded nor exists nor looks like a hub id; nothing is read."""
     check(source.path.startswith("demo/") or os.path.exists(expanded(source.path)) or not _looks_local(source.path),
           _missing(source.path))
 
 
 def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
-    """Some rows of a source, columns renamed, and how many it has (None: only a whole reading would tell). Large files
-    are not read whole, and of the hub no more is loaded than is shown. Raises UserError as `read` does."""
+    """Some rows of a source, columns renamed, and how many it has (None: unknown without reading all). Of large files
+    only a part is read, and from the hub only these rows are loaded. Raises UserError as `read` does."""
     path = Path(expanded(source.path))
     is_demo = source.path.startswith("demo/")
     if path.is_dir() and not is_demo and (large := _large_files(path, source)):
@@ -146,7 +146,7 @@ def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
 
 
 def _large_files(folder: Path, source: Source) -> list[Path]:
-    """The data files of a folder, if they are too large to be read only to show some rows; else nothing."""
+    """The data files of a folder, if they are too large to be read for a preview; else []."""
     entries = (name for _, folders, names in os.walk(_below(folder, source)) for name in (*folders, *names))
     check(next(islice(entries, MAX_ENTRIES, None), None) is None,
           f"{source.path} holds more than {MAX_ENTRIES:,} files and folders; give the folder of the data")
@@ -205,7 +205,7 @@ def _file(path: Path) -> Sequence[dict]:
 
 
 def _missing(path: str) -> str:
-    what = "is no plain file" if os.path.exists(expanded(path)) else "does not exist"
+    what = "is not a plain file" if os.path.exists(expanded(path)) else "does not exist"
     return f"data.sources: {path} {what}; give a file, a folder or a hub id"
 
 
@@ -244,9 +244,9 @@ def _folder(folder: Path, source: Source) -> Sequence[dict]:
 
 
 def _below(folder: Path, source: Source) -> Path:
-    found = folder / source.name if source.name else folder
-    check(found.is_dir(), f"{source.path} has no subfolder {source.name}; leave `name` out, or give one that exists")
-    return found
+    below = folder / source.name if source.name else folder
+    check(below.is_dir(), f"{source.path} has no subfolder {source.name}; leave `name` out, or give one that exists")
+    return below
 
 
 def _is_saved(folder: Path) -> bool:
@@ -254,17 +254,17 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _files(folder: Path, source: Source) -> list[Path]:
-    """The data files of a folder that are of the split."""
+    """The data files of a folder that belong to the split."""
     folder = _below(folder, source)
-    found = [p for p in folder.rglob("*") if kind_of(p) and p.name not in _NOT_DATA
+    paths = [p for p in folder.rglob("*") if kind_of(p) and p.name not in _NOT_DATA
              and not any(part.startswith(".") for part in p.relative_to(folder).parts)]
-    files = sorted(p for p in found if p.is_file())
-    texts = [p for p in files if kind_of(p) != ".txt"]  # beside data, a .txt is a licence or a note
+    files = sorted(p for p in paths if p.is_file())
+    texts = [p for p in files if kind_of(p) != ".txt"]  # a .txt beside data is a licence or a note
     return _of_split(texts or files, folder, source.split)
 
 
 def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
-    """The files whose path names the split; files that name none are the train split."""
+    """The files whose path names the split; files that name no split are the train split."""
     check(bool(files), f"{folder} holds no data: no {', '.join((*PARSERS, '.parquet'))} file in it; give "
                       "another folder")
 
@@ -276,8 +276,8 @@ def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
 
     named = {p: words(p) for p in files}
     chosen = [p for p in files if split.lower() in named[p] or (split == "train" and not named[p])]
-    found = sorted({w for ws in named.values() for w in ws}) or ["train"]
-    check(bool(chosen), f"{folder} has no split {split}; it has {', '.join(found)}")
+    splits = sorted({w for ws in named.values() for w in ws}) or ["train"]
+    check(bool(chosen), f"{folder} has no split {split}; it has {', '.join(splits)}")
     return chosen
 
 
@@ -304,8 +304,8 @@ def _hub(source: Source) -> Sequence[dict]:
 
 
 def _without_media(rows: Sequence[dict]) -> Sequence[dict]:
-    """The rows with {"type": "image"} for what a column holds that is declared as images, video or audio: nothing here
-    reads them, and decoding them takes time and other libraries."""
+    """The rows with {"type": "image"} in place of values of columns declared as images, video or audio: they are not
+    used, and decoding them takes time and other libraries."""
     for name, feature in getattr(rows, "features", {}).items():
         if any(f"{kind}(" in repr(feature) for kind in ("Image", "Video", "Audio")):
             column = rows.select_columns(name).with_format("arrow")[:][name]
@@ -315,7 +315,7 @@ def _without_media(rows: Sequence[dict]) -> Sequence[dict]:
 
 
 def _is_filled(scalar) -> bool:  # noqa: ANN001
-    """Whether a scalar of arrow, or any in it, is no null; pictures are not looked at."""
+    """Whether an arrow scalar, or any in it, is not null; images are not decoded."""
     parts = scalar.values() if hasattr(scalar, "keys") else scalar if hasattr(scalar, "__iter__") else None
     return scalar.is_valid and (parts is None or any(map(_is_filled, parts)))
 
@@ -325,13 +325,13 @@ def _loaded_from_hub(source: Source) -> Iterator[None]:
     try:
         with _quiet():
             yield
-    except Exception as error:  # offline, missing, gated, a script: the library has a class for each
-        raise UserError(f"data.sources: {source.path} is no file or folder here, and loading it from the hub failed: "
-                        f"{type(error).__name__}: {_first_line(error)}; give another path") from error
+    except Exception as error:  # offline, missing, gated, a script: of many classes
+        raise UserError(f"data.sources: {source.path} is not a local file or folder, and loading it from the hub "
+                        f"failed: {type(error).__name__}: {_first_line(error)}; give another path") from error
 
 
 def _renamed(rows: Sequence[dict], source: Source) -> Sequence[dict]:
-    """The rows with source.columns applied; a column of theirs under one of our names gives way."""
+    """The rows with source.columns applied; it replaces existing columns of the same name."""
     if not source.columns:
         return rows
     theirs = list(rows[0])
@@ -345,7 +345,7 @@ def _renamed(rows: Sequence[dict], source: Source) -> Sequence[dict]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no word of every retry while loading; what fails in the end is one error."""
+    """Within the block no progress bars and no logging of retries; a final failure is one error."""
     import datasets
 
     was_on, logger = not datasets.are_progress_bars_disabled(), logging.getLogger("huggingface_hub")

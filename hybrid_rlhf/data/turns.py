@@ -1,8 +1,8 @@
-"""A conversation as the texts that its answers are trained in: each answer behind the prompt that generation sees.
+"""Render a conversation as training texts: each answer follows the prompt that generation sees.
 
-Where a template writes history as it was said, one text holds all answers. Where it rewrites history (Qwen3 removes
-earlier thoughts), no text does: what the model reads before its second answer is not what it said first. Such a
-conversation becomes one text for each answer.
+If a template keeps history unchanged, one text contains all answers. If it rewrites history (Qwen3 removes earlier
+thoughts), one text cannot: the model's context at the second answer differs from its first answer. Such a conversation
+becomes one text for each answer.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, thought_of, wor
 
 Text = str | list  # a plain string, or messages: a list of {"role", "content"}
 MAX_TURNS = 1024
-_MARKER_LENGTH = 64  # characters of a generation prompt that thinking markers may take
-BREAK = "\ufdd0"  # a noncharacter, which Unicode keeps for a program's own use: no text may hold it
-_known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (what they depend on, its control tokens)
+_MARKER_LENGTH = 64  # characters at the end of a generation prompt for thinking markers
+BREAK = "\ufdd0"  # a noncharacter, which Unicode reserves for internal use: it is not in texts
+_known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (cache key, its control tokens)
 
 
 class SkipRow(Exception):  # noqa: N818 - not a fault: the row is dropped and counted
-    """A row that cannot be rendered; the message is the reason to count it under."""
+    """A row that cannot be rendered; the message is the reason under which it is counted."""
 
 
 def with_kwargs(messages: Text | None, kwargs: Mapping) -> Text | None:
-    """Messages of which the first carries variables of the chat template; a string as it is."""
+    """Messages with variables of the chat template in the first; a string unchanged."""
     if not isinstance(messages, list) or not messages or not kwargs:
         return messages
     return [{**messages[0], KWARGS: dict(kwargs)}, *messages[1:]]
 
 
 class Answer(NamedTuple):
-    """prompt: the text that generation continues; said: the answer behind it, to its end of turn."""
+    """prompt: the text that generation continues; text: the answer after it, to its end of turn."""
 
     prompt: str
-    said: str
+    text: str
 
 
 def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = False,  # noqa: ANN001
            continues: bool = False) -> str:
-    """Messages as text, in the dialect of the tokenizer's template (models/template.py). Raises SkipRow if it does.
+    """Messages as text, in the dialect of the tokenizer's template (models/template.py). Raises SkipRow if that fails.
 
-    Content never makes a special token: where it reads like one it is broken (`broken`).
+    Content never becomes a special token: text like one is `broken`.
     """
     try:
         adapted = template.adapted(messages, dialect_of(tokenizer))
@@ -59,12 +59,12 @@ def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = Fa
 
 
 def is_begun(messages: Sequence[dict]) -> bool:
-    """Whether the last message is the beginning of the assistant's answer, which says or thinks something."""
+    """Whether the last message is the beginning of the assistant's answer, with some text or thought."""
     return _is_answer(messages) and bool(_words(messages[-1]) or thought_of(messages[-1])[0])
 
 
 def without_blank(messages: Sequence[dict]) -> Sequence[dict]:
-    """Messages without a last one of the assistant that says and thinks nothing: its answer is yet to begin."""
+    """Messages without an empty last message of the assistant (no text, no thought)."""
     return messages[:-1] if _is_answer(messages) and not is_begun(messages) else messages
 
 
@@ -73,18 +73,18 @@ def _is_answer(messages: Sequence[dict]) -> bool:
 
 
 def render_prompt(tokenizer, messages: Sequence[dict], continues: bool = True) -> str:  # noqa: ANN001
-    """The text that generation continues: behind an answer's beginning, where the last message is one and `continues`.
-    Raises SkipRow where the template leaves out what a message says."""
+    """The text that generation continues. With `continues` a last message of the assistant is the answer's beginning.
+    Raises SkipRow where the template leaves out the text of a message."""
     messages = without_blank(messages) if continues else messages
     is_open = continues and is_begun(messages)
     text = _begun(tokenizer, messages) if is_open else render(tokenizer, messages, True)
-    _check_history(messages, whole(text))
+    _check_history(messages, unbroken(text))
     return text
 
 
 def _begun(tokenizer, messages: Sequence[dict]) -> str:  # noqa: ANN001
-    """The text to the end of the last message's words. A thought that it begins and does not end stands behind the
-    generation prompt, where the model writes one; a template would take it for words and write an empty one before."""
+    """The text to the end of the last message's content. An unfinished thought follows the generation prompt, where the
+    model writes one; a template would treat it as answer text and write an empty thought before it."""
     content, (opening, closing) = messages[-1]["content"].lstrip(), stripped_marks(tokenizer)
     if dialect_of(tokenizer).thought_marks and content.startswith(opening) and closing not in content:
         prompt = render(tokenizer, messages[:-1], True)
@@ -97,43 +97,43 @@ def _begun(tokenizer, messages: Sequence[dict]) -> str:  # noqa: ANN001
 
 def answers_of(tokenizer, messages: Sequence[dict], first: int = 0,  # noqa: ANN001
                begun: dict | None = None) -> list[Answer]:
-    """The answers of a conversation from message `first` on, each behind the prompt that generation sees there.
-    begun: the beginning of message `first`, where that is part of its prompt."""
+    """The answers of a conversation from message `first` on, each after the prompt that generation sees there. begun:
+    the beginning of message `first`, if that is part of its prompt."""
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         raise SkipRow("no assistant turn")
-    if len(turns) > MAX_TURNS:  # each is found by rendering all before it
+    if len(turns) > MAX_TURNS:  # each renders all turns before it
         raise SkipRow(f"more than {MAX_TURNS} answers in one conversation")
     return [_answer(tokenizer, messages, turn) if turn > first or begun is None else
             _rest(tokenizer, messages[:turn], messages[turn], begun) for turn in turns]
 
 
 def _rest(tokenizer, history: Sequence[dict], message: dict, begun: dict) -> Answer:  # noqa: ANN001
-    """The answer behind its beginning: the words that follow, and what the template writes behind an answer."""
+    """The rest of a begun answer, and what the template writes after an answer."""
     prompt = render_prompt(tokenizer, [*history, begun])
     rest = {**message, "content": message["content"].removeprefix(begun["content"])}
-    text = render(tokenizer, [*history, message])
-    if text.startswith(prompt) and broken(tokenizer, rest["content"].strip(), is_own=True) in text[len(prompt) :]:
-        return Answer(prompt, _cut_at_end(tokenizer, text[len(prompt) :], rest))
+    full = render(tokenizer, [*history, message])
+    if full.startswith(prompt) and broken(tokenizer, rest["content"].strip(), is_own=True) in full[len(prompt) :]:
+        return Answer(prompt, _cut_at_end(tokenizer, full[len(prompt) :], rest))
     if message.get("tool_calls") or any(message.get(name) != begun.get(name) for name in THOUGHT_FIELDS):
         raise SkipRow("the chat template writes an answer otherwise than its beginning")
     behind = render(tokenizer, [*history, {"role": "assistant", "content": template.SAID}]).rpartition(template.SAID)[2]
-    said = broken(tokenizer, rest["content"], is_own=True)
-    return Answer(prompt, said + _cut_at_end(tokenizer, behind, {"content": ""}))
+    text = broken(tokenizer, rest["content"], is_own=True)
+    return Answer(prompt, text + _cut_at_end(tokenizer, behind, {"content": ""}))
 
 
 def _answer(tokenizer, messages: Sequence[dict], turn: int) -> Answer:  # noqa: ANN001
     message, history = messages[turn], messages[:turn]
     prompt = render(tokenizer, history, True) if history else _opening(tokenizer, message)
-    _check_history(history, whole(prompt))
-    said = _said(tokenizer, prompt, [*history, message])
-    said = _with_thought(tokenizer, prompt, said, message)
-    _check_answer(message, whole(said))
-    return Answer(prompt, _cut_at_end(tokenizer, said, message))
+    _check_history(history, unbroken(prompt))
+    text = _answer_text(tokenizer, prompt, [*history, message])
+    text = _with_thought(tokenizer, prompt, text, message)
+    _check_answer(message, unbroken(text))
+    return Answer(prompt, _cut_at_end(tokenizer, text, message))
 
 
 def _opening(tokenizer, message: dict) -> str:  # noqa: ANN001
-    """What stands before an answer that begins the conversation."""
+    """The text before an answer that is the first message."""
     try:
         return render(tokenizer, [], True)
     except SkipRow:
@@ -141,26 +141,26 @@ def _opening(tokenizer, message: dict) -> str:  # noqa: ANN001
         return text[: max(0, text.find(content))] if content else ""
 
 
-def _said(tokenizer, prompt: str, messages: Sequence[dict]) -> str:  # noqa: ANN001
-    """The last message as the template writes it behind its prompt."""
+def _answer_text(tokenizer, prompt: str, messages: Sequence[dict]) -> str:  # noqa: ANN001
+    """The last message as the template renders it after its prompt."""
     *history, message = messages
     marks = stripped_marks(tokenizer)
-    said = _behind(prompt, render(tokenizer, messages), marks)
-    if said is None:  # the answer changes the history: written behind the question alone there is none to change
+    text = _behind(prompt, render(tokenizer, messages), marks)
+    if text is None:  # the answer changes the rendered history: render it after the question alone
         asked = max((i for i, m in enumerate(history) if m["role"] == "user"), default=0)
         short = [m for i, m in enumerate(history) if i == asked or (i < asked and m["role"] in template.INSTRUCTIONS)]
         if short:
             short[0] = {**short[0], **template.carried(history)}
-            said = _behind(render(tokenizer, short, True), render(tokenizer, [*short, message]), marks)
-    if said is None:
+            text = _behind(render(tokenizer, short, True), render(tokenizer, [*short, message]), marks)
+    if text is None:
         raise SkipRow("the chat template rewrites earlier turns")
-    return said
+    return text
 
 
 def _behind(prompt: str, text: str, marks: tuple[str, str]) -> str | None:
-    """What follows the prompt in `text`; None where the text says something else before it.
+    """The text after the prompt in `text`; None if `text` begins differently.
 
-    A generation prompt may say more than history does: thinking markers, behind which the answer goes on.
+    A generation prompt may contain more than history does: thinking markers, after which the answer continues.
     """
     if text.startswith(prompt):
         return text[len(prompt) :]
@@ -173,78 +173,77 @@ def _behind(prompt: str, text: str, marks: tuple[str, str]) -> str | None:
     return next((text[edge:] for edge in edges if edge <= same), None)
 
 
-def _with_thought(tokenizer, prompt: str, said: str, message: dict) -> str:  # noqa: ANN001
-    """The answer with its thought, if the template left that out, as a model of this template writes it; behind a
-    generation prompt that opens a thought, with its end. Raises SkipRow for a thought behind a prompt that has ended
-    it."""
+def _with_thought(tokenizer, prompt: str, answer: str, message: dict) -> str:  # noqa: ANN001
+    """The answer with its thought in the template's markers, if the template left that out; after a generation prompt
+    that opens a thought, with the closing marker. Raises SkipRow for a thought after a prompt that has closed it."""
     thought, marks = thought_of(message)[0], dialect_of(tokenizer).thought_marks
     opening, closing = marks or MARKERS[0]
     if thought and prompt.rstrip().endswith(closing.strip()):
         raise SkipRow("the chat template ends the thought before the answer, and this answer has one")
     is_open = prompt.rstrip().endswith(opening.strip())
     words = broken(tokenizer, thought_of(message)[1].strip(), is_own=True)
-    if closing.strip() in said[: said.rfind(words)] or not (is_open or (thought and marks)):
-        return said
+    if closing.strip() in answer[: answer.rfind(words)] or not (is_open or (thought and marks)):
+        return answer
     lead = opening if not is_open else "" if prompt.endswith("\n") else "\n"
-    return f"{lead}{broken(tokenizer, thought, is_own=True)}{closing}" + said.lstrip("\n")
+    return f"{lead}{broken(tokenizer, thought, is_own=True)}{closing}" + answer.lstrip("\n")
 
 
 def _words(message: Mapping) -> str:
     return (message.get("content") or "").strip()
 
 
-def _cut_at_end(tokenizer, said: str, message: Mapping) -> str:  # noqa: ANN001
-    """The answer to its end of turn; what the template writes behind that (a newline, an end of text) is cut. Where the
-    template writes none behind the last answer, the end that its next message implies."""
+def _cut_at_end(tokenizer, answer: str, message: Mapping) -> str:  # noqa: ANN001
+    """The answer to its end of turn; text after that (a newline, an end of text) is cut. If the template writes no end
+    of turn after the last answer, the token that begins the next message is added."""
     words = broken(tokenizer, thought_of(message)[1].strip(), is_own=True)
     ends, calls = dialect_of(tokenizer).ends, message.get("tool_calls")
-    place = said.rfind(words) if words and not calls else 0
-    if not any(end in said[place:] for end in ends):  # the words were found in an end: "d" in <|im_end|>
+    place = answer.rfind(words) if words and not calls else 0
+    if not any(end in answer[place:] for end in ends):  # the text was found inside an end marker: "d" in <|im_end|>
         place = 0
-    found = [(said.rfind if calls else said.find)(end, place) for end in ends]
-    places = [at + len(end) for at, end in zip(found, ends, strict=True) if at >= 0]
+    starts = [(answer.rfind if calls else answer.find)(end, place) for end in ends]
+    places = [at + len(end) for at, end in zip(starts, ends, strict=True) if at >= 0]
     implied = ends[-1 if calls else 0] if ends else ""
-    return said[: places[0]] if places else said.rstrip() + implied
+    return answer[: places[0]] if places else answer.rstrip() + implied
 
 
-def _check_answer(message: Mapping, said: str) -> None:
-    """SkipRow if a part of the answer is not in what the template made of it."""
+def _check_answer(message: Mapping, text: str) -> None:
+    """SkipRow if a part of the answer is missing in its rendered text."""
     place = 0
     for piece in thought_of(message):
         piece = piece.replace(BREAK, "\ufffd").strip()
-        found = said.find(piece, place)
-        if found < 0:
+        start = text.find(piece, place)
+        if start < 0:
             raise SkipRow("the chat template leaves out what the assistant says")
-        place = found + len(piece)
-    if not all(_shows(word, said) for call in message.get("tool_calls") or () for word in _of_call(call)):
+        place = start + len(piece)
+    if not all(_shows(word, text) for call in message.get("tool_calls") or () for word in _of_call(call)):
         raise SkipRow("the chat template leaves out tool calls")
 
 
 def _check_history(messages: Sequence[Mapping], text: str) -> None:
-    """SkipRow if the words of a message are not in the prompt, in their order. Thoughts and tool calls of earlier
+    """SkipRow if the text of a message is missing in the prompt, or out of order. Thoughts and tool calls of earlier
     turns may be left out: the model would not see them either."""
     place = 0
     for message in messages:
         words = (thought_of(message)[1] if message["role"] == "assistant" else _words(message)).replace(BREAK, "\ufffd")
         is_anywhere = message["role"] in template.INSTRUCTIONS
-        found = _find(words.strip(), text, 0 if is_anywhere else place)
-        if found < 0 and not message.get("tool_calls"):
+        start = _find(words.strip(), text, 0 if is_anywhere else place)
+        if start < 0 and not message.get("tool_calls"):
             raise SkipRow(f"the chat template leaves out what the {message['role']} says")
-        place = place if is_anywhere else max(place, found)
+        place = place if is_anywhere else max(place, start)
     tools = next((m["tools"] for m in messages if m.get("tools")), ())
     if not all(_shows(str((tool.get("function") or tool).get("name", "")), text) for tool in tools):
         raise SkipRow("the chat template leaves out the tools")
 
 
 def _of_call(call: Mapping) -> Iterator[str]:
-    """A call's function and its arguments, as text that its rendering must hold."""
+    """A call's function and arguments, as texts that its rendering must contain."""
     call = call.get("function") or call
     yield str(call.get("name", ""))
     yield from _values(call.get("arguments"))
 
 
 def _values(value: object) -> Iterator[str]:
-    """Names and values in a JSON value; true, false and null are written in too many ways."""
+    """Keys and values in a JSON value, without true, false and null, which are rendered in many ways."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield str(key)
@@ -260,51 +259,50 @@ def _shows(words: str, text: str) -> bool:
     return _find(words, text) >= 0
 
 
-def _find(words: str, text: str, start: int = 0) -> int:
-    """Where the words begin in the text, as they are or as JSON writes them; -1 where they are not in it."""
-    found = text.find(words, start)
-    if found < 0:
-        found = max(text.find(json.dumps(words, ensure_ascii=is_ascii)[1:-1], start) for is_ascii in (False, True))
-    return found
+def _find(words: str, text: str, begin: int = 0) -> int:
+    """The index of the words in the text, as they are or JSON-escaped; -1 if they are not in it."""
+    start = text.find(words, begin)
+    if start < 0:
+        start = max(text.find(json.dumps(words, ensure_ascii=is_ascii)[1:-1], begin) for is_ascii in (False, True))
+    return start
 
 
 def control_tokens(tokenizer, is_own: bool = False) -> tuple[str, ...]:  # noqa: ANN001
-    """The texts that `tokenizer` reads as special tokens, longest first, without the markers of thoughts; is_own: in
-    what the assistant says itself, where the markers of tool calls are none either."""
+    """The texts that `tokenizer` reads as special tokens, longest first, without the markers of thoughts; is_own: for
+    text of the assistant, where the markers of tool calls are left out too."""
     size = len(tokenizer.get_added_vocab()) if not hasattr(tokenizer, "__len__") else len(tokenizer)
     key = (size, getattr(tokenizer, "chat_template", None), *map(str, tokenizer.all_special_tokens))
     if tokenizer not in _known or _known[tokenizer][0] != key:
         texts = {str(t) for t in tokenizer.all_special_tokens}
         texts |= {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         texts = {t for t in texts if len(t) > 1}.difference(words_of(), words_of([template.stripped_marks(tokenizer)]))
-        others, own = (tuple(sorted(t, key=len, reverse=True)) for t in (texts, texts - template.call_words(tokenizer)))
-        _known[tokenizer] = (key, others, own)
+        user, model = (tuple(sorted(t, key=len, reverse=True)) for t in (texts, texts - template.call_words(tokenizer)))
+        _known[tokenizer] = (key, user, model)
     return _known[tokenizer][1 + is_own]
 
 
 @lru_cache(32)
 def _pattern(tokens: tuple[str, ...]) -> re.Pattern:
-    return re.compile(f"(?={_branches(tokens)})")  # ahead only: one may begin inside another
+    return re.compile(f"(?={_branches(tokens)})")  # lookahead: one may begin inside another
 
 
 def _branches(ends: Sequence[str]) -> str:
-    """A regular expression of texts that begin with one of `ends`, character by character: some tokenizers have a
-    thousand special tokens, and trying each of them everywhere takes as long."""
+    """A regular expression that matches any of `ends`, as a trie: some tokenizers have a thousand special tokens, and
+    trying each of them at every place would be slow."""
     if "" in ends:
         return ""
     following: dict[str, list[str]] = {}
     for end in ends:
         following.setdefault(end[0], []).append(end[1:])
-    found = [re.escape(first) + _branches(rest) for first, rest in following.items()]
-    return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
+    branches = [re.escape(first) + _branches(rest) for first, rest in following.items()]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
 
 
 def broken(tokenizer, text: str, is_own: bool = False) -> str:  # noqa: ANN001
-    """`text` with a BREAK behind the first character of whatever would become a control token. is_own: it is what the
-    assistant says.
+    """`text` with a BREAK after the first character of any control token in it. is_own: it is text of the assistant.
 
-    A user who writes <|im_end|> would end their turn and begin another, as system or as assistant. The two parts are
-    tokenized apart: the same characters, as ordinary tokens. Markers of thoughts (<think>) control nothing and stay.
+    A user who writes <|im_end|> could end their turn and begin another, as system or as assistant. The two parts are
+    tokenized separately: the same characters, as ordinary tokens. Markers of thoughts (<think>) are kept.
     """
     text = text.replace(BREAK, "\ufffd")
     tokens = control_tokens(tokenizer, is_own)
@@ -316,7 +314,7 @@ def broken(tokenizer, text: str, is_own: bool = False) -> str:  # noqa: ANN001
 
 
 def broken_messages(tokenizer, messages: Sequence[dict]) -> list[dict]:  # noqa: ANN001
-    """Messages whose every text but the role is `broken`, whatever it is nested in."""
+    """Messages with all texts but the role `broken`, nested ones too."""
 
     def walk(value: object, is_own: bool) -> object:
         if isinstance(value, str):
@@ -329,6 +327,6 @@ def broken_messages(tokenizer, messages: Sequence[dict]) -> list[dict]:  # noqa:
              for k, v in message.items()} for message in messages]
 
 
-def whole(text: str) -> str:
-    """The text as it was written."""
+def unbroken(text: str) -> str:
+    """The text without breaks."""
     return text.replace(BREAK, "")

@@ -206,7 +206,7 @@ def test_a_template_comes_as_text_or_as_a_file_and_a_broken_one_is_named(tmp_pat
     assert tokenizer.chat_template == NO_END
     ensure_template(tokenizer, CHATML)
     assert tokenizer.chat_template == CHATML
-    with pytest.raises(UserError, match=r"data.chat_template nowhere.jinja is no file"):
+    with pytest.raises(UserError, match=r"data.chat_template nowhere.jinja is not a file"):
         ensure_template(tokenizer, "nowhere.jinja")
     with pytest.raises(UserError, match=r"data.chat_template line 2: Encountered unknown tag 'fro'"):
         ensure_template(tokenizer, "\n{% fro m in messages %}")

@@ -66,7 +66,7 @@ def test_what_holds_nothing_for_a_stage_is_passed_over_and_said(places, tmp_path
     ([{"path": "{apart}", "weight": 2.0}], "data.eval_sources: a source has a weight"),
     (["none.jsonl"], "data.eval_sources: none.jsonl does not exist"),
     ([{"path": "{apart}", "stage": ["sft"]}], "unknown key stage in data.eval_sources"),
-    (3, "data.eval_sources: 3 is no source"),
+    (3, "data.eval_sources: 3 is not a source"),
 ])
 def test_faults_are_named_by_the_option(places, tmp_path, given, said):
     if isinstance(given, list):

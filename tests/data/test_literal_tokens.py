@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.data.chat import compose_messages, compose_prompt, encode, encode_all, encode_prompt
-from hybrid_rlhf.data.turns import BREAK, broken, control_tokens, whole
+from hybrid_rlhf.data.turns import BREAK, broken, control_tokens, unbroken
 from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.models.tokenizer import turn_ends
 from hybrid_rlhf.rewards.model import read_by
@@ -84,7 +84,7 @@ def test_a_token_inside_a_token_is_broken_too(tokenizer):
     assert set(control_tokens(tokenizer)) >= {"im_end|>", "<|im_end|><|", "<|im_end|>"}
     text = broken(tokenizer, "a<|im_end|><|b")
     assert text == f"a<{BREAK}|i{BREAK}m_end|><|b"
-    assert whole(text) == "a<|im_end|><|b"
+    assert unbroken(text) == "a<|im_end|><|b"
 
 
 def test_an_answer_under_a_template_with_its_own_end_of_turn_ends_once(gemma):

@@ -263,7 +263,7 @@ REFUSED = {
          "images"),
     "image_url parts": (
         {"prompt": [u([{"type": "image_url", "image_url": {"url": "x"}}])], "answer": "A plum."},
-         "parts that are no text"),
+         "parts that are not text"),
     "images of a message": ({"messages": [{**u("What?"), "images": ["x"]}, a("A plum.")]}, "images, video or audio"),
     "sounds": ({"prompt": "What?", "audio": {"array": [0.0]}}, "images, video or audio"),
     "half repeated": ({"prompt": [u("Hi")], "chosen": [u("Hi"), a("Yo")], "rejected": [a("No")]}, "the other does not"),

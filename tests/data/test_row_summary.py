@@ -82,7 +82,7 @@ def test_rows_that_a_split_leaves_to_other_stages_are_told_with_the_way_to_keep_
     run(place, "sft", "demos.jsonl", *TRAIN, "--data.split=[2, 4, 4]", "--data.eval_fraction", "0")
     first, _, second = [s for s in capsys.readouterr().err.splitlines() if s.startswith(("data:", "note:", "warning:"))]
     kept = int(first.split(" rows read, ")[1].split()[0])
-    assert 0 < kept < 30 and first.endswith(f"{60 - kept} left to other stages")
+    assert 0 < kept < 30 and first.endswith(f"{60 - kept} assigned to other stages")
     assert second.startswith(f"note: {60 - kept} of 60 rows") and "data.split null gives this stage every row" in second
 
 
@@ -92,8 +92,8 @@ def test_over_a_tenth_dropped_or_cut_is_a_warning_with_the_reasons_and_less_is_n
     assert summary(report) == [
         "data: 100 rows read, 85 to train on, 5 held out, 4 truncated, 7 dropped: empty answer, 3 dropped: longer than "
         "max_length",
-        "warning: 14 of 100 rows (14%) are lost to this stage: 4 cut to data.max_length; 7 dropped: empty answer; 3 "
-        "dropped: longer than max_length"]
+        "warning: 14 of 100 rows (14%) are missing or cut in this stage: 4 cut to data.max_length; 7 dropped: empty "
+        "answer; 3 dropped: longer than max_length"]
     assert summary(report, "ptx") == [line.replace("data:", "data of ptx:").replace("this stage", "ptx")
                                       for line in summary(report)]
     report |= {"truncated": 0, "dropped": {"empty answer": 10}}

@@ -98,7 +98,7 @@ def test_a_hub_data_set_that_cannot_be_had_is_named(monkeypatch):
         raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(UserError, match=r"nobody/nothing is no file .*ConnectionError: no; give another path$"):
+    with pytest.raises(UserError, match=r"nobody/nothing is not a local file .*Error: no; give another path$"):
         read(Source("nobody/nothing"))
 
 

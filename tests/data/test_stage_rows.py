@@ -167,7 +167,7 @@ def test_no_usable_row_is_a_user_error_with_the_counts(written, tokenizer):
                                         r"3 dropped: answer cut away; raise data\.max_length, which is 3: of the first "
                                         r"3 rows the shortest has \d+ tokens, the longest \d+$"):
         build(whole(written(pairs(3)), max_length=3), READS["sft"], tokenizer, 0)
-    with pytest.raises(UserError, match=r"3 left to other stages; data.split null gives every stage every row"):
+    with pytest.raises(UserError, match=r"3 assigned to other stages; data.split null gives every stage every row"):
         build(DataConfig([written(pairs(3))], split=[0, 1, 1]), READS["sft"], tokenizer, 0)
 
 
@@ -299,5 +299,5 @@ def test_a_wrong_setting_is_a_user_error(change, said):
 
 def test_a_report_reads_as_one_line():
     report = {"read": 5, "other_stages": 1, "truncated": 1, "train": 2, "held_out": 1, "dropped": {"empty answer": 1}}
-    assert describe(report) == ("5 rows read, 2 to train on, 1 held out, 1 left to other stages, 1 truncated, "
+    assert describe(report) == ("5 rows read, 2 to train on, 1 held out, 1 assigned to other stages, 1 truncated, "
                                 "1 dropped: empty answer")

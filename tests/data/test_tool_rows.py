@@ -149,7 +149,7 @@ def test_a_result_that_is_no_text_is_shown_as_json(built, tokenizer, content, sh
 @pytest.mark.parametrize("arguments", ["Oslo", "[1]", '"Oslo"', [1], 5])
 def test_arguments_that_are_no_object_drop_the_row_and_are_counted(built, arguments):
     data = built([calling(tool_calls=[{**FLAT, "arguments": arguments}]), ROW])
-    assert data.report["dropped"] == {"a tool call whose arguments are no JSON object": 1} and len(data.train) == 1
+    assert data.report["dropped"] == {"a tool call whose arguments are not a JSON object": 1} and len(data.train) == 1
 
 
 def test_what_is_no_call_no_tool_and_no_text_is_said_in_one_line_or_counted():
@@ -165,9 +165,9 @@ def test_what_is_no_call_no_tool_and_no_text_is_said_in_one_line_or_counted():
         with pytest.raises(UserError, match=r"^here: tools must be a list of tool schemas, not "):
             read({**ROW, "tools": tools})
     assert read({"text": "a", "tools": "hammer"}).tools == []  # rendered already: nothing is read beside it
-    with pytest.raises(SkipRow, match="a message with parts that are no text"):
+    with pytest.raises(SkipRow, match="a message with parts that are not text"):
         read({"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}, ANSWER]})
-    with pytest.raises(SkipRow, match="a function_call that is no JSON object"):
+    with pytest.raises(SkipRow, match="a function_call that is not a JSON object"):
         read({"conversations": [{"from": "human", "value": "?"}, {"from": "function_call", "value": "weather_of"}]})
 
 
@@ -189,8 +189,8 @@ def test_a_template_that_cannot_show_tools_drops_such_rows_and_says_so_in_one_li
     ensure_template(tokenizer)
     data = built([ROW, ROW, {"messages": [ASKED, ANSWER], "tools": None}], tokenizer=tokenizer)
     assert len(data.train) == 1 and data.report["dropped"] == {"the chat template leaves out the tools": 2}
-    assert summary(data.report)[-1] == ("warning: 2 of 3 rows (67%) are lost to this stage: 2 dropped: the chat "
-                                        "template leaves out the tools")
+    assert summary(data.report)[-1] == ("warning: 2 of 3 rows (67%) are missing or cut in this stage: 2 dropped: the "
+                                        "chat template leaves out the tools")
     with pytest.raises(UserError, match=r"1 dropped: the chat template leaves out the tools; give other data, "
                                         r"larger lengths or another data\.chat_template$"):
         built([ROW], tokenizer=tokenizer)
