@@ -1,7 +1,7 @@
-"""Several trained models to talk to, on one load of their base where they are adapters of one.
+"""Load several trained models to chat with; adapters of one base share one load of it.
 
-A LoRA run leaves its adapter beside the merged model, and the adapter says which model it stands on; that may be
-another run's, with an adapter of its own. Base, SFT and PPO are then the base with no adapter, with one, and with both.
+A LoRA run saves its adapter beside the merged model, and the adapter names its base model; that may be another run's,
+with an adapter itself. Base, SFT and PPO are then the base without adapters, with one, and with both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybrid_rlhf.models.weights import read_tensor
 
 _log = logging.getLogger(__name__)
 MAX_DEPTH = 8  # adapters on adapters
-ROUNDING = 0.02  # of a merged weight's largest number, in 16 bits
+ROUNDING = 0.02  # relative to a merged weight's largest number, in 16 bits
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Chain:
 
 
 def chain_of(path: str) -> Chain:
-    """What the model at `path` (a run's folder, a model folder or a hub id) stands on, as far as files say."""
+    """The base and adapters of the model at `path` (a run's folder, a model folder or a hub id), by its files."""
     folder = model_folder(path)
     adapters: list[Path] = []
     for _ in range(MAX_DEPTH):
@@ -63,7 +63,7 @@ def open_chat_models(places: dict[str, str], sampling: SamplingConfig, seed: int
                      system: str | None = None) -> dict[str, Conversation]:
     """A conversation with each of the models at `places` (name -> path), in their order.
 
-    Raises UserError for what cannot chat. Models that share a base are loaded once.
+    Raises UserError for models that cannot chat. Models that share a base are loaded once.
     """
     places = {name: str(model_folder(path)) for name, path in places.items()}
     for path in places.values():
@@ -85,7 +85,7 @@ def open_chat_models(places: dict[str, str], sampling: SamplingConfig, seed: int
 
 def _on_one_base(root: str, members: dict[str, Chain], places: dict[str, str], sampling: SamplingConfig, seed: int,
                  system: str | None) -> dict[str, Conversation]:
-    """Conversations over one load of `root`. A model that its adapters do not give is left out: it is loaded itself."""
+    """Conversations over one load of `root`. A model that differs from base plus adapters is left out."""
     tokenizers = {name: load_tokenizer(places[name]) for name in members}
     model = load_to_chat(root)
     size = model.get_input_embeddings().num_embeddings
@@ -95,7 +95,7 @@ def _on_one_base(root: str, members: dict[str, Chain], places: dict[str, str], s
     for folder in folders:
         try:
             load_adapter(model, folder, names[folder])
-        except UserError:  # made for another shape of this base: with new tokens, say
+        except UserError:  # made for another shape of this base, such as with new tokens
             members = {name: chain for name, chain in members.items() if folder not in chain.adapters}
     template = next((t.chat_template for t in reversed(tokenizers.values()) if t.chat_template), None)
     adapters, conversations = Adapters(model) if folders else None, {}
@@ -116,8 +116,8 @@ def _on_one_base(root: str, members: dict[str, Chain], places: dict[str, str], s
 
 @torch.no_grad()
 def _is_merge(model: torch.nn.Module, active: Sequence[str], folder: str) -> bool:
-    """Whether the folder's weights are the base's with these adapters: an SFT that was trained again after PPO is not
-    what PPO stands on. One layer is compared."""
+    """Whether the folder's weights are the base's with these adapters: an SFT model may have been trained again after
+    PPO. Compares one layer."""
     if not active:
         return True
     name, ours = adapted_weight(model, active)
@@ -128,14 +128,14 @@ def _is_merge(model: torch.nn.Module, active: Sequence[str], folder: str) -> boo
     return theirs.shape == ours.shape and float((ours - theirs).abs().max()) <= ROUNDING * float(ours.abs().max())
 
 
-# -- the sampling settings that a model is published with -------------------------------------------------------------
+# -- the sampling settings published with a model -------------------------------------------------------------------
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def published_sampling(path: str, but: Collection[str] = ()) -> dict[str, float]:
-    """Those of NAMES, `but` some, that the generation_config of the model at `path` has, as SamplingConfig takes them;
-    one that it does not take is left out."""
+    """The values of NAMES, except `but`, in the generation_config of the model at `path`; values that SamplingConfig
+    refuses are left out."""
     settings = read_generation(path)
     values = {} if settings is None else settings.to_diff_dict()
     taken = {name: _as_taken(name, values.get(name)) for name in NAMES if name not in but}
@@ -153,6 +153,6 @@ def _as_taken(name: str, value: object) -> float | None:
 
 
 def announced(name: str, values: dict[str, float], unless: str) -> str:
-    """The line that announces `values`."""
+    """A line that announces the published settings `values`."""
     return (f"{name} samples by its generation_config.json unless {unless}: "
             f"{', '.join(f'{setting} {value:g}' for setting, value in values.items())}")

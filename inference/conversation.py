@@ -1,4 +1,4 @@
-"""A conversation with one model: the saved template turns its messages into a prompt, the engine streams the answer."""
+"""A conversation with one model: the saved template renders its messages, the engine streams the answer."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _FEWER = "take a turn back (/undo), start anew (/reset) or ask for fewer tokens 
 
 @dataclass
 class Conversation:
-    """Messages so far and all that is needed to answer the next one.
+    """The messages of a conversation, with the model and settings to answer the next one.
 
     Attributes:
         engine: A HybridEngine that can generate.
         tokenizer: The model's own, with its chat template.
         sampling: Settings of the next answer; max_new_tokens is cut to the room that the model has left.
-        seed: The n-th answer of a conversation draws with seed + n, so that a script repeats and a retry does not.
+        seed: The n-th answer of a conversation samples with seed + n: scripts are reproducible, and a retry differs.
         max_positions: Longest sequence of the model, or None.
         messages: Dicts of role and content, the system message first if there is one.
-        was_cut: Whether the last answer ended because its length did.
+        was_cut: Whether the last answer reached max_new_tokens.
         tools: Schemas of the functions that the model may call, in OpenAI's form; the user answers the calls.
         call_errors: What was wrong with tool calls in the last answer; an answer with one that cannot be read is text.
     """
@@ -69,11 +69,11 @@ class Conversation:
         self.messages = [{"role": "system", "content": clean(self.system)}] if self.system else []
 
     def answer(self, text: str | None) -> Iterator[str]:
-        """Say `text` and yield the answer in pieces as it is drawn, then the tool calls in it, a line each. None: say
-        nothing: the answers to tool calls are there (`answer_call`), or the last answer goes on.
+        """Add the user's `text` and yield the answer in pieces as it is sampled, then its tool calls, a line each.
+        None: no new text; the model continues after answers to its tool calls (`answer_call`), or its last answer.
 
-        Leaving early (an interrupt, closing the iterator) keeps the part of the answer that was given. If nothing was
-        given, the question is taken back too. Raises UserError if the conversation leaves the model no room.
+        Leaving early (an interrupt, closing the iterator) keeps the part of the answer that was yielded. If nothing
+        was, the question is removed too. Raises UserError if the conversation leaves no room for an answer.
         """
         if text is not None:
             self.messages.append({"role": "user", "content": clean(text)})
@@ -99,7 +99,7 @@ class Conversation:
         yield from (f"{chr(10) if i or answered else ''}{shown_call(call)}" for i, call in enumerate(calls))
 
     def _stream(self, calls: list[dict]) -> Iterator[str]:
-        """The text of an answer; at its end `calls` has its tool calls."""
+        """Yield the text of an answer; at its end its tool calls are added to `calls`."""
         prompt = self.prompt_ids()
         sampling = self._sampling_within(len(prompt))
         seen = 0
@@ -131,13 +131,13 @@ class Conversation:
             yield rest
 
     def open_calls(self) -> list[dict]:
-        """The last answer's tool calls that have no answer yet."""
+        """The tool calls of the last answer without an answer."""
         last = next((i for i in reversed(range(len(self.messages))) if self.messages[i]["role"] != "tool"), None)
         calls = [] if last is None else self.messages[last].get("tool_calls", [])
         return calls[len(self.messages) - 1 - (last or 0) :]
 
     def answer_call(self, text: str) -> None:
-        """The answer to the first of the open calls; when all have theirs, `answer(None)` goes on."""
+        """Answer the first of the open calls; after the last, `answer(None)` continues."""
         call = self.open_calls()[0]
         self.messages.append({"role": "tool", "name": call["function"]["name"], "tool_call_id": call.get("id", ""),
                               "content": clean(text)})
@@ -146,9 +146,9 @@ class Conversation:
         return with_tools(self.messages, self.tools)
 
     def prompt_ids(self) -> list[int]:
-        """The conversation as token ids, up to and including the marker after which the model speaks.
+        """The conversation as token ids, with the generation prompt at its end.
 
-        The same function makes the prompts that the model was trained on, so the two cannot differ.
+        The same function makes the prompts for training, so the two cannot differ.
         """
         try:
             return encode_prompt(self.tokenizer, self._with_tools())
@@ -178,7 +178,7 @@ class Conversation:
 
 
 def shown_call(call: dict) -> str:
-    """A tool call as people read it: name(argument=value, ...), values as JSON."""
+    """A tool call for display: name(argument=value, ...), values as JSON."""
     arguments = call["function"]["arguments"]
     if isinstance(arguments, dict):
         arguments = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
@@ -187,8 +187,8 @@ def shown_call(call: dict) -> str:
 
 def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system: str | None = None,
                       needs_template: bool = True) -> Conversation:
-    """Load the model at a folder (or hub id) and begin. Raises UserError for what cannot chat, with what would.
-    needs_template: whether a model without a chat template is refused; it goes on with a text, and cannot chat."""
+    """Load the model at a folder (or hub id) for a conversation. Raises UserError, with advice, for a model that cannot
+    chat. needs_template: whether to refuse a model without a chat template, which can only continue a text."""
     check_can_chat(path)
     tokenizer = load_tokenizer(path)
     check(not needs_template or bool(tokenizer.chat_template),
@@ -207,8 +207,8 @@ def load_to_chat(path: str) -> nn.Module:
 
 
 def _check_rows(path: str, tokenizer, size: int, eos_ids: Collection[int]) -> None:  # noqa: ANN001
-    """UserError for tokens of the tokenizer that the model has no row for. The special ones (padding, an image's place)
-    are never fed to it, unless an answer ends in them or the template writes them."""
+    """UserError for tokens of the tokenizer without a row in the model. Special ones (padding, image placeholders) are
+    allowed: they are never inputs, unless an answer ends with them or the template writes them."""
     fed = set(eos_ids)
     with suppress(SkipRow):  # a template's refusal is reported when a question is asked
         fed |= set(encode_prompt(tokenizer, [{"role": "user", "content": "a"}]))
@@ -222,7 +222,7 @@ def check_can_chat(path: str) -> None:
     """Raise UserError if a local `path` is not the folder of a causal language model."""
     folder = Path(path)
     if not folder.exists():
-        # With its parent here it was meant as a folder; it would be taken for a hub id else.
+        # With an existing parent a folder was meant, and not a hub id.
         check(not folder.parent.is_dir(), f"model folder {path} does not exist; "
                                           "give a run's folder, a model folder or a hub id")
     if folder.is_dir() and not (folder / "config.json").exists():
@@ -231,7 +231,7 @@ def check_can_chat(path: str) -> None:
         inner = [*folder.glob("model/config.json"), *sorted(folder.glob("*/model/config.json"))]
         refuse_gguf(folder)
         hint = f"; did you mean {inner[0].parent}?" if inner else ""
-        raise UserError(f"{path} is no model folder: it has no config.json{hint}")
+        raise UserError(f"{path} is not a model folder; it needs a config.json{hint}")
     check_folder(path)
     if folder.is_dir():
         _check_kind(path, folder / "config.json")

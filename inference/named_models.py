@@ -1,4 +1,4 @@
-"""The models that --model names (NAME=DIR, or DIR alone), and the folders that they are in."""
+"""Parse the models of --model (NAME=DIR, or DIR alone), and find their folders."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybrid_rlhf.core.config import check
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model: its name for clients and people, and where it is."""
+    """A model: its name for clients and users, and its path."""
 
     name: str
     path: str
 
 
 def named_models(options: list[str]) -> list[NamedModel]:
-    """NAME=DIR, or DIR, whose name is then the folder's own, or its run's where it is called model."""
+    """Models from NAME=DIR, or from DIR with the folder's name (the run's name for a folder called model)."""
     models = []
     for text in options:
         named = re.match(r"([\w.:-]+)=(.+)", text)
@@ -35,7 +35,7 @@ def named_models(options: list[str]) -> list[NamedModel]:
 
 
 def model_folder(path: str) -> Path:
-    """A run's folder stands for the model in it."""
+    """The model folder for `path`: for a run's folder the model in it."""
     folder = Path(path)
     if not (folder / "run.json").is_file() or not (folder / "model").is_dir():
         return folder
@@ -44,7 +44,7 @@ def model_folder(path: str) -> Path:
 
 
 def _note_unfinished(run: Path) -> None:
-    """Print a line where the run in a folder is not finished: its model is of an earlier step or run."""
+    """Print a note if the run in a folder is not finished: its model is from an earlier step or run."""
     try:
         record = json.loads((run / "run.json").read_text(encoding="utf-8"))
         status, step = record["status"], record.get("facts", {}).get("model_step")

@@ -1,4 +1,4 @@
-"""The text of an answer as its tokens come: whole characters, cut before a stop string, and without tool calls."""
+"""Streaming text of an answer: incremental detokenization, stop strings, and tool calls removed."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from hybrid_rlhf.models.template import dialect_of, special_ids, stripped_marks
 from hybrid_rlhf.models.tokenizer import answer_frame
 
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
-_MOST_HELD = 64  # tokens that wait for the end of a character; it has four bytes at most
-_CONTEXT = 8  # tokens of what went before that are decoded with the first of a text
+REPLACEMENT = "\ufffd"  # decoders write it for bytes of an incomplete or invalid character
+_MOST_HELD = 64  # tokens held for the end of a character, which has at most four bytes
+_CONTEXT = 8  # tokens before a text that are decoded with its first one
 
 
 class IncrementalDetokenizer:
-    """Text of a growing list of tokens, given out in pieces that never split a character.
+    """Text of a growing list of tokens, in pieces that never split a character.
 
     A character of several bytes can be several tokens, and some tokenizers drop the space before the first token they
-    decode. So the new text is what decoding the last pieces together adds to decoding them without the new tokens, and
-    is held back while it ends in an incomplete character, up to a few tokens: bytes that never make a character would
-    be decoded again with every token. Special tokens are text too: a caller leaves out those that end a response.
-    before: the tokens that this text goes on from, which are not part of it.
+    decode. So the new text is the difference between decoding the last pieces with and without the new tokens. It is
+    held back while it ends in an incomplete character, up to a few tokens: invalid bytes would be decoded again with
+    every token. Special tokens are text too: a caller leaves out those that end a response. before: the tokens before
+    this text, which are not part of it.
     """
 
     def __init__(self, tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = list(before[-_CONTEXT:])
-        self._start, self._done = 0, len(self._ids)  # decode from _start; what lies before _done was given out
-        if REPLACEMENT in self._decode(self._done):  # a character cut in two, which must not take more with it
+        self._start, self._done = 0, len(self._ids)  # decode from _start; the text before _done was returned
+        if REPLACEMENT in self._decode(self._done):  # a split character: decode without this context
             self._ids, self._done = [], 0
 
     def push(self, token: int) -> str:
-        """The text that has become certain with `token`; often empty."""
+        """The text that `token` completes; often empty."""
         self._ids.append(token)
         known, text = self._decode(self._done), self._decode(len(self._ids))
         has_none = len(text) <= len(known)
@@ -46,7 +46,7 @@ class IncrementalDetokenizer:
         return text[len(known):]
 
     def flush(self) -> str:
-        """What is left at the end, incomplete characters as U+FFFD."""
+        """The rest at the end, incomplete characters as U+FFFD."""
         piece = self._decode(len(self._ids))[len(self._decode(self._done)):]
         self._start = self._done = len(self._ids)
         return piece
@@ -57,13 +57,13 @@ class IncrementalDetokenizer:
 
 
 class AnswerText:
-    """One answer's text, given out in pieces. What may be the beginning of a stop string is held back.
+    """One answer's text, in pieces. Text that may begin a stop string is held back.
 
-    before: the tokens that it goes on from, where they are its text's beginning and no other's turn. is_turn: it is an
-    answer in a conversation, and what the chat template writes around its words is left out.
-    has_stopped: a stop string came; it and what follows are not part of the text. num_tokens: tokens read, without the
-    ones in `ends`, which end a response and have no text. offsets: where the text of each of these tokens begins; one
-    that is part of a character begins where the last whole one ends. length: characters given out.
+    before: the tokens before the answer, if both are one text and not separate turns. is_turn: it is an answer in a
+    conversation, and the chat template's frame around it is left out.
+    has_stopped: a stop string occurred; it and the rest are not part of the text. num_tokens: tokens read, without
+    those in `ends`, which end a response and have no text. offsets: where the text of each of these tokens begins; a
+    token that is part of a character begins where the previous character ends. length: characters returned so far.
     """
 
     def __init__(self, tokenizer, stops: Sequence[str], ends: Collection[int],  # noqa: ANN001
@@ -81,12 +81,11 @@ class AnswerText:
         return len(self.offsets)
 
     def num_said(self, is_over: bool) -> int:
-        """How many of the first tokens have their text, or begin it, in what was given out; where all is over and no
-        stop string came, all that were read."""
+        """Number of tokens that begin in the returned text; all, if the answer is over without a stop string."""
         return len(self.offsets) if is_over and not self.has_stopped else bisect_left(self.offsets, self.length)
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> str:
-        """The text that has become certain; with is_last all that there is."""
+        """The text that is certain after `tokens`; with is_last all the rest."""
         out = ""
         for token in tokens:
             if self.has_stopped:
@@ -101,7 +100,7 @@ class AnswerText:
         return out
 
     def _behind_lead(self, piece: str, is_last: bool = False) -> str:
-        """The text without its lead; what may be the beginning of one is held back."""
+        """The text without its lead; text that may begin the lead is held back."""
         if not self._lead:
             return piece
         self._begun += piece
@@ -124,12 +123,12 @@ class AnswerText:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def pieces(text, tokens: Iterable[int]) -> Iterator[str]:  # noqa: ANN001 - AnswerText or one that reads it
-    """What `text` gives out of a stream of token ids, piece by piece."""
+    """The pieces of text that `text` returns for a stream of token ids."""
     for token in tokens:
         if piece := text.push([token]):
             yield piece
@@ -138,10 +137,10 @@ def pieces(text, tokens: Iterable[int]) -> Iterator[str]:  # noqa: ANN001 - Answ
 
 
 class TurnText:
-    """An answer's text in pieces, up to where a tool call begins. White space before that is held back too.
+    """An answer's text in pieces, up to its first tool call. White space before that is held back too.
 
-    prompt: the text before it, which may open a thought; nothing in a thought is a call. ids: the tokens read, without
-    those that completed a stop string. held: the text that was not given out, after the last token.
+    prompt: the text before the answer, which may open a thought; thoughts contain no calls. ids: the tokens read,
+    without those that completed a stop string. held: the text held back, after the last token.
     """
 
     def __init__(self, tokenizer, text: AnswerText, prompt: str) -> None:  # noqa: ANN001
@@ -163,7 +162,7 @@ class TurnText:
         return self._text.num_tokens
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> str:
-        """The text that is certain to be in no call."""
+        """The text that is certainly outside of calls."""
         out = ""
         for token in tokens:
             self._has_begun |= token == self._sign_id and not self._is_thinking
@@ -174,7 +173,7 @@ class TurnText:
         return out + self._certain(self._text.push([], is_last))
 
     def behind_calls(self, content: str) -> str:
-        """What is yet to be given out of the content of a turn with calls: text behind them."""
+        """The rest of the content of a turn with calls: text after them."""
         before = "".join(self._pieces).rpartition(self._close)[2].strip()
         rest = content[len(before) :].strip() if content.startswith(before) else ""
         return f"\n{rest}" if rest and before else rest
@@ -189,7 +188,7 @@ class TurnText:
         return piece
 
     def _begin(self) -> int:
-        """Where in the held text a call begins, or may begin."""
+        """Index in the held text at which a call begins, or may begin."""
         text = self.held
         start = self._thought_end()
         if self._is_thinking:
@@ -203,7 +202,7 @@ class TurnText:
         return len(text[:at].rstrip())
 
     def _thought_end(self) -> int:
-        """Where in the held text what is certain to be thought ends."""
+        """Index in the held text at which the certain part of a thought ends."""
         text = self.held
         if not self._pieces:
             self._is_thinking |= text.lstrip().startswith(self._open)
@@ -215,7 +214,7 @@ class TurnText:
 
 
 def _json_begin(text: str, start: int) -> tuple[int, bool]:
-    """Where JSON without a marker begins or may begin, and whether it has: an object with a name, or a list of them."""
+    """Where JSON without a marker begins or may begin, and whether it has begun: an object with a name, or a list."""
     for bracket in re.compile(r"[\[{]").finditer(text, start):
         opening = "".join(text[bracket.start() :].split())
         if opening.startswith(('{"', '[{"')) or opening in ("[", "{", "[{"):

@@ -1,4 +1,4 @@
-"""A reward model as the server's /score: what rewards/service.py asks for."""
+"""A reward model for the server's /score, which rewards/service.py calls."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PART = 8  # responses scored between two decode steps
 
 
 class Scorer:
-    """The sequence-classification model at `path` with its own tokenizer and template; its scores as they are."""
+    """The sequence-classification model at `path` with its own tokenizer and template; scores are not scaled."""
 
     def __init__(self, path: str, label: str | None = None) -> None:
         self.source = ClassifierSource(path, "reward_model", label=label, batch_size=PART)
 
     def open(self) -> None:
         self.source.open()
-        self._reader = copy.deepcopy(self.source.tokenizer)  # lengths are looked at in another thread than scores
+        self._reader = copy.deepcopy(self.source.tokenizer)  # lengths are checked in another thread than scores
         self._least_tokens = LeastTokens(self._reader)
 
     def check_lengths(self, prompts: list[Text], completions: list[str]) -> None:
-        """UserError for what has more tokens than the model has positions, as far as it shows without tokenizing."""
+        """UserError for inputs with more tokens than the model has positions, by a lower bound without tokenizing."""
         limit = max_positions(self.source.model)
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             with suppress(SkipRow):  # reported by `score`
@@ -44,12 +44,12 @@ class Scorer:
         return Rendered("".join(m["content"] for m in prompt) + completion, [], True)
 
     def parts(self, prompts: list[Text], completions: list[str]) -> Iterator[Callable[[], list[float]]]:
-        """Calls that score them piece by piece, in order."""
+        """Functions that score PART pairs each, in order."""
         for start in range(0, len(prompts), PART):
             yield partial(self.score, prompts[start : start + PART], completions[start : start + PART])
 
     def score(self, prompts: list[Text], completions: list[str]) -> list[float]:
-        """One score each, of prompt and whole response. UserError for what the model cannot read."""
+        """One score for each prompt and response. UserError for messages that the template refuses."""
         count = len(prompts)
         rollout = Rollout.from_responses(Prompts([[]] * count, [""] * count, {"prompt": prompts}), [[0]] * count,
                                          [True] * count, 0, completions)

@@ -32,7 +32,7 @@ BLOCK = '"""'
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags; a refusal is a UserError of one line."""
+    """The flags; errors are a UserError of one line."""
     flags = command_flags("chat", __doc__)
     flags.add_argument("--model", type=expanded, nargs="+", action="extend", default=[], metavar="[NAME=]DIR",
                        help="a run's or a model's folder, such as outputs/demo/ppo (or a hub id); several to compare")
@@ -64,10 +64,10 @@ def notice(text: str) -> None:
 
 
 def say(session: Session, text: str | None) -> None:
-    """Stream the answers to `text`, or of the models whose tool calls were answered (None), to stdout; an interrupt
-    goes through after the answers so far are shown.
+    """Stream the answers to `text` to stdout, or (None) those of the models whose tool calls were answered; an
+    interrupt is raised after the answers so far are shown.
 
-    Several answers stand in columns on a terminal, else one after the other, each under its model's name.
+    Several answers are shown in columns on a terminal, else one after the other, each under its model's name.
     """
     names = session.answered() if text is None else session.speakers()
     if len(names) > 1 and sys.stdout.isatty():
@@ -103,14 +103,14 @@ def _remarks(session: Session, name: str) -> list[str]:
 
 
 def _side_by_side(session: Session, names: list[str], text: str | None) -> None:
-    """Ask all of `names`, one after the other, and show their answers in columns as they come. An interrupt ends the
-    answer under way and those not begun."""
+    """Ask all of `names`, one after the other, and show their answers in columns as they stream. An interrupt ends the
+    current answer and the remaining ones."""
     from rich.console import Console
     from rich.live import Live
 
     answers, remarks = dict.fromkeys(names, ""), dict.fromkeys(names, "")
     console = Console(highlight=False, markup=False, emoji=False)
-    # transient: what is taller than the terminal scrolls out of a live region; the whole is printed at the end
+    # transient: a live region taller than the terminal is cut; the full table is printed at the end
     with Live(console=console, refresh_per_second=12, transient=True) as live:
         try:
             for name in names:
@@ -126,7 +126,7 @@ def _side_by_side(session: Session, names: list[str], text: str | None) -> None:
 
 
 def columns(answers: dict[str, str], remarks: dict[str, str]) -> Table:
-    """One column a model, as wide as the terminal allows; the remark stands below the answer."""
+    """One column per model, as wide as the terminal allows, with the remark below the answer."""
     from rich.table import Table
     from rich.text import Text
 
@@ -140,8 +140,8 @@ def columns(answers: dict[str, str], remarks: dict[str, str]) -> Table:
 
 
 def lines() -> Iterator[str]:
-    """What the user types or pipes in, without line ends, until the end of input. Three double quotes begin a message
-    of several lines and end it; a backslash at the end of a line joins the next one."""
+    """The lines that the user types or pipes in, until the end of input. Three double quotes begin and end a message of
+    several lines; a backslash at the end of a line joins the next one."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         import readline  # noqa: F401 - gives input() its line editing and history
@@ -202,8 +202,8 @@ def talk(session: Session) -> int:
 
 
 def open_session(options: argparse.Namespace) -> Session:
-    """Load what the flags name. Raises UserError for what cannot chat or judge."""
-    from hybrid_rlhf.engine.decode.sampling import SamplingConfig  # torch: not before the flags are right
+    """Load the models of the flags. Raises UserError for one that cannot chat or score."""
+    from hybrid_rlhf.engine.decode.sampling import SamplingConfig  # imports torch: only after the flags are checked
     from hybrid_rlhf.inference.chat.session import Session, read_tools
     from hybrid_rlhf.inference.chat_models import announced, open_chat_models, published_sampling
 
@@ -215,9 +215,9 @@ def open_session(options: argparse.Namespace) -> Session:
     session = Session(open_chat_models(named, sampling, options.seed, options.system))
     session.set_tools(tools)
     for name, model in session.chat_models.items():
-        if own := published_sampling(str(model_folder(named[name])), but=asked):
-            model.sampling = replace(model.sampling, **own)
-            notice(announced(name, own, "a flag or /set says otherwise"))
+        if published := published_sampling(str(model_folder(named[name])), but=asked):
+            model.sampling = replace(model.sampling, **published)
+            notice(announced(name, published, "a flag or /set says otherwise"))
     for name, names in session.set_template(options.chat_template_kwargs).items():
         notice(f"{name}: its chat template does not read {', '.join(names)}")
     if options.reward_model:
@@ -232,7 +232,7 @@ def open_session(options: argparse.Namespace) -> Session:
 def run(argv: list[str] | None) -> int:
     options = parse(argv)
     if all(Path(path.rpartition("=")[2]).is_dir() for path in options.model):
-        # bars are for downloads, and read once, when the libraries are imported
+        # only downloads need bars; read once, at import
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with relaxed_gc(), activity.slow("loading the model"):
         session = open_session(options)
@@ -240,7 +240,7 @@ def run(argv: list[str] | None) -> int:
         session.is_comparing = len(session.chat_models) > 1
         if session.is_comparing or session.scorer:
             say(session, options.prompt)
-        else:  # the answer and nothing else
+        else:  # only the answer
             _stream(session, session.current, options.prompt)
         return 0
     if sys.stdin.isatty():
@@ -253,9 +253,9 @@ def main(argv: list[str] | None = None) -> int:
     """The entry point: returns the exit code (0 done, 2 the user's input is wrong, 130 interrupted)."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # bytes that are no text end no conversation
+            stream.reconfigure(errors="replace")  # invalid bytes must not end the conversation
     try:
         return exit_code(lambda: run(argv))
-    except BrokenPipeError:  # the reader of the pipe has left; keep Python from complaining about it at exit
+    except BrokenPipeError:  # the pipe was closed; avoids Python's error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

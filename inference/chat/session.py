@@ -1,4 +1,4 @@
-"""What happens in a chat: the models that answer, their histories, and the reward model that judges."""
+"""State of a chat: the models that answer, their histories, and a reward model that scores answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOOLS = 'give a JSON list of {"type": "function", "function": {"name": ..., "de
 
 @dataclass
 class Session:
-    """chat_models: the models by name, each with a history of its own; current: the one that answers when not all do.
+    """chat_models: the models by name, each with its own history; current: the one that answers, unless all do.
 
     is_comparing: every question goes to all of them. scorer: a reward model, whose score is shown while is_scoring.
     """
@@ -42,7 +42,7 @@ class Session:
         return self.chat_models[self.current]
 
     def speakers(self) -> list[str]:
-        """Who answers the next question."""
+        """The models that answer the next question."""
         self.asked = list(self.chat_models) if self.is_comparing else [self.current]
         return self.asked
 
@@ -67,7 +67,7 @@ class Session:
         return question
 
     def set_tools(self, tools: list[dict]) -> None:
-        """What every model may call. UserError for a model whose template has no tools."""
+        """Set the tools of every model. UserError for a model whose template does not support tools."""
         from hybrid_rlhf.models.tool_calls import check_tools
 
         for model in self.chat_models.values() if tools else ():
@@ -76,7 +76,7 @@ class Session:
             model.tools = tools
 
     def set_template(self, text: str | None) -> dict[str, list[str]]:
-        """Values of the variables of every model's chat template, as JSON; returns what a model's does not read."""
+        """Set variables of the chat templates, as JSON; returns, by model, those that its template does not read."""
         from hybrid_rlhf.core.strict_json import loads
         from hybrid_rlhf.models.template_kwargs import check_kwargs, set_defaults, split_kwargs
 
@@ -94,8 +94,8 @@ class Session:
         return unread
 
     def answer_call(self, text: str) -> str | None:
-        """Answer the first open tool call of each model that was asked; returns a function that waits for its answer
-        still. UserError where none has called any."""
+        """Answer the first open tool call of each model; returns the function of a call that is still open, or None.
+        UserError if no model has called a tool."""
         callers = [model for model in self.chat_models.values() if model.open_calls()]
         check(bool(callers), "/tool: no model has called a tool; ask something first (--tools FILE gives it tools)")
         for model in callers:
@@ -103,16 +103,16 @@ class Session:
         return next((model.open_calls()[0]["function"]["name"] for model in callers if model.open_calls()), None)
 
     def answered(self) -> list[str]:
-        """The models whose tool calls are answered and that have not gone on; if there is none, those whose last answer
-        can go on."""
+        """The models whose tool calls have been answered, and which are to continue; without any, those whose last
+        answer can be continued."""
         last = {name: model.messages[-1] for name, model in self.chat_models.items() if model.messages}
         called = [name for name, message in last.items() if message["role"] == "tool"]
         return called or [name for name in self.asked or [self.current]
                           if name in last and last[name]["role"] == "assistant" and not last[name].get("tool_calls")]
 
     def load(self, path: str) -> int:
-        """Go on from a conversation that /save wrote (or any jsonl row with messages); returns how many were read. The
-        tools of such a row replace those that there were."""
+        """Continue a conversation that /save wrote (or any jsonl row with messages); returns the number of messages.
+        The row's tools replace the current ones."""
         messages, tools = read_conversation(path)
         if tools:
             self.set_tools(tools)
@@ -121,7 +121,7 @@ class Session:
         return len(messages)
 
     def set_system(self, text: str) -> None:
-        """A new system message for every model; each conversation starts anew."""
+        """Set the system message of every model, and reset the conversations."""
         for model in self.chat_models.values():
             model.system = text or None
             model.reset()
@@ -165,11 +165,11 @@ def _is_message(message: object) -> bool:
 
 
 def read_tools(path: str) -> list[dict]:
-    """A file's list of functions that may be called. Raises UserError for anything else."""
+    """The list of tools in a file. Raises UserError for anything else."""
     from hybrid_rlhf.data.messages import tools_of
 
     tools = _read(path, "--tools", "tools", _TOOLS)
-    check(isinstance(tools, list) and bool(tools), f"{path} holds no tools: it is no list of them; {_TOOLS}")
+    check(isinstance(tools, list) and bool(tools), f"{path} holds no tools: it is not a list of them; {_TOOLS}")
     _check_tools(tools, path)
     return tools_of(tools)
 
@@ -194,4 +194,5 @@ def _read(path: str, where: str, what: str, cure: str, is_row: bool = False) -> 
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; {cure}") from error
     except ValueError as error:
-        raise UserError(f"{path} holds no {what}: {'its first line' if is_row else 'it'} is no JSON; {cure}") from error
+        raise UserError(f"{path} holds no {what}: {'its first line' if is_row else 'it'} is not JSON; {cure}"
+                        ) from error

@@ -1,4 +1,4 @@
-"""What a line that begins with a slash does in a chat. A command is one function and one row."""
+"""Slash commands of the chat. A command is one function and one row of COMMANDS."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max
 
 
 class Effect(NamedTuple):
-    """What a command asks of the chat: words for the user, a question that is to be answered (again), and whether the
-    models go on whose tool calls were answered."""
+    """The effect of a command: text for the user, a question to be answered (again), and whether models continue, such
+    as after answers to their tool calls."""
 
     text: str = ""
     question: str | None = None
@@ -29,7 +29,7 @@ class Command(NamedTuple):
 
 
 def set_values(session: Session, rest: str) -> Effect:
-    """name=value pairs into the sampling settings; the old ones stay if one of them is wrong."""
+    """Apply name=value pairs to the sampling settings; nothing changes if one of them is wrong."""
     model = session.model
     values = {name: getattr(model if name == "seed" else model.sampling, name) for name in SETTINGS}
     changed = {}
@@ -43,8 +43,8 @@ def set_values(session: Session, rest: str) -> Effect:
             kind = "a whole number" if isinstance(values[name], int) else "a number"
             raise UserError(f"/set {name}={text}: it takes {kind}") from error
     sampling = replace(model.sampling, **{k: v for k, v in changed.items() if k != "seed"})
-    for each in session.chat_models.values():
-        each.sampling, each.seed = sampling, changed.get("seed", each.seed)
+    for conversation in session.chat_models.values():
+        conversation.sampling, conversation.seed = sampling, changed.get("seed", conversation.seed)
     return Effect("  ".join(f"{name}={value}" for name, value in (values | changed).items()))
 
 
@@ -159,7 +159,7 @@ COMMANDS = {
 
 
 def obey(session: Session, line: str) -> Effect:
-    """Do what a line that begins with a slash says. Raises UserError for what it cannot mean."""
+    """Run a line that begins with a slash. Raises UserError for an unknown command or wrong arguments."""
     word, _, rest = line.strip().partition(" ")
     check(word in COMMANDS, f"no command {word}{nearest(word, COMMANDS)}; /help lists them")
     return COMMANDS[word].run(session, rest.strip())

@@ -34,7 +34,7 @@ from hybrid_rlhf.inference.server.protocol import (
 )
 from hybrid_rlhf.inference.server.replies import Answer, reply
 from hybrid_rlhf.inference.server.served_model import Limits, Prompt, Served
-from hybrid_rlhf.inference.server.worker import Job, Stopping, Worker
+from hybrid_rlhf.inference.server.worker import GenerationJob, Stopping, Worker
 
 PAGE = Path(__file__).parent / "page"
 T = TypeVar("T")
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 def make_app(models: list[Served], worker: Worker, limits: Limits, *, scorer: Scorer | None = None,
              api_key: str | None = None, is_local: bool = True) -> Guard:
-    """The whole application; it starts no worker, and stops it at its own end."""
+    """The complete application. It does not start the worker, and stops it on shutdown."""
     server = Server(models, worker, limits, scorer)
 
     @asynccontextmanager
@@ -69,19 +69,19 @@ async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         texts = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method} does not fit here"}
         error = ApiError(error.status_code, texts.get(error.status_code, str(error.detail)))
-    elif isinstance(error, RecursionError):  # a template that walks through the client's lists of lists
+    elif isinstance(error, RecursionError):  # a template that recurses through nested lists of the client
         error = ApiError(400, "the request is nested too deeply; send flatter values")
-    elif not isinstance(error, ApiError):  # uvicorn logs it
+    elif not isinstance(error, ApiError):  # logged by uvicorn
         error = ApiError(500, f"an error of the server ({type(error).__name__}); its log says more")
     return error_response(error)
 
 
 class Server:
-    """The routes and what they share."""
+    """The routes and their shared state."""
 
     def __init__(self, models: list[Served], worker: Worker, limits: Limits, scorer: Scorer | None) -> None:
         self.models, self.worker, self.limits, self.scorer = {m.name: m for m in models}, worker, limits, scorer
-        self.encoding = ThreadPoolExecutor(1, "encode")  # long prompts must not hold up others' tokens
+        self.encoding = ThreadPoolExecutor(1, "encode")  # long prompts must not block the tokens of others
         self._num_scoring = 0
 
     async def health(self) -> Response:
@@ -108,7 +108,7 @@ class Server:
         model = self._model(asked.model)
         count = asked.num_choices * max(1, len(asked.prompts))
         self._take_place(model, count)
-        started, jobs = time.monotonic(), list[Job]()
+        started, jobs = time.monotonic(), list[GenerationJob]()
 
         async def work(send: Send) -> None:
             prompts = await self._encode(model.prompts, asked, self.limits)
@@ -152,11 +152,11 @@ class Server:
 
         return Answer(work, leave, self.limits.request_seconds, arrived)
 
-    # -- what a request needs ----------------------------------------------------------------------------------------
+    # -- parts of a request -----------------------------------------------------------------------------------------
 
     def _with_defaults(self, data: dict) -> dict:
-        """A body with the sampling settings that its model is published with, where it has none of its own. Requests
-        for log-probabilities or the echo of a prompt measure the model as it is, without those."""
+        """A body with defaults for missing sampling settings: those published with its model. Not for requests of
+        log-probabilities or the echo of a prompt, which measure the model itself."""
         if data.get("logprobs") or data.get("echo"):
             return data
         name = data.get("model") or next(iter(self.models), None)
@@ -185,10 +185,10 @@ class Server:
         model.num_open += count
 
     async def _encode(self, function: Callable[..., T], *inputs: object) -> T:
-        """`function` in the thread for prompts; a request whose client has left meanwhile has no turn there."""
+        """Run `function` in the thread for prompts; it is skipped if the client has disconnected before."""
         return await asyncio.get_running_loop().run_in_executor(self.encoding, function, *inputs)
 
-    def _job(self, model: Served, asked: GenerationRequest, prompts: list[Prompt]) -> Job:
+    def _job(self, model: Served, asked: GenerationRequest, prompts: list[Prompt]) -> GenerationJob:
         """The requests of all choices, prompt by prompt; ApiError for one that cannot run."""
         if model.lane.serving is None:
             raise ApiError(503, "the engine starts again; try again", retry_after=1)
@@ -203,4 +203,4 @@ class Server:
                 model.lane.serving.check(requests[-1])
             except UserError as error:
                 raise ApiError(400, str(error), param="messages" if asked.is_chat else "prompt") from None
-        return Job(requests, asyncio.get_running_loop())
+        return GenerationJob(requests, asyncio.get_running_loop())

@@ -1,4 +1,4 @@
-"""The choices of one request as the engine draws them: pieces of text, tool calls, and log-probabilities."""
+"""The choices of one request as the engine samples them: pieces of text, tool calls, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hybrid_rlhf.inference.response_text import AnswerText, TurnText
 from hybrid_rlhf.inference.sequence_scores import ScoredToken
 from hybrid_rlhf.inference.server.protocol import ApiError, GenerationRequest
 from hybrid_rlhf.inference.server.served_model import Prompt, Served
-from hybrid_rlhf.inference.server.worker import Job, Stopping
+from hybrid_rlhf.inference.server.worker import GenerationJob, Stopping
 from hybrid_rlhf.models.tool_calls import parse_turn
 
 
 class Piece(NamedTuple):
-    """New text of a choice, or all of it: why it has ended (None: it goes on), and then its tool calls in OpenAI's
-    shape.
+    """New text of a choice, or all of it. reason: why it has ended (None: it has not); calls: its tool calls in
+    OpenAI's shape, if it has ended.
 
-    Where log-probabilities are asked for: drawn, the tokens of this text with the sampler's numbers; ending, the token
-    without text behind them that ended the choice; offsets, where in the choice's text each of these begins.
+    With log-probabilities: drawn, the tokens of this text with the sampler's log-probabilities; ending, the token
+    without text after them that ended the choice; offsets, where in the choice's text each of these begins.
     """
 
     index: int
@@ -36,13 +36,13 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Asking:
-    """One request under way. job: its choices, prompt by prompt. drop: forget one of its choices. encode: a call in the
-    thread for prompts. score: SequenceScorer.score, in turn."""
+    """One running request. job: its choices, prompt by prompt. drop: cancel one of its choices. encode: run a function
+    in the thread for prompts. score: SequenceScorer.score, queued in the worker."""
 
     model: Served
     asked: GenerationRequest
     prompts: list[Prompt]
-    job: Job
+    job: GenerationJob
     drop: Callable[[int], None]
     encode: Callable[..., Awaitable[Any]]
     score: Callable[..., Awaitable[list[ScoredToken]]]
@@ -56,13 +56,13 @@ class Asking:
         return self.prompts[index // self.asked.num_choices]
 
     def text(self, prompt: Prompt) -> AnswerText | TurnText:
-        """The text of one choice behind `prompt`, of which nothing has come."""
+        """An empty text for one choice after `prompt`."""
         before = () if self.asked.is_chat else prompt.ids
         text = AnswerText(self.model.tokenizer, self.asked.stops, self.ends, before, is_turn=self.asked.is_chat)
         return TurnText(self.model.tokenizer, text, prompt.text) if self.asked.tools else text
 
     async def scores(self, ids: list[int], first: int, with_next: bool = False) -> list[ScoredToken]:
-        """Of ids[first:]; ApiError where that fails."""
+        """Scores of ids[first:]; ApiError if that fails."""
         try:
             return await self.score(ids, first, self.asked.num_top, with_next)
         except Exception as error:
@@ -74,7 +74,7 @@ def failure(error: Exception) -> ApiError:
 
 
 async def pieces_of(asking: Asking, counts: list[int]) -> AsyncIterator[Piece]:
-    """The pieces as they come; counts: tokens of each choice, kept up to date."""
+    """Yield pieces as they are sampled. counts: tokens of each choice, updated in place."""
     requests, ends = asking.job.requests, asking.ends
     texts = [asking.text(asking.prompt(index)) for index in range(len(requests))]
     num_left, num_said = len(texts), [0] * len(texts)
@@ -107,11 +107,11 @@ async def pieces_of(asking: Asking, counts: list[int]) -> AsyncIterator[Piece]:
 
 
 async def _with_calls(asking: Asking, text: TurnText, last: Piece) -> Piece:
-    """The last piece with the calls of its turn, or with the text that was held back where it has none."""
+    """The last piece with the calls of its turn, or without calls with the text that was held back."""
     turn = await asking.encode(parse_turn, asking.model.encoder, text.ids, asking.asked.tools, asking.prompts[0].text)
     try:
         calls = answered_calls(turn.message.get("tool_calls", ()))
-    except ValueError:  # a number that JSON has no word for
+    except ValueError:  # NaN or infinity, which JSON has not
         calls = []
     if not calls:
         return last._replace(text=last.text + text.held)
@@ -120,9 +120,9 @@ async def _with_calls(asking: Asking, text: TurnText, last: Piece) -> Piece:
 
 
 def answered_calls(calls: Sequence[dict]) -> list[dict]:
-    """Calls that a model made, in OpenAI's shape. Raises ValueError for arguments that JSON has no word for.
+    """Calls that a model made, in OpenAI's shape. Raises ValueError for arguments that JSON cannot express.
 
-    An id is the model's own if it wrote one, else nine letters and figures: Mistral's templates take no other.
+    The id is the model's if it wrote one, else nine letters and digits: Mistral's templates accept no other.
     """
     ids, answered = [call.get("id") for call in calls], []
     for call, own_id in zip(calls, ids, strict=True):
@@ -134,7 +134,7 @@ def answered_calls(calls: Sequence[dict]) -> list[dict]:
 
 
 async def choices_of(asking: Asking, counts: list[int]) -> list[Piece]:
-    """Every choice as one piece, once the last of them has ended."""
+    """Every choice as one piece, when all have ended."""
     parts: list[list[Piece]] = [[] for _ in counts]
     async for piece in pieces_of(asking, counts):
         parts[piece.index].append(piece)
@@ -147,12 +147,11 @@ async def choices_of(asking: Asking, counts: list[int]) -> list[Piece]:
     return choices
 
 
-Scored = list[ScoredToken | int]  # the first token of an echoed prompt is its id alone: nothing stands before it
+Scored = list[ScoredToken | int]  # the first token of an echoed prompt is its id alone, without a score
 
 
 async def scored(asking: Asking, choice: Piece) -> Scored | None:
-    """The tokens of a whole choice, of an echoed prompt too, as the model scores them; None where no log-probabilities
-    are asked for."""
+    """The model's scores of the tokens of a full choice, and of an echoed prompt; None without log-probabilities."""
     prompt, asked = asking.prompt(choice.index).ids, asking.asked
     if asked.num_top is None:
         return None
@@ -165,7 +164,7 @@ async def scored(asking: Asking, choice: Piece) -> Scored | None:
 
 
 async def read_choice(asking: Asking, index: int) -> tuple[Piece, Scored | None]:
-    """A choice of no token, or of the likeliest alone, with the scores of the prompt that it comes from."""
+    """A choice without tokens, or with the likeliest one, and the scores of its prompt."""
     prompt = asking.prompt(index)
     if asking.asked.limit == 0:
         choice = Piece(index, reason="length")

@@ -1,4 +1,4 @@
-"""The middleware before the application: the key, where a request may come from, and how large its body may be."""
+"""Middleware before the application: checks API key, Host and Origin, and the size of the body."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hybrid_rlhf.core.loopback import is_loopback
 from hybrid_rlhf.inference.server.protocol import ApiError
 
 MAX_CONNECTIONS = 512  # uvicorn answers 503 beyond them
-BODY_SECONDS, DRAIN_SECONDS, DRAIN_BYTES = 30.0, 2.0, 2**24  # for a body; for the rest of one that is too large
+BODY_SECONDS, DRAIN_SECONDS, DRAIN_BYTES = 30.0, 2.0, 2**24  # for a body; for the rest of an oversized one
 
 
 class Guard:
     """ASGI middleware around the application.
 
-    api_key: what /v1 and /score ask for, compared in constant time (None: nothing is asked). is_local: the server
-    listens on this machine's own addresses only; without a key, requests whose Host or Origin is another are refused,
-    so that a web page in the user's browser can neither send questions nor, by rebinding a name, read answers. Bodies
-    must be JSON of at most max_body_bytes; the application finds them read.
+    api_key: required for /v1 and /score, compared in constant time (None: not required). is_local: the server listens
+    on loopback addresses only; without a key, requests with another Host or Origin are refused, so that a web page in
+    the user's browser can neither send requests nor, by DNS rebinding, read answers. Bodies must be JSON of at most
+    max_body_bytes; they are read here, before the application.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], api_key: str | None, is_local: bool,
@@ -50,7 +50,7 @@ class Guard:
             for name in ("host", "origin") if self._is_local else ():
                 if (value := headers.get(name, "")) and not _is_here(value if name == "origin" else f"//{value}"):
                     raise ApiError(403, f"{name} is not this machine; start the server with an API key for others")
-        elif path.startswith(("/v1", "/score")):  # the page and /health hold nothing that is anyone's
+        elif path.startswith(("/v1", "/score")):  # the page and /health hold no private data
             kind, _, key = headers.get("authorization", "").partition(" ")
             digest = _digest(key.strip(" \t").encode("latin-1"))
             if kind.lower() != "bearer" or not hmac.compare_digest(digest, self._digest):
@@ -59,14 +59,14 @@ class Guard:
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a form or plain text is what a foreign web page may send unasked
+        if kind != "application/json":  # a foreign web page can send forms and plain text without CORS
             raise ApiError(415, "the body must be JSON (Content-Type: application/json)")
         declared = headers.get("content-length", "")
         is_large = declared.isdigit() and int(declared) > self._max_bytes
         body, size, has_more = bytearray(), 0, True
         try:
             async with asyncio.timeout(DRAIN_SECONDS if is_large else BODY_SECONDS):
-                # What is too large is read on for a while: its sender would see a broken connection and not the answer.
+                # An oversized body is read for a while: else its sender sees a broken connection, not the answer.
                 while has_more and size <= self._max_bytes + DRAIN_BYTES:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -86,7 +86,7 @@ class Guard:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """`receive` of a request whose body was read."""
+    """A `receive` that first returns a body already read."""
     messages: list[Message] = [{"type": "http.request", "body": body}]
 
     async def first_the_body() -> Message:
@@ -96,11 +96,11 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()  # of one length: the time of the comparison does not depend on the key's
+    return hashlib.sha256(key).digest()  # fixed length: the comparison's time does not reveal the key's
 
 
 def _is_here(address: str) -> bool:
-    """Whether the address of a Host or an Origin is this machine's."""
+    """Whether the address of a Host or an Origin is a loopback address."""
     try:
         return is_loopback(urlsplit(address).hostname or "?")
     except ValueError:
@@ -108,7 +108,7 @@ def _is_here(address: str) -> bool:
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """An error in OpenAI's shape; the connection ends with it, for the body may not have been read."""
+    """An error in OpenAI's shape; the connection is closed, since the body may not have been read."""
     headers = {"connection": "close"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)

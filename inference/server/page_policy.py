@@ -1,4 +1,4 @@
-"""The security headers of our pages: own scripts, own server, no frames."""
+"""Security headers of the pages: scripts and requests of this server only, no frames."""
 
 from __future__ import annotations
 

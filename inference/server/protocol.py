@@ -1,5 +1,4 @@
-"""The requests that the server reads: OpenAI's chat completions and completions, and those of rewards/service.py for
-scores."""
+"""Parse and validate requests: OpenAI's chat completions and completions, and scores for rewards/service.py."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.template_kwargs import KWARGS
 
 MAX_MESSAGES, MAX_CHOICES, MAX_SCORES, MAX_TOOLS, MAX_TOP, MAX_PROMPTS = 4096, 8, 256, 128, 20, 256
-MAX_STOPS, MAX_COMPLETION_STOPS = 4, 16  # OpenAI's 4 are fewer than evaluation suites send to /v1/completions
+MAX_STOPS, MAX_COMPLETION_STOPS = 4, 16  # evaluation suites send more than OpenAI's 4 to /v1/completions
 _COMPLETION_TOKENS = 16  # OpenAI's default
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 class ApiError(Exception):
-    """A refusal in OpenAI's shape: an HTTP status, one line, the parameter at fault, a code; seconds to wait."""
+    """An error in OpenAI's shape: HTTP status, message (one line), parameter, code, and retry_after in seconds."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
                  retry_after: int | None = None) -> None:
@@ -79,8 +78,8 @@ class StreamOptions(BaseModel, strict=True):
 
 
 class _ChatBody(BaseModel, strict=True, allow_inf_nan=False):
-    """Fields that are not named here are ignored, as OpenAI's clients expect; those that would change the answer in a
-    way we have no means for are refused (_NOT_IN_CHATS)."""
+    """Unknown fields are ignored, as OpenAI's clients expect; fields that would change the answer but are not supported
+    are refused (_NOT_IN_CHATS)."""
 
     model: str | None = Field(None, max_length=1000)
     messages: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -114,7 +113,7 @@ class _ChatBody(BaseModel, strict=True, allow_inf_nan=False):
 
 
 class _CompletionBody(BaseModel, strict=True, allow_inf_nan=False):
-    """As _ChatBody; what is refused is _NOT_IN_COMPLETIONS."""
+    """Like _ChatBody; _NOT_IN_COMPLETIONS are refused."""
 
     model: str | None = Field(None, max_length=1000)
     prompt: Any = None
@@ -152,20 +151,20 @@ class _ScoreBody(BaseModel, strict=True):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A chat completion, which has messages, or a completion, which has prompts.
+    """A chat completion (with messages) or a completion (with prompts).
 
     Attributes:
         sampling: Settings without limits of tokens.
-        limit: The most tokens of an answer; None: the server's limit. 0: the prompts alone are wanted.
-        least: The fewest tokens of an answer.
-        num_top: How many of the likeliest tokens come beside each token and its log-probability; None: no
+        limit: Maximum tokens of an answer; None: the server's limit; 0: only the prompts.
+        least: Minimum tokens of an answer.
+        num_top: Number of top tokens to return with each token and its log-probability; None: no
             log-probabilities.
-        messages: A chat's; the first of them carries the tools too.
+        messages: Of a chat; the first one has the tools.
         tools: Schemas of the functions that the model may call.
-        continues: Whether a chat's answer goes on from the last message, where that is the assistant's.
-        prompts: A completion's, each as text or as token ids.
+        continues: Whether a chat's answer continues the last message, if that is the assistant's.
+        prompts: Of a completion, each as text or as token ids.
         has_echo: Whether answers begin with their prompts.
-        adds_special: Whether prompts that are text begin with the tokenizer's own BOS, where it has one.
+        adds_special: Whether the tokenizer's BOS, if it has one, is added to text prompts.
     """
 
     model: str | None
@@ -191,23 +190,23 @@ class GenerationRequest:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether the scores of the prompts are the answer: nothing is drawn, or the likeliest token alone."""
+        """Whether only prompts are scored: no token is sampled, or only the likeliest one."""
         is_greedy = self.sampling.temperature == 0 and self.sampling.repetition_penalty == 1 and self.least == 0
         return self.limit == 0 or (self.limit == 1 and is_greedy and self.has_echo and self.num_top is not None)
 
 
 def read_json(body: bytes) -> dict:
-    """The body as a JSON object; ApiError 400 for whatever else the bytes are."""
+    """The body as a JSON object; ApiError 400 for anything else."""
 
     def refuse(word: str) -> None:
-        raise ValueError(f"{word} is no JSON")
+        raise ValueError(f"{word} is not JSON")
 
     try:
         data = json.loads(body.decode("utf-8"), parse_constant=refuse)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 (byte {error.start}); "
                             "send JSON in UTF-8", code="invalid_json") from None
-    except (ValueError, RecursionError) as error:  # no JSON, integers of thousands of digits, lists in lists
+    except (ValueError, RecursionError) as error:  # not JSON, integers of thousands of digits, nested lists
         raise ApiError(400, f"the body is not valid JSON: {' '.join(str(error).split())[:200]}; send a JSON object",
                        code="invalid_json") from None
     if not isinstance(data, dict):
@@ -257,9 +256,9 @@ def read_completion(data: dict) -> GenerationRequest:
 
 
 def _common(body: Any, max_stops: int, num_top: int | None, top_name: str) -> dict:
-    """What both requests have. top_name: the field that asks for the likeliest tokens."""
+    """Fields of both requests. top_name: the field for the number of top tokens."""
     sampling = _sampling(body)
-    if body.stream and num_top:  # in a stream they are those of the draw
+    if body.stream and num_top:  # in a stream log-probabilities are the sampler's
         raise ApiError(400, f"{top_name} above 0 cannot be had in a stream: the likeliest tokens are found when the "
                             "answer is whole; leave stream out", param=top_name, code="unsupported_parameter")
     if body.stream and num_top is not None and sampling.temperature not in (0, 1):
@@ -275,7 +274,7 @@ def _common(body: Any, max_stops: int, num_top: int | None, top_name: str) -> di
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """A string, strings, token ids, or lists of them (or of both), as a list of prompts."""
+    """A list of prompts from a string, token ids, or a list of either (or of both)."""
     prompts = [value] if isinstance(value, str) or _is_ids(value) else value
     if not isinstance(prompts, list) or not prompts:
         raise ApiError(400, "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; "
@@ -294,7 +293,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _refuse_given(body: BaseModel, names: Sequence[str]) -> None:
-    """ApiError 400 for the first field of these that is set to anything but its rest."""
+    """ApiError 400 for the first of these fields that is set to other than its default."""
     for name in names:
         value = getattr(body, name)
         if value and value != {"type": "text"}:
@@ -305,7 +304,7 @@ def _sampling(body: Any) -> SamplingConfig:
     """The settings of a body, without limits of tokens."""
     settings = {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
     if body.top_k is not None:
-        settings["top_k"] = max(body.top_k, 0)  # other servers write -1 for off
+        settings["top_k"] = max(body.top_k, 0)  # -1 is off in other servers
     try:
         return SamplingConfig(**{name: value for name, value in settings.items() if value is not None})
     except UserError as error:
@@ -347,18 +346,18 @@ def _validated(shape: type[BaseModel], data: dict) -> Any:
 
 
 def _messages(bodies: Sequence[_Message], where: str) -> list[dict]:
-    """Messages as templates read them; an answer of a tool has the name of the function that was called."""
+    """Messages as templates read them; tool messages get the name of the called function."""
     messages, called = [], {}
     for i, body in enumerate(bodies):
         message = _message(body, f"{where}.{i}")
         for call in message.get("tool_calls", ()):
             called[call.get("id")] = call["function"]["name"]
-        answered = message.get("tool_call_id")
-        if answered is not None:
-            if answered not in called:
-                raise ApiError(400, f"{where}.{i}.tool_call_id: {answered[:40]!r} is the id of no call before it; "
+        call_id = message.get("tool_call_id")
+        if call_id is not None:
+            if call_id not in called:
+                raise ApiError(400, f"{where}.{i}.tool_call_id: {call_id[:40]!r} is the id of no call before it; "
                                     "send the assistant's message with that call too", param=where.split(".")[0])
-            message["name"] = called[answered]
+            message["name"] = called[call_id]
         messages.append(message)
     return messages
 
@@ -366,7 +365,8 @@ def _messages(bodies: Sequence[_Message], where: str) -> list[dict]:
 def _message(message: _Message, where: str) -> dict:
     param = where.split(".")[0]
     if message.role not in _ROLES:
-        raise ApiError(400, f"{where}.role: {message.role[:40]!r} is no role; choose {', '.join(_ROLES)}", param=param)
+        raise ApiError(400, f"{where}.role: {message.role[:40]!r} is not a role; choose {', '.join(_ROLES)}",
+                       param=param)
     parts = message.content if isinstance(message.content, list) else [_Part(text=message.content or "")]
     if any(part.type != "text" for part in parts):
         raise ApiError(400, f"{where}.content: only text can be read here", param=param)
@@ -382,7 +382,7 @@ def _message(message: _Message, where: str) -> dict:
 
 
 def _call(call: _Call, where: str) -> dict:
-    """A call whose arguments are an object, as templates and SFT's rows have them."""
+    """A call with its arguments as an object, as in templates and rows for SFT."""
     arguments = _as_json(call.function.arguments, f"{where}.function.arguments")
     if not isinstance(arguments, dict):
         raise ApiError(400, f"{where}.function.arguments: the arguments must be a JSON object; "
@@ -392,7 +392,7 @@ def _call(call: _Call, where: str) -> dict:
 
 
 def _tools(body: _ChatBody, value: Any) -> list[dict]:
-    """The tools as rows of SFT have them; none where none may be called. ApiError 400 for what is not done here."""
+    """The tools in the form of rows for SFT; empty if none may be called. ApiError 400 for unsupported options."""
     if body.tool_choice not in (None, "auto", "none"):
         raise ApiError(400, "tool_choice can be auto or none here: the model cannot be made to call a tool; "
                             "leave it out", param="tool_choice", code="unsupported_parameter")
@@ -412,10 +412,10 @@ def _tools(body: _ChatBody, value: Any) -> list[dict]:
 
 
 def _as_json(value: Any, where: str) -> Any:
-    """A JSON value, or the text of one ("" is no arguments), within bounds of depth and without lone surrogates."""
+    """A JSON value, possibly as text ("" means no arguments), within bounds of depth and without lone surrogates."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return loads(clean(json.dumps(loads(text or "{}"), ensure_ascii=False)))
-    except (ValueError, RecursionError) as error:  # a value that was read may be too deep to be written
+    except (ValueError, RecursionError) as error:  # a parsed value may be too deep to be written
         raise ApiError(400, f"{where}: not valid JSON ({why(error)[:200]}); fix it",
                        param=where.split(".")[0]) from None

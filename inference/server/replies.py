@@ -1,4 +1,4 @@
-"""How an answer goes out: whole or as a stream, in OpenAI's shapes, and for no longer than its client is there."""
+"""Send answers in OpenAI's shapes, as one response or as a stream, and cancel them when the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hybrid_rlhf.inference.server.choices import Asking, Piece, Scored, choices_
 from hybrid_rlhf.inference.server.protocol import ApiError
 
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
-_LEAST = -9999.0  # OpenAI's number for what is as good as impossible; JSON has none for minus infinity
+_LEAST = -9999.0  # OpenAI's value for minus infinity, which JSON has not
 
 
 class Answer(Response):
-    """A response that `work` sends. It is cancelled when the client leaves, when the time is up (`seconds` from
-    `arrived`, of time.monotonic) and when the server stops; then `at_end` is called, however it ended. A stream that
-    has begun ends with the error as its last event."""
+    """A response that `work` sends. It is cancelled when the client disconnects, after a timeout (`seconds` from
+    `arrived`, of time.monotonic) and when the server stops; `at_end` is called in any case. A started stream ends with
+    the error as its last event."""
 
     def __init__(self, work: Callable[[Send], Awaitable[None]], at_end: Callable[[], None] = lambda: None,
                  seconds: float = math.inf, arrived: float = 0.0) -> None:
@@ -47,7 +47,7 @@ class Answer(Response):
             await send({"type": "http.response.body", "body": _event(error.body())})
 
     async def _end(self, working: asyncio.Future, leaving: asyncio.Future) -> ApiError | None:
-        """Wait for the first of them; returns the error that the client has yet to get."""
+        """Wait for the first of both; returns an error to be sent to the client."""
         left = None if self._seconds == math.inf else self._arrived + self._seconds - time.monotonic()
         try:
             await asyncio.wait({working, leaving}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -59,13 +59,13 @@ class Answer(Response):
                                 code="timeout")
         except ApiError as error:
             return error
-        except asyncio.CancelledError:  # by uvicorn, which has waited for open answers long enough
+        except asyncio.CancelledError:  # by uvicorn, after its timeout for open answers
             return ApiError(503, "the server stops; try again later", retry_after=30)
         finally:
             for task in (working, leaving):
                 task.cancel()
             self._at_end()
-            with suppress(asyncio.CancelledError):  # a second one: a server that is stopped twice waits no longer
+            with suppress(asyncio.CancelledError):  # a second one: a server that is stopped twice does not wait
                 await asyncio.gather(working, leaving, return_exceptions=True)
         return None
 
@@ -76,7 +76,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def reply(send: Send, asking: Asking) -> None:
-    """Send the answer to a chat or a completion, as a stream or whole."""
+    """Send the answer to a chat or a completion, as a stream or as one response."""
     shapes = ChatShapes(asking) if asking.asked.is_chat else CompletionShapes(asking)
     await (_stream if asking.asked.is_stream else _whole)(send, asking, shapes)
 
@@ -94,13 +94,13 @@ async def _whole(send: Send, asking: Asking, shapes: ChatShapes | CompletionShap
     def body() -> dict:
         return shapes.whole([shapes.choice(*answer) for answer in answers], _usage(asking, counts))
 
-    # lists of log-probabilities are long: they are made beside the event loop
+    # lists of log-probabilities are long: they are made outside of the event loop
     await JSONResponse(body() if asking.asked.num_top is None else await asking.encode(body))(
         {"type": "http"}, None, send)
 
 
 async def _stream(send: Send, asking: Asking, shapes: ChatShapes | CompletionShapes) -> None:
-    """A stream of events: how each choice begins, each piece, and at the end what was used, if asked for."""
+    """A stream of events: the beginning of each choice, the pieces, and the usage at the end, if requested."""
     counts = [0] * len(asking.job.requests)
     written = bytearray(b"".join(_event(chunk) for i in range(len(counts)) for chunk in shapes.begin(i)))
 
@@ -114,7 +114,7 @@ async def _stream(send: Send, asking: Asking, shapes: ChatShapes | CompletionSha
     try:
         async for piece in pieces_of(asking, counts):
             written += b"".join(map(_event, shapes.chunks(piece)))
-            if written and asking.job.events.empty():  # else more is on its way: writing is most of what an event costs
+            if written and asking.job.events.empty():  # else collect more: writing is the main cost of an event
                 await put()
         if asking.asked.wants_usage:
             written += _event(shapes.usage_chunk(_usage(asking, counts)))
@@ -138,7 +138,7 @@ def _usage(asking: Asking, counts: list[int]) -> dict:
 
 
 class ChatShapes:
-    """The objects of one chat completion, all under one id."""
+    """The response objects of one chat completion, all with one id."""
 
     def __init__(self, asking: Asking) -> None:
         self._texts, self._has_logprobs = asking.model.token_text, asking.asked.num_top is not None
@@ -176,7 +176,7 @@ class ChatShapes:
 
 
 class CompletionShapes:
-    """The same of one completion, whose chunks have the shape of the whole."""
+    """The response objects of one completion; chunks have the shape of a full response."""
 
     def __init__(self, asking: Asking) -> None:
         self._asking, self._has_logprobs = asking, asking.asked.num_top is not None
@@ -226,11 +226,10 @@ def chat_logprobs(texts: TokenText, scores: Sequence[ScoredToken]) -> dict:
 
 
 def completion_logprobs(texts: TokenText, scores: Sequence[ScoredToken | int], offsets: Sequence[int]) -> dict:
-    """`choices[].logprobs` of a completion. scores: a token that nothing stands before is its id alone, and has null
-    for its numbers. offsets: where in the choice's text each token begins.
+    """`choices[].logprobs` of a completion. scores: the first token of a prompt is its id alone, with null as its
+    log-probability. offsets: where in the choice's text each token begins.
 
-    The likeliest tokens are a dict by text, with the token itself beside them; of two tokens of one text it has the
-    likelier.
+    Top tokens are a dict by text, which includes the token itself; of two tokens with equal text it has the likelier.
     """
 
     def tops(score: ScoredToken) -> dict[str, float]:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from hybrid_rlhf.inference.server.app import Served
 
 KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
-STOP_SECONDS = 30  # for which a server that stops waits for open answers
+STOP_SECONDS = 30  # a stopping server waits for open answers
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags; a refusal is a UserError of one line."""
+    """The flags; errors are a UserError of one line."""
     flags = command_flags("serve", __doc__)
     flags.add_argument("--model", type=expanded, nargs="+", action="extend", metavar="[NAME=]DIR", default=[],
                        help="model folders, such as sft=outputs/demo/sft/model ppo=outputs/demo/ppo/model")
@@ -61,29 +61,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     check(options.max_queue >= 0, f"serve: --max_queue is {options.max_queue}; it must be 0 or more")
     check(options.max_prompt_tokens is None or options.max_prompt_tokens > 0,
           f"serve: --max_prompt_tokens is {options.max_prompt_tokens}; it must be positive")
-    check(0 <= options.port < 2**16, f"serve: --port {options.port} is no port; give one below 65536")
+    check(0 <= options.port < 2**16, f"serve: --port {options.port} is not a port; give one below 65536")
     check(options.api_key is None or len(options.api_key) >= 8,
           f"serve: the API key has {len(options.api_key or '')} characters; give 8 at least")
     return options
 
 
 def listening(host: str, port: int, has_key: bool) -> socket.socket:
-    """A bound socket. UserError for an address that is not ours to take, or not without a key."""
+    """A bound socket. UserError for an address that cannot be bound, or needs a key."""
     check(is_loopback(host) or has_key, f"serve: --host {host} lets other machines in; give --api_key (or "
                                         f"{KEY_VARIABLE}), or stay on 127.0.0.1")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        taken = socket.socket(family, kind, protocol)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(address)
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except (OSError, UnicodeError) as error:
         raise UserError(f"serve: cannot listen on {host} port {port}: {error}; "
                         "give another --port or --host") from error
-    return taken
+    return bound
 
 
 def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
-    """Load one model. UserError for a folder without a causal language model; a line for one that cannot chat."""
+    """Load one model. UserError for a folder without a causal language model; a note for one that cannot chat."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig
     from hybrid_rlhf.inference.chat_models import announced, published_sampling
     from hybrid_rlhf.inference.conversation import open_conversation
@@ -95,15 +95,15 @@ def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
     if not opened.tokenizer.chat_template:
         print(f"note: {named.name} has no chat template: it serves /v1/completions, and no chat", file=sys.stderr)
     capacity = min(options.max_context, opened.max_positions or options.max_context)
-    if own := published_sampling(path, but=["max_new_tokens"]):
-        print(announced(named.name, own, "a request says otherwise"), file=sys.stderr)
-    return Served(named.name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer, own)
+    if published := published_sampling(path, but=["max_new_tokens"]):
+        print(announced(named.name, published, "a request says otherwise"), file=sys.stderr)
+    return Served(named.name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer, published)
 
 
 def run(argv: list[str] | None) -> int:
     options = parse(argv)
     named = named_models(options.model)
-    taken = listening(options.host, options.port, options.api_key is not None)
+    bound = listening(options.host, options.port, options.api_key is not None)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         from uvicorn import Config
@@ -133,24 +133,24 @@ def run(argv: list[str] | None) -> int:
     class OrderlyServer(UvicornServer):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             await super().shutdown(sockets)
-            if self.force_exit:  # at a second signal uvicorn skips the application's end: the worker would be left
+            if self.force_exit:  # after a second signal uvicorn skips this, and the worker would stay
                 await self.lifespan.shutdown()
 
     server = OrderlyServer(Config(
         app, http="h11", ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
         limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=5, timeout_graceful_shutdown=STOP_SECONDS))
-    taken.listen(1024)  # a client that reads the next line and connects at once is accepted
+    bound.listen(1024)  # before the next line is printed, so that clients can connect
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {', '.join([m.name for m in models] + ['/score'] * bool(scorer))} at "
-          f"http://{host}:{taken.getsockname()[1]}", file=sys.stderr, flush=True)
+          f"http://{host}:{bound.getsockname()[1]}", file=sys.stderr, flush=True)
     if models:
         print(f"each model was tried, and its cache for {options.max_batch} answers at once made, in {took:.1f} s: the "
               "first request waits for neither", file=sys.stderr, flush=True)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn ends well, then sends itself the signal once more
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops, then raises the signal again
         signal.signal(number, lambda *_: None)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the terminal is gone; under nohup it may
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the terminal has closed; ignored under nohup
         signal.signal(signal.SIGHUP, server.handle_exit)
-    server.run(sockets=[taken])
+    server.run(sockets=[bound])
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A model that is served: the prompts of its requests, within the server's limits."""
+"""A served model: its queue and limits, and the tokenization of its prompts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """max_queue: requests that may wait beside those that run. max_new_tokens: the longest answer, and its length
-    where nothing else is asked for. request_seconds: from a request's arrival to the end of its answer."""
+    """max_queue: requests that may wait besides the running ones. max_new_tokens: maximum and default length of an
+    answer. request_seconds: from a request's arrival to the end of its answer."""
 
     max_queue: int = 64
     max_new_tokens: int = 1024
@@ -37,14 +37,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as tokens, and as text. has_bos: the first token is the tokenizer's own and has no text."""
+    """A prompt as tokens, and as text. has_bos: the first token is BOS, added by the tokenizer, and has no text."""
 
     ids: list[int]
     text: str
     has_bos: bool = False
 
     def offsets(self, tokenizer) -> list[int]:  # noqa: ANN001 - a transformers class
-        """Where in the text each token begins; where the tokenizer changes what it reads, approximately."""
+        """Start of each token in the text; approximate if the tokenizer normalises text."""
         detokenizer, offsets, length = IncrementalDetokenizer(tokenizer), [], 0
         for token in self.ids:
             offsets.append(min(length, len(self.text)))
@@ -55,8 +55,8 @@ class Prompt:
 
 @dataclass
 class Served:
-    """One model under its name. sampling: settings of a request that has none; num_open: its requests, running or
-    waiting; seconds: what the last ones took."""
+    """One model under its name. sampling: default settings of requests; num_open: its requests, running or waiting;
+    seconds: durations of the last ones."""
 
     name: str
     lane: ModelQueue
@@ -68,10 +68,10 @@ class Served:
     seconds: deque[float] = field(default_factory=lambda: deque([1.0], maxlen=32))
 
     def __post_init__(self) -> None:
-        self.encoder = copy.deepcopy(self.tokenizer)  # used in another thread than the one that decodes
+        self.encoder = copy.deepcopy(self.tokenizer)  # for another thread than the one that decodes
         self.least_tokens = LeastTokens(self.encoder)
         self.token_text = TokenText(self.tokenizer)
-        # of the embedding, asked for now: while the model decodes in its own thread, its parts are other ones
+        # read now: while the model decodes in its own thread, its modules are replaced
         self.num_rows = self.lane.engine.model.get_input_embeddings().num_embeddings
 
     def described(self) -> dict:
@@ -79,7 +79,7 @@ class Served:
                 "max_context": self.lane.capacity}
 
     def wait(self) -> int:
-        """Seconds after which there may be room again."""
+        """Estimated seconds until there is room again."""
         mean = sum(self.seconds) / len(self.seconds)
         return min(60, max(1, math.ceil(mean * self.num_open / (self.lane.num_slots * 2))))
 
@@ -123,7 +123,7 @@ class Served:
         if not isinstance(prompt, str):
             self._check_length(limits, count=len(prompt), **what)
             if wrong := [token for token in prompt if not 0 <= token < self.num_rows]:
-                raise ApiError(400, f"{str(wrong[0])[:40]} is no token of {self.name}; ids lie in "
+                raise ApiError(400, f"{str(wrong[0])[:40]} is not a token of {self.name}; ids lie in "
                                     f"[0, {self.num_rows - 1}]", param="prompt")
             return Prompt(prompt, self.encoder.decode(prompt, clean_up_tokenization_spaces=False))
         rendered = Rendered(prompt, [], True)
@@ -138,7 +138,7 @@ class Served:
         return Prompt(ids, prompt, has_bos)
 
     def _check_length(self, limits: Limits, what: str, count: int, words: str = "", param: str = "messages") -> None:
-        """ApiError for more tokens than a prompt may have, with room for an answer."""
+        """ApiError for more tokens than fit with room for an answer."""
         most = min(self.lane.capacity - 1, limits.max_prompt_tokens or self.lane.capacity)
         if count > most:
             raise ApiError(400, f"{what} {count} {words}tokens long; send less: with room for an answer there "

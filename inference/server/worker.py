@@ -1,4 +1,4 @@
-"""The one thread in which all models of a server compute: requests enter and leave between two decode steps."""
+"""The engine thread, in which all models of a server compute; requests enter and leave between decode steps."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.sequence_scores import ScoredToken, SequenceScorer
 
-# Readers cannot tell thirty deliveries a second from more, and each takes the interpreter from the engine's thread, and
-# a core from its products.
+# Readers do not notice more than thirty deliveries a second, and each takes the interpreter lock from the engine
+# thread, and a core from its matrix products.
 DELIVERY_SECONDS = 0.03
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-# Which request of a job, its new tokens, and whether it has ended; or what went wrong with the whole job.
+# (index of the request in its job, its new tokens, whether it has ended), or the error of the whole job.
 Event = tuple[int, list[int], bool] | Exception
 
 
 class Stopping(RuntimeError):
-    """The thread has ended or is about to."""
+    """The thread has ended or is stopping."""
 
     def __init__(self) -> None:
         super().__init__("the server stops")
 
 
 @dataclass
-class Job:
-    """Requests that one client waits for, and where their tokens go. `loop` is the thread that reads them."""
+class GenerationJob:
+    """The requests of one client, and the queue of their tokens. loop: the event loop that reads it."""
 
     requests: list[Request]
     loop: asyncio.AbstractEventLoop
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-    sent: list[int] = field(default_factory=list)  # tokens delivered of each request; -1: it has left
+    sent: list[int] = field(default_factory=list)  # tokens delivered of each request; -1: finished or dropped
 
     def __post_init__(self) -> None:
         self.sent = [0] * len(self.requests)
@@ -53,24 +53,24 @@ class Job:
 
 @dataclass
 class ModelQueue:
-    """One model: its engine, at most num_slots requests of `capacity` tokens at once, the jobs under way, and what is
-    to be read between their steps."""
+    """One model: its engine, at most num_slots requests of `capacity` tokens at once, the running jobs, and sequences
+    to be scored between their steps (readings)."""
 
     engine: HybridEngine
     num_slots: int
     capacity: int
     serving: Serving | None = None
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[GenerationJob] = field(default_factory=list)
     readings: deque[Callable[[], None]] = field(default_factory=deque)
     scorer: SequenceScorer | None = None
     delivered_at: float = 0.0  # when all new tokens were last delivered
 
 
 class Worker:
-    """Steps through the lanes in turns while there are jobs or readings.
+    """Steps the models (lanes) in turn while there are jobs or readings.
 
     `submit`, `drop` and `call` may be called from any thread; they take effect before the next step. The tokens of one
-    step reach each event loop in one call.
+    step are sent to each event loop in one call.
     """
 
     def __init__(self, lanes: list[ModelQueue]) -> None:
@@ -81,18 +81,18 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Enter inference mode; returns when requests can be taken. Raises the error of a start that fails."""
+        """Enter inference mode; returns when requests are accepted. Raises the error of a failed start."""
         self._thread.start()
         self._ready.result()
 
     def draw_first(self) -> None:
-        """Draw two tokens of each model, before any request. With the first tokens the cache of all slots takes its
-        memory and kernels compile: no request waits for these seconds, and short memory shows at the start."""
+        """Warm up: sample two tokens of each model. It allocates the caches of all slots and compiles kernels, so that
+        no request waits for it, and too little memory fails at the start."""
         for lane in self.lanes:
             self.call(partial(_draw, lane, min(2, lane.capacity - 1))).result()
 
     def stop(self) -> None:
-        """Let the thread end after the step under way; returns when it has. Open and later requests get Stopping."""
+        """End the thread after the current step, and wait for it. Open and later requests get Stopping."""
         self._orders.put(self._stop)
         self._thread.join(timeout=60)
 
@@ -100,22 +100,22 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._is_stopping
 
-    def submit(self, lane: ModelQueue, job: Job) -> None:
+    def submit(self, lane: ModelQueue, job: GenerationJob) -> None:
         self._order(lambda: self._submit(lane, job))
 
-    def drop(self, lane: ModelQueue, job: Job, indexes: range | None = None) -> None:
-        """Forget a job, or some of its requests: their slots are free before the next step."""
+    def drop(self, lane: ModelQueue, job: GenerationJob, indexes: range | None = None) -> None:
+        """Cancel a job, or some of its requests: their slots are free before the next step."""
         self._order(lambda: self._drop(lane, job, indexes))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """`function` between two steps, in the engine's thread."""
+        """Run `function` between two steps, in the engine thread."""
         result: Future[T] = Future()
         self._order(self._answering(result, function))
         return result
 
     def score(self, lane: ModelQueue, ids: list[int], first: int, num_top: int,
               with_next: bool = False) -> Future[list[ScoredToken]]:
-        """SequenceScorer.score; one sequence has its turn between two steps, so that answers go on."""
+        """SequenceScorer.score; one sequence at a time between two steps, so that answers continue."""
         result: Future[list[ScoredToken]] = Future()
         reading = self._answering(result, lambda: self._score(lane, ids, first, num_top, with_next))
         self._order(lambda: lane.readings.append(reading))
@@ -140,7 +140,7 @@ class Worker:
             self._refuse_orders()
 
     def _refuse_orders(self) -> None:
-        """Carry out the orders that are left, all of which now fail with Stopping."""
+        """Run the remaining orders, all of which fail with Stopping."""
         with suppress(queue.Empty):
             while True:
                 self._orders.get_nowait()()
@@ -195,7 +195,7 @@ class Worker:
         try:
             return lane.scorer.score(ids, first, num_top, with_next)
         except Exception as error:
-            lane.scorer = None  # its slot goes back, should memory have run out
+            lane.scorer = None  # frees its slot, in case memory ran out
             if not isinstance(error, UserError):
                 _log.exception("scoring tokens failed")
             raise
@@ -203,7 +203,7 @@ class Worker:
     def _stop(self) -> None:
         self._is_stopping = True
 
-    def _submit(self, lane: ModelQueue, job: Job) -> None:
+    def _submit(self, lane: ModelQueue, job: GenerationJob) -> None:
         lane.jobs.append(job)
         if self._is_stopping:
             self._fail(lane, Stopping())
@@ -211,7 +211,7 @@ class Worker:
         for request in job.requests:
             lane.serving.submit(request)
 
-    def _drop(self, lane: ModelQueue, job: Job, indexes: range | None) -> None:
+    def _drop(self, lane: ModelQueue, job: GenerationJob, indexes: range | None) -> None:
         if not any(job is other for other in lane.jobs):
             return
         for i in range(len(job.requests)) if indexes is None else indexes:
@@ -226,7 +226,7 @@ class Worker:
     def _step(self, lane: ModelQueue) -> None:
         try:
             lane.serving.step()
-        except Exception as error:  # whatever a model's forward raises, the server goes on
+        except Exception as error:  # the server survives any error of a forward
             if not isinstance(error, UserError):
                 _log.exception("a decode step failed")
             self._fail(lane, error)
@@ -234,11 +234,11 @@ class Worker:
         else:
             self._deliver_tokens(lane)
             return
-        # out here the error is gone, and with its frames the old cache, before the next one is made
+        # outside of `except` the error's frames, and so the old cache, are freed before the next one is made
         lane.serving = lane.engine.serve(lane.num_slots, lane.capacity)
 
     def _deliver_tokens(self, lane: ModelQueue) -> None:
-        """Send new tokens to their jobs: first and last ones at once, others some at a time."""
+        """Send new tokens to their jobs: first and last ones at once, others in batches."""
         news: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Event]]] = {}
         has_ended, is_time = False, time.monotonic() - lane.delivered_at >= DELIVERY_SECONDS
         for job in lane.jobs:
@@ -269,7 +269,7 @@ def _draw(lane: ModelQueue, limit: int) -> None:
     if limit:
         begin = min(lane.serving.stops, default=0)
         lane.serving.submit(Request(0, [begin], limit, sampling=SamplingConfig(max_new_tokens=limit)))
-        for _ in range(limit + 1):  # a step draws one token or more; the last one finds nothing to do
+        for _ in range(limit + 1):  # a step samples a token or more; the last step is empty
             lane.serving.step()
 
 
@@ -278,5 +278,5 @@ def _deliver(loop: asyncio.AbstractEventLoop, events: list[tuple[asyncio.Queue, 
         for waiting, event in events:
             waiting.put_nowait(event)
 
-    with suppress(RuntimeError):  # the loop has been closed
+    with suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(put)

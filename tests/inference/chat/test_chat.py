@@ -232,7 +232,7 @@ def wrong_folders(tmp_path: Path, model_folder: Path) -> dict[str, tuple[Path, s
     bare = without("bare", "chat_template.jinja")
     return {
         "missing": (tmp_path / "nowhere", "does not exist"), "file": (model_folder / "config.json", "is a file"),
-        "no config": (without("empty", "*"), "no config.json"), "broken config": (broken, "is not valid JSON"),
+        "no config": (without("empty", "*"), "it needs a config.json"), "broken config": (broken, "is not valid JSON"),
         "no weights": (without("weightless", "*.safetensors"), "no weights"), "torn weights": (torn, "is damaged"),
         "no tokenizer": (without("mute", "tokenizer*"), "no tokenizer"), "no template": (bare, "no chat template"),
         "reward model": (reward, "is a reward model"), "adapter": (adapter, "LoRA adapter alone"),

@@ -119,8 +119,9 @@ def test_tool_without_a_call_is_one_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("{", "no JSON"), ("{}", "no list"), ("[]", "no list"), ("[1]", "tool 1 has no name"), ("[" * 500, "no JSON"),
-    ('[{"type": "function", "function": {"name": 3}}]', "tool 1 has no name"), ("\x00", "no JSON")])
+    ("{", "not JSON"), ("{}", "not a list"), ("[]", "not a list"), ("[1]", "tool 1 has no name"),
+    ("[" * 500, "not JSON"), ("\x00", "not JSON"),
+    ('[{"type": "function", "function": {"name": 3}}]', "tool 1 has no name")])
 def test_a_file_that_holds_no_tools_is_refused_in_one_line(text, said, tmp_path, capsys):
     file = tmp_path / "tools.json"
     file.write_text(text)

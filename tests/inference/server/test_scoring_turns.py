@@ -11,7 +11,7 @@ import pytest
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.inference.server import worker as workers
-from hybrid_rlhf.inference.server.worker import Job, ModelQueue, Stopping, Worker
+from hybrid_rlhf.inference.server.worker import GenerationJob, ModelQueue, Stopping, Worker
 
 
 class Engine:
@@ -62,7 +62,7 @@ def lane(monkeypatch):
 def test_an_answer_has_a_step_between_any_two_sequences_that_are_scored(lane):
     async def ask() -> None:
         worker = Worker([lane])
-        job = Job([Request(0, [1], 12)], asyncio.get_running_loop())
+        job = GenerationJob([Request(0, [1], 12)], asyncio.get_running_loop())
         futures = [worker.score(lane, i, 1, 0) for i in range(6)]
         worker.submit(lane, job)
         worker.start()

@@ -230,9 +230,10 @@ def test_a_key_is_asked_for_where_there_is_one(folders):
 
 @pytest.mark.parametrize(("flags", "reason"), [
     ([], "no model"), (["--model", "x", "--hots", "y"], "did you mean --host?"),
-    (["--model", "x", "--host", "0.0.0.0"], "lets other machines in"), (["--model", "x", "--port", "99999"], "no port"),
-    (["--model", "x", "--api_key", "short"], "8 at least"), (["--model", "a=x", "a=y"], "two models"),
-    (["--model", "x", "--max_batch", "0"], "must be positive"), (["--model", "/nowhere/x"], "does not exist"),
+    (["--model", "x", "--host", "0.0.0.0"], "lets other machines in"),
+    (["--model", "x", "--port", "99999"], "not a port"), (["--model", "x", "--api_key", "short"], "8 at least"),
+    (["--model", "a=x", "a=y"], "two models"), (["--model", "x", "--max_batch", "0"], "must be positive"),
+    (["--model", "/nowhere/x"], "does not exist"),
     (["--model", "x", "--host", "127.0.0.256"], "lets other machines in"),
 ])
 def test_wrong_flags_are_refused_in_one_line(flags, reason, capsys):

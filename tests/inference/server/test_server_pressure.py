@@ -23,7 +23,7 @@ from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server import guard, replies, worker
 from hybrid_rlhf.inference.server.protocol import ApiError, read_chat
 from hybrid_rlhf.inference.server.served_model import Limits, Prompt
-from hybrid_rlhf.inference.server.worker import Job, ModelQueue, Worker
+from hybrid_rlhf.inference.server.worker import GenerationJob, ModelQueue, Worker
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model, tiny_tokenizer
 from tests.inference.server.tiny_server import asked, chat, running, until
 
@@ -288,7 +288,7 @@ def test_tokens_that_wait_go_out_in_one_write_and_none_of_their_events_is_lost()
     """A reader that was slow for a while finds the same events, in fewer writes; the last token's may not wait."""
     async def write(bunches: list[int]) -> list[bytes]:
         sent: list[bytes] = []
-        job = Job([Request(0, [1], sum(bunches), 0)], asyncio.get_running_loop())
+        job = GenerationJob([Request(0, [1], sum(bunches), 0)], asyncio.get_running_loop())
         served = SimpleNamespace(name="m", tokenizer=tiny_tokenizer(), lane=SimpleNamespace(serving=None),
                                  token_text=None)
         asked = read_chat(dict(messages=[dict(role="user", content="hi")], stream=True))
@@ -319,7 +319,8 @@ def test_first_and_last_tokens_go_out_at_once_and_others_every_thirty_millisecon
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     async def steps() -> list[list[tuple]]:
-        jobs = [Job([Request(i, [1], limit, 0)], asyncio.get_running_loop()) for i, limit in enumerate((6, 9))]
+        loop = asyncio.get_running_loop()
+        jobs = [GenerationJob([Request(i, [1], limit, 0)], loop) for i, limit in enumerate((6, 9))]
         lane = ModelQueue(None, 2, 64, serving=SimpleNamespace(stops=frozenset()), jobs=[jobs[0]])
         found = []
         for step in range(1, 7):
