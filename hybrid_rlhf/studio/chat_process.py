@@ -56,7 +56,7 @@ class Talkable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChatModels:
     """The models to talk to. is_on_cpu: whether a card is left to the training."""
 
     models: tuple[Talkable, ...]
@@ -85,7 +85,7 @@ class ChatProcess:
     error: why it failed. folder: .studio/talk, for models of checkpoints. changed: called after each change.
     """
 
-    def __init__(self, choice: Choice, folder: Path, changed: Callable[[], None], before: ChatProcess | None = None,
+    def __init__(self, choice: ChatModels, folder: Path, changed: Callable[[], None], before: ChatProcess | None = None,
                  command: Sequence[str] = COMMAND) -> None:
         self.choice, self.key = choice, secrets.token_urlsafe(32)
         self.state, self.doing, self.error, self.port = "starting", "starting", "", 0

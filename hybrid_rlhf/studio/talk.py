@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from hybrid_rlhf.inference.server import page_policy
 from hybrid_rlhf.studio import chat_process
-from hybrid_rlhf.studio.chat_process import ChatProcess, Choice, Talkable
+from hybrid_rlhf.studio.chat_process import ChatModels, ChatProcess, Talkable
 from hybrid_rlhf.studio.preflight import may_have_card
 from hybrid_rlhf.studio.run_files import MODEL, newest_checkpoint, step_of
 from hybrid_rlhf.studio.runs import RunList
@@ -145,7 +145,7 @@ class Talk:
         self._changed()
         return self.state()
 
-    def _choice(self, body: dict) -> Choice:
+    def _choice(self, body: dict) -> ChatModels:
         models, reward, is_on_cpu = body.get("models"), body.get("reward"), body.get("is_on_cpu", False)
         if not isinstance(models, list) or not isinstance(is_on_cpu, bool):
             raise Refused(400, "models must be a list of runs, and is_on_cpu true or false")
@@ -155,8 +155,8 @@ class Talk:
             raise Refused(400, f"{len(models)} models are more than the {MAX_MODELS} that fit side by side")
         if len({str(name) for name in models}) < len(models):
             raise Refused(400, "a model is named twice")
-        return Choice(tuple(self._find(name, POLICY) for name in models),
-                      None if reward is None else self._find(reward, REWARD), is_on_cpu)
+        return ChatModels(tuple(self._find(name, POLICY) for name in models),
+                          None if reward is None else self._find(reward, REWARD), is_on_cpu)
 
     def close(self, note: str = "") -> dict:
         """The state, when the processes have ended."""
