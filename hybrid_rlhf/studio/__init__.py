@@ -1,1 +1,1 @@
-"""The studio: a local page from data to a model that one can talk to and take away."""
+"""The studio: a local web page for data, runs, chat with models, and export."""

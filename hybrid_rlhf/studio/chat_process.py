@@ -1,8 +1,8 @@
-"""The processes behind the studio's chat: models made from checkpoints, one after another, then `hybrid-rlhf serve`.
+"""Processes behind the studio's chat: exports of checkpoints, one after another, then `hybrid-rlhf serve`.
 
-The studio itself computes nothing: it reads what they print and sends requests to a port of theirs on this machine,
-under a key that only their environment has. `main` is their entry point: a command of ours that ends with the studio
-that started it, even where that is killed.
+The studio itself computes nothing: it reads the output of these processes and sends requests to their local port, with
+a key in their environment. `main` is their entry point: a command of ours that ends when the studio that started it
+ends, even by a kill.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from hybrid_rlhf.studio.jobs import module_code
 from hybrid_rlhf.studio.run_files import newest_checkpoint, step_of
 
 COMMAND = (sys.executable, "-c", module_code("hybrid_rlhf.studio.chat_process", "main"))
-LIMITS = ("--max_batch", "8", "--max_queue", "16")  # one person's questions
+LIMITS = ("--max_batch", "8", "--max_queue", "16")  # for one user
 STOP_SECONDS, TRIES = 5.0, 3
 _SERVING = re.compile(r"serving .* at http://127\.0\.0\.1:(\d+)")
-_SHOWN = ("note:", "warning:")  # how lines begin that the page shows
+_SHOWN = ("note:", "warning:")  # prefixes of lines that the page shows
 
 
 class Talkable(NamedTuple):
-    """A run that can be talked to. status: as in the list of runs. path: its model's folder, or with `step` the
-    checkpoint of that step; None where there is neither, and `why` says so."""
+    """A run with a model to chat with. status: as in the list of runs. path: its model's folder, or with `step` the
+    checkpoint of that step; None if there is neither, with the reason in `why`."""
 
     id: str
     stage: str
@@ -50,21 +50,21 @@ class Talkable(NamedTuple):
     why: str | None = None
 
     def shape(self) -> dict:
-        """For the page."""
+        """As JSON for the page."""
         return {"id": self.id, "stage": self.stage, "status": self.status, "step": self.step, "kind": self.kind,
                 "why": self.why}
 
 
 @dataclass(frozen=True)
 class ChatModels:
-    """The models to talk to. is_on_cpu: whether a card is left to the training."""
+    """The models to chat with. is_on_cpu: whether they run on the CPU, to leave a GPU to training."""
 
     models: tuple[Talkable, ...]
     reward: Talkable | None = None
     is_on_cpu: bool = False
 
     def names(self) -> dict[str, Talkable]:
-        """The models by their names in the server: a run's id, without characters that a name may not have."""
+        """The models by their names in the server: a run's id without characters that names cannot have."""
         names: dict[str, Talkable] = {}
         for model in self.models:
             name = re.sub(r"[^A-Za-z0-9_.:-]", "-", model.id).lstrip("-") or "model"
@@ -79,10 +79,10 @@ class _Ended(Exception):  # noqa: N818
 
 
 class ChatProcess:
-    """One opening, in a thread of its own, after the one `before` it has ended.
+    """Open the chosen models, in a separate thread, after the previous process (`before`) has ended.
 
-    state: starting, ready, failed or closed; doing: its work while it starts; notes: lines of the server for the page;
-    error: why it failed. folder: .studio/talk, for models of checkpoints. changed: called after each change.
+    state: starting, ready, failed or closed; doing: current work while starting; notes: lines of the server for
+    the page; error: why it failed. folder: .studio/talk, for exports of checkpoints. changed: called after each change.
     """
 
     def __init__(self, choice: ChatModels, folder: Path, changed: Callable[[], None], before: ChatProcess | None = None,
@@ -99,14 +99,14 @@ class ChatProcess:
         self._thread.start()
 
     def begin_close(self) -> None:
-        """End it; returns at once."""
+        """Stop it, without waiting."""
         with self._lock:
             was_open, self.state = self.state in ("starting", "ready"), "closed"
             if was_open and self._process is not None:
                 self._process.terminate()
 
     def close(self) -> None:
-        """End it; returns when its processes have ended."""
+        """Stop it, and wait for its processes."""
         self.begin_close()
         if not self._thread.is_alive():
             return
@@ -114,7 +114,7 @@ class ChatProcess:
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)  # all of its session
+                    os.killpg(self._process.pid, signal.SIGKILL)  # the whole session
         self._thread.join(STOP_SECONDS)
 
     # -- in the thread -----------------------------------------------------------------------------------------------
@@ -149,14 +149,14 @@ class ChatProcess:
         raise _Ended("the server of the models has ended")
 
     def _become_ready(self, port: int, place: Path) -> None:
-        shutil.rmtree(place, ignore_errors=True)  # the models are in memory
+        shutil.rmtree(place, ignore_errors=True)  # the models are loaded
         with self._lock:
             if self.state == "starting":
                 self.port, self.state, self.doing = port, "ready", ""
         self._changed()
 
     def _model(self, model: Talkable, place: Path) -> Path:
-        """The model's folder: the run's own, or `place` after an export of its newest checkpoint."""
+        """The model's folder: that of the run, or `place` with an export of its newest checkpoint."""
         path = model.path
         assert path is not None
         if model.step is None:
@@ -171,11 +171,11 @@ class ChatProcess:
                 newer = newest_checkpoint(path.parent.parent)
                 if path.exists() or newer is None or not left:
                     raise _Ended(f"{model.id}: {error}") from None
-                path = newer  # the run has gone on, and removed the one before
+                path = newer  # the run has continued, and removed the older one
         return place
 
     def _lines(self, words: Sequence[str]) -> Iterator[str]:
-        """Lines that a process prints. Raises _Ended where it fails, or is closed from here."""
+        """Run a process and yield its output lines. Raises _Ended if it fails or is closed."""
         env = {**os.environ, KEY_VARIABLE: self.key, "PYTHONUNBUFFERED": "1"}
         if self.choice.is_on_cpu:
             env |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -214,7 +214,7 @@ def _reason(lines: list[str], code: int) -> str:
 
 @contextmanager
 def _own_folder(folder: Path) -> Iterator[Path]:
-    """A new folder in `folder` for the time of the block. Those that killed studios left there are removed."""
+    """A new folder in `folder` during the block. Leftovers of killed studios are removed."""
     for path in folder.iterdir():
         if is_unfinished(path.name) and is_locked(path / "lock") is False and (path / "lock").exists():
             shutil.rmtree(path, ignore_errors=True)
@@ -231,7 +231,7 @@ def _own_folder(folder: Path) -> Iterator[Path]:
 
 
 def main() -> int:
-    """The launcher's entry point, in a process that ends with the studio."""
+    """Run the launcher, in a process that ends with the studio."""
     from hybrid_rlhf.__main__ import launch
 
     threading.Thread(target=_end_with_the_studio, daemon=True).start()
@@ -239,9 +239,9 @@ def main() -> int:
 
 
 def _end_with_the_studio() -> None:
-    """Wait for the end of standard input, whose other end the system closes however the studio ends; then end this
-    process and all that it has started in its session. (Linux's PR_SET_PDEATHSIG would go by the thread that started
-    the process, and other systems have nothing like it.)"""
+    """Wait for the end of standard input, which the system closes in any case when the studio ends; then end this
+    process and all others of its session. (Linux's PR_SET_PDEATHSIG depends on the thread that started the process, and
+    other systems have nothing like it.)"""
     with suppress(OSError):
         while os.read(0, 4096):
             pass

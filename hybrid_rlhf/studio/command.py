@@ -22,7 +22,7 @@ from hybrid_rlhf.core.lasting_streams import lasting_streams
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags; a refusal is a UserError of one line."""
+    """The flags; errors are a UserError of one line."""
     flags = command_flags("studio", __doc__)
     flags.add_argument("--outputs", type=expanded, metavar="DIR", default="outputs",
                        help="the folder of the runs (%(default)s)")
@@ -38,7 +38,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def outputs_folder(path: str) -> Path:
-    """The folder, made where it is missing. UserError for a file, and for one that cannot be written."""
+    """The outputs folder, created if missing. UserError for a file, and for a folder that is not writable."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def run(argv: list[str] | None) -> int:
     routes, closers = open_parts(studio)
 
     class Server(uvicorn.Server):
-        def handle_exit(self, *signals: Any) -> None:  # of uvicorn, which would wait for listening tabs
+        def handle_exit(self, *signals: Any) -> None:  # uvicorn would wait for the tabs' event streams
             studio.news.end()
             super().handle_exit(*signals)
 
@@ -75,7 +75,7 @@ def run(argv: list[str] | None) -> int:
         server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1))
     taken.listen(128)
     _announce(folder, f"http://127.0.0.1:{port}/?token={token}", options.no_browser)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn ends well, then sends itself the signal once more
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops, then raises the signal again
         signal.signal(number, lambda *_: None)
     server.run(sockets=[taken])
     return 0

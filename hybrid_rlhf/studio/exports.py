@@ -1,4 +1,4 @@
-"""Exported models: folders below outputs/exports, how they were checked, and the commands to use them."""
+"""List exported models (folders below outputs/exports) with their checks and commands to use them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hybrid_rlhf.studio.job import OUTPUT, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_bytes, read_json
 
-EXPORTS = "exports"  # of the outputs: no runs
+EXPORTS = "exports"  # folder below the outputs, without runs
 GGUF = ("f16", "q8_0")
-CHECKED = "reloaded in a fresh process: "  # how the line begins that commands/export.py prints of its comparison
+CHECKED = "reloaded in a fresh process: "  # prefix of the line in which commands/export.py reports its comparison
 MAX_CARD = 2**16  # bytes
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
@@ -25,8 +25,8 @@ def routes(studio: Studio, jobs: Jobs) -> list[Route]:
 
 
 def export_words(studio: Studio, folder: Path, body: Mapping[str, object]) -> tuple[list[str], str]:
-    """The command line of `hybrid-rlhf export` for the run in `folder`, and the export's name. Refused for a name that
-    is taken, and for an unknown format."""
+    """The command line of `hybrid-rlhf export` for the run in `folder`, and the export's name. Raises Refused for a
+    name that is taken, and for an unknown format."""
     name, gguf = body.get("name"), body.get("gguf")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise Refused(400, "a name has letters (a to z), digits, _, - and dots, and begins with a letter, a digit or _",
@@ -41,7 +41,7 @@ def export_words(studio: Studio, folder: Path, body: Mapping[str, object]) -> tu
 
 
 def exports(studio: Studio, jobs: Iterable[Job]) -> list[dict]:
-    """The newest first. run, checks: of those that a job made, as far as they are known."""
+    """All exports, newest first. run, checks: known only for exports made by a job."""
     home = studio.outputs / EXPORTS
     if not home.is_dir():
         return []
@@ -61,7 +61,7 @@ def exports(studio: Studio, jobs: Iterable[Job]) -> list[dict]:
 
 
 def _is_of(job: Job, when: float) -> bool:
-    """Whether a folder that was last changed at `when` is what the job wrote, and no later one of the same name."""
+    """Whether a folder last changed at `when` was written by the job, and not later under the same name."""
     if not job.started or not job.finished:
         return False
     start, end = (datetime.fromisoformat(moment).timestamp() for moment in (job.started, job.finished))
@@ -73,13 +73,13 @@ def _files(folder: Path) -> list[dict]:
 
 
 def _checks(output: Path) -> list[str]:
-    """The lines that the export printed of its checks."""
+    """The lines about checks in the output of an export."""
     lines = [line.strip() for line in read_output(output, 0)[0].splitlines()]
     return [line for line in lines if line.startswith(CHECKED)]
 
 
 def _commands(folder: Path) -> list[dict]:
-    """{"title", "text"}: what to type to use it, of what its files allow."""
+    """{"title", "text"} of commands to use the export, by its files."""
     names, place = {file["name"] for file in _files(folder)}, shlex.quote(str(folder))
     gguf = next((name for name in sorted(names) if name.endswith(".gguf")), None)
     kinds = (read_json(folder / "config.json") or {}).get("architectures") or [""]

@@ -1,10 +1,10 @@
-"""What a person may want of a model, and which stage does it: the first question of a new run."""
+"""Goals of a new run, and the stages for each: the first question of the page."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# What is asked -> the options that the answer is given by; of the judge the first is a model, the second an address.
+# question -> the options that it sets; for the judge a model or an address
 ASKS: dict[str, tuple[str, ...]] = {
     "model": ("model.model_name_or_path",), "data": ("data.sources",), "reward_functions": ("reward.functions",),
     "reward_model": ("roles.reward.model_name_or_path",), "judge": ("reward.judge.model", "reward.judge.url"),
@@ -14,7 +14,7 @@ _SAMPLING = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
 
 
 class StudioGoal(NamedTuple):
-    """stages: that do it, the usual one first. asks: keys of ASKS. rows: what the data must hold, in words."""
+    """stages: for this goal, the usual one first. asks: keys of ASKS. rows: description of the data needed."""
 
     title: str
     help: str
@@ -69,7 +69,7 @@ BUILTIN_REWARDS = {
 
 
 def goals_answer(card: str, cards: dict[str, dict]) -> dict:
-    """card: the one that was found; cards: the settings of each."""
+    """card: the detected GPU; cards: settings of each GPU."""
     return {"goals": [{"id": name, **goal._asdict()} for name, goal in STUDIO_GOALS.items()], "asks": ASKS,
             "cards": list(cards), "card": card, "card_settings": cards,
             "builtin_rewards": [{"name": name, "help": text} for name, text in BUILTIN_REWARDS.items()]}

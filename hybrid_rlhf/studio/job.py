@@ -1,14 +1,14 @@
-"""One job: the files of its folder, the state that they tell, and the watcher process that runs it.
+"""One job: the files of its folder, its state derived from them, and the watcher process that runs it.
 
     python -m hybrid_rlhf.studio.job FOLDER
 
-A job is a folder .studio/jobs/NUMBER, so every studio on it sees the same state, whichever one started the job.
-job.json: what it is, written once. settings.yaml: of a stage. out.log: output of its process. process.json: watcher and
-process, by number and time of start. lock: held by the watcher while it lives. stop, stop_now: requests. end.json: the
-exit code.
+A job is a folder .studio/jobs/NUMBER, so every studio on it sees the same state, whichever studio started the job.
+job.json: its description, written once. settings.yaml: of a stage. out.log: output of its process. process.json:
+watcher and process, by pid and start time. lock: held by the watcher while it runs. stop, stop_now: requests. end.json:
+the exit code.
 
-The watcher and the process are in sessions of their own, so that neither a terminal nor a studio that ends takes them
-along. The watcher starts the process, passes on requests and writes the exit code.
+The watcher and the process are in separate sessions, so that they survive the end of the terminal and of the studio.
+The watcher starts the process, passes on requests and writes the exit code.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ ENDED = ("done", "failed", "stopped", "lost")
 MAX_OUTPUT = 2**16  # bytes of the output in one answer
 IS_NUMBER = re.compile(r"[0-9]{6,12}")
 _POLL_SECONDS, GRACE_SECONDS, DOUBLE_CLICK_SECONDS = 0.2, 10.0, 2.0
-MIN_FREE = 64 * 2**20  # bytes on the disk without which nothing is started
-_RESERVED = 4096  # bytes on the disk for the exit code: a full disk may be why a run ends
+MIN_FREE = 64 * 2**20  # bytes of free disk space needed to start a job
+_RESERVED = 4096  # bytes reserved for the exit code: a full disk may be what ends a run
 _END_TRIES = 60  # to write the exit code, a second apart
-_LOCK_WAIT = 5.0  # seconds in which a look at the lock is over
-_SAME_START = 2.0  # seconds by which two readings of a process's start may differ
+_LOCK_WAIT = 5.0  # seconds; others hold the lock only briefly, to test it
+_SAME_START = 2.0  # seconds; tolerance when comparing start times of a process
 _LOST = "how it ended is not known: it was ended together with its watcher, or the machine was"
 
 
@@ -66,7 +66,7 @@ class Job:
     place: int | None = None
 
     def shape(self) -> dict:
-        """As the page reads it."""
+        """As JSON for the page."""
         facts = {name: self.facts.get(name) for name in ("kind", "title", "stage", "run", "name", "created")}
         return {"id": self.id, **facts, "state": self.state, "started": self.started, "finished": self.finished,
                 "rc": self.rc, "error": self.error, "place": self.place}
@@ -80,12 +80,12 @@ def now() -> str:
 
 
 def process_note(pid: int) -> dict:
-    """A process for process.json: its number and start, as numbers are used again. psutil.Error where it has ended."""
+    """A process for process.json: pid and start time, since pids are reused. psutil.Error if it has ended."""
     return {"pid": pid, "began": psutil.Process(pid).create_time()}
 
 
 def find_process(note: object) -> psutil.Process | None:
-    """The very process that `process_note` described, if it still runs."""
+    """The process described by `process_note`, if it still runs."""
     try:
         process = psutil.Process(note["pid"])  # type: ignore[index]
         is_same = abs(process.create_time() - note["began"]) < _SAME_START  # type: ignore[index]
@@ -104,9 +104,9 @@ def read_facts(folder: Path) -> dict | None:
 
 
 def read_job(folder: Path, facts: dict) -> Job:
-    """The job as it stands now; queued ones without their place."""
+    """The current state of a job; without the place of a queued one."""
     job = _read(folder, facts)
-    # It may have ended between two looks at its files; a second look then finds its end.
+    # It may have ended between reading two of its files; then a second read finds its end.
     return _read(folder, facts) if job.state == "lost" else job
 
 
@@ -124,10 +124,10 @@ def _read(folder: Path, facts: dict) -> Job:
 
 
 def _ended(folder: Path, job: Job, rc: int | None) -> Job:
-    """The state that an exit code means. 130: stopped with a checkpoint."""
+    """The state for an exit code. 130: stopped with a checkpoint."""
     if rc == 0:
         return replace(job, state="done", rc=0)
-    if rc is None:  # dropped before it began
+    if rc is None:  # dropped before it started
         return replace(job, state="stopped")
     if rc == 130 or (rc < 0 and (folder / STOP).exists()):
         return replace(job, state="stopped", rc=rc)
@@ -145,14 +145,14 @@ def _by_signal(number: int) -> str:
 
 
 def last_line(path: Path) -> str | None:
-    """The last line that is not empty, safe to show."""
+    """The last non-empty line, escaped and shortened for display."""
     lines = read_output(path, None)[0].splitlines()
     return next((shortened(line.strip()) for line in reversed(lines) if line.strip()), None)
 
 
 def read_output(path: Path, after: int | None) -> tuple[str, int]:
-    """At most MAX_OUTPUT bytes of output from the byte `after` on, and where the next piece begins; without `after` the
-    newest, from the beginning of a line. An incomplete character is left for the next piece."""
+    """At most MAX_OUTPUT bytes of output from the byte `after` on, and the start of the next piece; without `after` the
+    newest ones, from the beginning of a line. An incomplete character is left for the next piece."""
     size = path.stat().st_size if path.exists() else 0
     start = max(0, size - MAX_OUTPUT) if after is None else min(after, size)
     raw = read_bytes(path, start, MAX_OUTPUT) or b""
@@ -161,7 +161,7 @@ def read_output(path: Path, after: int | None) -> tuple[str, int]:
         raw = raw[raw.find(b"\n") + 1:]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(raw)
-    # a progress bar that is drawn again becomes lines
+    # redrawn progress bars become lines
     plain = escape_control(text.replace("\r\n", "\n").replace("\r", "\n"))
     return plain, end - len(decoder.getstate()[0])
 
@@ -170,27 +170,27 @@ def read_output(path: Path, after: int | None) -> tuple[str, int]:
 
 
 def start(folder: Path) -> subprocess.Popen:
-    """Start the watcher of a job that waits. OSError where the disk is full or no process can be started."""
+    """Start the watcher of a queued job. OSError if the disk is full or the process cannot be started."""
     if shutil.disk_usage(folder).free < MIN_FREE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (folder / OUTPUT).open("ab") as output:
         watcher = subprocess.Popen([sys.executable, "-m", "hybrid_rlhf.studio.job", str(folder)],
                                    stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/",
                                    start_new_session=True, env=_environment())
-    # so that it counts as running from here on; the watcher's own note, which names the process, is left as it is
+    # marks it as running from now on; does not replace the watcher's own note, which has the process
     with contextlib.suppress(OSError, psutil.Error), (folder / PROCESS).open("x", encoding="utf-8") as file:
         json.dump({"started": now(), "watcher": process_note(watcher.pid), "process": None}, file)
     return watcher
 
 
 def drop(folder: Path) -> None:
-    """End a job that waits."""
+    """Cancel a queued job."""
     write_file(folder / END, json.dumps({"rc": None, "finished": now()}))
 
 
 def request_stop(folder: Path) -> None:
-    """Ask a running job to stop with a checkpoint, and the second time at once, by a file that its watcher looks for.
-    Where the watcher was killed or the disk is full, signal the process itself."""
+    """Ask a running job to stop with a checkpoint, or on a second request immediately, by a file that its watcher
+    polls. If the watcher was killed or the disk is full, signal the process directly."""
     last = next((folder / name for name in (STOP_NOW, STOP) if (folder / name).exists()), None)
     age = time.time() - last.stat().st_mtime if last else 0.0
     if last and age < DOUBLE_CLICK_SECONDS:
@@ -211,7 +211,7 @@ def request_stop(folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The studio's, in which the package is found from any folder: a checkout may not be installed."""
+    """The studio's environment, with this package on PYTHONPATH: a checkout may not be installed."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "training" / "step1_sft").is_dir():
         return dict(os.environ)
@@ -222,7 +222,7 @@ def _environment() -> dict[str, str]:
 
 
 def watch(folder: Path) -> None:
-    """Run the job's process from start to end. OSError where the disk has no room for the exit code: then nothing was
+    """Run the job's process from start to end. OSError if there is no disk space for the exit code; then nothing was
     started."""
     facts = read_facts(folder)
     if facts is None:
@@ -233,18 +233,18 @@ def watch(folder: Path) -> None:
     try:
         process = subprocess.Popen(facts["words"], cwd=facts["folder"], stdin=subprocess.DEVNULL,
                                    start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    except OSError as error:  # the folder has gone
+    except OSError as error:  # the folder was removed
         print(f"error: cannot start in {facts['folder']}: {error.strerror}", flush=True)
         _conclude(folder, 2)
         return
-    with contextlib.suppress(OSError, psutil.Error):  # for a studio that finds the process without its watcher
+    with contextlib.suppress(OSError, psutil.Error):  # for studios, if the watcher is killed
         write_file(folder / PROCESS, json.dumps({**notes, "process": process_note(process.pid)}))
     _conclude(folder, _wait(folder, process))
 
 
 def _wait(folder: Path, process: subprocess.Popen) -> int:
-    """The exit code. Each request is one SIGTERM: at the first a run saves a checkpoint, at the second it ends at once;
-    a process that survives both is killed with its children."""
+    """Wait for the exit code. Each request sends one SIGTERM: at the first a run saves a checkpoint, at the second it
+    ends at once; a process that survives both is killed with its children."""
     num_requests, deadline = 0, float("inf")
     while process.poll() is None:
         for number, name in enumerate((STOP, STOP_NOW), start=1):
@@ -260,7 +260,8 @@ def _wait(folder: Path, process: subprocess.Popen) -> int:
 
 
 def _conclude(folder: Path, rc: int) -> None:
-    """Write end.json, for a minute where the disk fails. Raises nothing: what was started is not started again."""
+    """Write end.json, with retries for a minute if the disk fails. Never raises: a started job must not be
+    restarted."""
     text = json.dumps({"rc": rc, "finished": now()})
     for _ in range(_END_TRIES):
         with contextlib.suppress(OSError):
@@ -271,7 +272,7 @@ def _conclude(folder: Path, rc: int) -> None:
 
 
 def _write_end(folder: Path, text: str) -> None:
-    """end.json.part, whose room on the disk is taken before the process starts and filled when it has ended."""
+    """Write end.json.part: its disk space is reserved before the process starts, and filled when it has ended."""
     path = folder / f"{END}.part"
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(text.encode().ljust(_RESERVED))
@@ -282,7 +283,7 @@ def _write_end(folder: Path, text: str) -> None:
 def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the process receives them itself; the watcher ends
-        signal.signal(number, lambda *_: None)  # with it. A handler, as the process would inherit an ignored signal
+        signal.signal(number, lambda *_: None)  # with it. A handler, since an ignored signal would be inherited
     try:
         with take_lock(folder / LOCK, _LOCK_WAIT):
             watch(folder)

@@ -1,7 +1,7 @@
-"""The queue: what was started from the page runs one at a time, in order, in processes that outlive the studio.
+"""The job queue: jobs started from the page run one at a time, in order, in processes that outlive the studio.
 
-All of it is in files (job.py). Of several studios on one folder the one that has the lock of the queue starts what
-waits; the others show it, and one of them goes on when that one ends.
+All state is in files (job.py). Of several studios on one folder the one that holds the queue's lock starts queued jobs;
+the others show them, and one of them takes over when it ends.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from hybrid_rlhf.studio.job import (
 )
 from hybrid_rlhf.studio.studio import Refused, Studio, own_folder, read_json, refused
 
-SHOWN = 100  # of the newest jobs
+SHOWN = 100  # newest jobs in the list
 LOOK_SECONDS, RETRY_SECONDS = 0.3, 5.0
 _log = logging.getLogger(__name__)
 
 
 def module_code(module: str, function: str) -> str:
-    """A program for python -c that calls a function of ours, imported from where it is installed, or PYTHONPATH: -m
-    would look in the current folder first, which may hold a package of the same name."""
+    """A program for python -c that calls one of our functions, imported from its installation or PYTHONPATH: -m would
+    search the current folder first, which may contain a package of the same name."""
     return (f"import sys; sys.path[:] = [path for path in sys.path if path]; from {module} import {function}; "
             f"sys.exit({function}())")
 
@@ -57,21 +57,21 @@ LAUNCHER = (sys.executable, "-c", module_code("hybrid_rlhf.__main__", "launch"))
 
 
 class Jobs:
-    """What waits, runs and has ended below `studio.home`. `open` begins to run it, `close` leaves it to the next."""
+    """Queued, running and ended jobs below `studio.home`. `open` starts to run the queue, `close` stops it."""
 
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
-        self._ended: dict[str, Job] = {}  # these change no more
+        self._ended: dict[str, Job] = {}  # these no longer change
         self._wake, self._is_closing = threading.Event(), False
         self._queue_lock: BinaryIO | None = None
-        self._watchers: dict[str, subprocess.Popen] = {}  # started here, to be asked for their exit codes
+        self._watchers: dict[str, subprocess.Popen] = {}  # started here, polled for their exit codes
         self._trouble: str | None = None  # why the next job could not be started
-        self._not_before = 0.0  # when it is tried again
-        self._published: tuple[list, dict[str, int]] = ([], {})  # states of all jobs; bytes that running ones printed
+        self._not_before = 0.0  # time of the next try
+        self._published: tuple[list, dict[str, int]] = ([], {})  # states of all jobs; output bytes of running ones
         self._thread = threading.Thread(target=self._run, name="queue", daemon=True)
 
     def open(self) -> None:
-        """UserError where the outputs take no files of the studio's."""
+        """Start the queue. UserError if the studio cannot write below the outputs."""
         try:
             self.folder  # noqa: B018 - made
         except Refused as error:
@@ -79,7 +79,7 @@ class Jobs:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to run the queue; jobs go on."""
+        """Stop running the queue; jobs continue."""
         self._is_closing = True
         self._wake.set()
         if self._thread.is_alive():
@@ -87,16 +87,16 @@ class Jobs:
         if self._queue_lock is not None:
             self._queue_lock.close()
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- list of jobs --------------------------------------------------------------------------------------------------
 
     @property
     def folder(self) -> Path:
         return own_folder(self._studio, "jobs")
 
     def all(self) -> list[Job]:
-        """The newest first: whatever waits or runs, and SHOWN in all."""
+        """Newest first: all queued and running jobs, and ended ones among the SHOWN newest."""
         numbers = sorted((name for name in os.listdir(self.folder) if IS_NUMBER.fullmatch(name)), key=int)
-        for name in self._ended.keys() - set(numbers):  # removed by hand: a later job may get the number
+        for name in self._ended.keys() - set(numbers):  # removed by hand: a later job may reuse the number
             self._ended.pop(name, None)  # another thread may do the same
         newest, place, jobs = set(numbers[-SHOWN:]), 0, []
         for name in numbers:
@@ -110,7 +110,7 @@ class Jobs:
         return jobs[::-1]
 
     def find(self, number: object) -> Job:
-        """Refused where there is no such job."""
+        """The job of a number. Raises Refused if there is none."""
         name = number if isinstance(number, str) and IS_NUMBER.fullmatch(number) else ""
         job = next((job for job in self.all() if job.id == name), None) or (self._job(name) if name else None)
         if job is None:
@@ -118,16 +118,16 @@ class Jobs:
         return job
 
     def of_run(self, run: str) -> Job | None:
-        """The job that waits for this run or makes it."""
+        """The queued or running job that makes this run."""
         return next((job for job in self._making(run) if job.state not in ENDED), None)
 
     def folder_of(self, run: str) -> str | None:
-        """Where the job that made this run was started, if the folder is still there."""
+        """The folder in which the job that made this run was started, if it still exists."""
         folder = next((job.facts["folder"] for job in self._making(run)), None)
         return folder if folder and os.path.isdir(folder) else None
 
     def is_own(self, run: str) -> bool:
-        """Whether this studio made the run, so that its user has chosen what the settings name."""
+        """Whether this studio made the run, so that its user chose the settings."""
         return any(True for _ in self._making(run))
 
     def _making(self, run: str) -> Iterator[Job]:
@@ -140,7 +140,7 @@ class Jobs:
         if facts is None:
             return None
         job = read_job(self.folder / name, facts)
-        if job.state in ENDED and job.state != "lost":  # one whose watcher could not start it waits again
+        if job.state in ENDED and job.state != "lost":  # a job that its watcher could not start is queued again
             self._ended[name] = job
         return job
 
@@ -148,7 +148,7 @@ class Jobs:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """No other thread or studio adds, drops or starts a job meanwhile. Not to be nested."""
+        """Within the block no other thread or studio adds, drops or starts a job. Not reentrant."""
         try:
             with take_lock(self.folder / "changes.lock"):
                 yield
@@ -157,8 +157,8 @@ class Jobs:
 
     def add(self, kind: str, title: str, words: Sequence[str], *, stage: str | None = None, run: str | None = None,
             settings: str | None = None, name: str | None = None, folder: str | None = None) -> dict:
-        """Queue a process; to be called in `alone`. words: the launcher's, in which SETTINGS stands for the file of
-        `settings` (YAML). folder: where it starts, and relative paths count from; the studio's own unless given."""
+        """Queue a process; call within `alone`. words: the launcher's arguments, where SETTINGS stands for the file
+        with `settings` (YAML). folder: its working directory, by default the studio's."""
         numbers = [int(name) for name in os.listdir(self.folder) if IS_NUMBER.fullmatch(name)]
         number = f"{max(numbers, default=0) + 1:06d}"
         target = self.folder / number
@@ -175,7 +175,7 @@ class Jobs:
         return self.find(number).shape()
 
     def stop(self, number: object) -> dict:
-        """Drop a job that waits; ask one that runs to stop with a checkpoint, and the second time at once."""
+        """Cancel a queued job; ask a running one to stop with a checkpoint, or on a second call immediately."""
         with self.alone():
             job = self.find(number)
             folder = self.folder / job.id
@@ -200,7 +200,7 @@ class Jobs:
             try:
                 self._turn()
                 fault = None
-            except Exception as error:  # a folder that is removed now may be there at the next look
+            except Exception as error:  # a removed folder may be back at the next turn
                 if repr(error) != fault:  # logged once
                     _log.exception("the studio's queue")
                 fault = repr(error)
@@ -211,7 +211,7 @@ class Jobs:
         for name, watcher in list(self._watchers.items()):
             if watcher.poll() is not None:
                 del self._watchers[name]
-                # It said that nothing was started: the job waits on. One that was killed may have started the process.
+                # It reported that nothing was started: the job stays queued. A killed one may have started the process.
                 if watcher.returncode > 0 and not (read_json(self.folder / name / PROCESS) or {}).get("process"):
                     (self.folder / name / PROCESS).unlink(missing_ok=True)
                     self._delay(last_line(self.folder / name / OUTPUT) or "error: the job could not be started")
@@ -237,7 +237,7 @@ class Jobs:
         self._trouble, self._not_before = line.removeprefix("error: "), time.monotonic() + RETRY_SECONDS
 
     def _start(self, name: str) -> None:
-        """Start a watcher; process.json says from here on that the job runs."""
+        """Start a watcher; from now on process.json marks the job as running."""
         with self.alone():
             job = self._job(name)
             if job is None or job.state != "queued":
@@ -249,7 +249,7 @@ class Jobs:
                 self._delay(str(refused(error, "the job cannot be started")))
 
     def _publish(self, jobs: Sequence[Job]) -> None:
-        """News for the open tabs: jobs whose state or output has changed since the last look."""
+        """Publish to the open tabs the jobs whose state or output has changed."""
         states = [(job.id, job.state, job.started, job.error) for job in jobs]
         last_states, last_sizes = self._published
         sizes = {}

@@ -1,7 +1,7 @@
-"""Marks that a person gives answers, as data: pairs for --stage dpo and reward, thumbs for --stage kto.
+"""Store a user's marks on answers as data: pairs for --stage dpo and reward, thumbs for --stage kto.
 
-One file of each kind under a name, below .studio/marks: JSON lines. A mark that contradicts one on the same answers
-replaces it. Two tabs, or two studios, take turns.
+One JSON lines file per name and kind, below .studio/marks. A new mark on the same answers replaces the old one. A lock
+serialises tabs and studios.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def routes(studio: Studio) -> list[Route]:
 
 
 def listed(studio: Studio) -> list[dict]:
-    """The files by name: {"name", "pairs", "thumbs" (how many), "pairs_path", "thumbs_path"}."""
+    """The files by name: {"name", "pairs", "thumbs" (counts), "pairs_path", "thumbs_path"}."""
     folder = own_folder(studio, "marks")
     names = {match[1] for name in os.listdir(folder) if (match := _FILE.fullmatch(name))}
     return [counts(folder, name) for name in sorted(names)]
 
 
 def counts(folder: Path, name: str) -> dict:
-    """How many marks a name has, and where."""
+    """The number of marks of a name, and the paths of its files."""
     paths = {kind: folder / f"{name}.{kind}.jsonl" for kind in KINDS}
     return {"name": name, **{kind: len(_lines(path)) for kind, path in paths.items()},
             **{f"{kind}_path": str(path) for kind, path in paths.items()}}
@@ -46,7 +46,7 @@ def counts(folder: Path, name: str) -> dict:
 
 def mark(studio: Studio, body: dict) -> dict:
     """{"name", "kind": "pair", "prompt": messages, "chosen", "rejected", "how"} or {"kind": "thumb", "prompt",
-    "completion", "is_good": true, false, or null to take it back}: the counts.
+    "completion", "is_good": true, false, or null to remove it}: add a mark; returns the counts.
 
     A pair of the same two answers and a thumb on the same answer are replaced.
     """
@@ -65,14 +65,14 @@ def mark(studio: Studio, body: dict) -> dict:
             added = [] if row.get("label", True) is None else [to_json(row)]
             text = "".join(f"{line}\n" for line in [*lines, *added])
             write_file(path, text.encode("utf-8", "surrogateescape"))
-            path.chmod(0o600)  # conversations are for this user alone
+            path.chmod(0o600)  # conversations are private
             return counts(folder, name)
     except OSError as error:
         raise refused(error, str(path)) from error
 
 
 def _prompt(messages: object) -> list[dict]:
-    """The messages, of which only role and content are kept."""
+    """The messages with only role and content."""
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "prompt must be a list of messages", "prompt")
     prompt = []
@@ -87,7 +87,7 @@ def _prompt(messages: object) -> list[dict]:
 
 
 def _answer(body: dict, name: str) -> list[dict]:
-    """As it was written, spaces at its ends too."""
+    """An answer as a message, unchanged."""
     text = body.get(name)
     if not isinstance(text, str):
         raise Refused(400, f"{name} must be text", name)
@@ -104,7 +104,7 @@ def _pair(prompt: list[dict], body: dict) -> tuple[dict, Callable[[dict], bool]]
         raise Refused(400, f"how is {' or '.join(_HOW)}", "how")
 
     def is_same(old: dict) -> bool:
-        """The same two answers, or an earlier edit of the same rejected answer."""
+        """Whether `old` has the same two answers, or is an earlier edit of the same rejected answer."""
         is_edit = how == old.get("how") == "edited" and old.get("rejected") == rejected
         is_pair = (old.get("chosen"), old.get("rejected")) in ((chosen, rejected), (rejected, chosen))
         return old.get("prompt") == prompt and (is_edit or is_pair)
@@ -121,7 +121,7 @@ def _thumb(prompt: list[dict], body: dict) -> tuple[dict, Callable[[dict], bool]
 
 
 def _lines(path: Path) -> list[str]:
-    """Complete lines alone: a last one without its end is what a killed process left. Refused for a giant."""
+    """The complete lines: a killed process may leave a partial last one. Raises Refused for a file over MAX_FILE."""
     try:
         text = path.read_bytes().decode("utf-8", "surrogateescape")
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""What the page asks of the queue: start, stop, resume and evaluate runs, export models, read output.
+"""Requests of the page to the queue: start, stop, resume and evaluate runs, export models, read output.
 
-A request becomes a job's command line and its file of settings. All of it is data: the launcher judges it.
+A request becomes a job's command line and settings file. They are only data here; the launcher validates them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_bytes, read_j
 from hybrid_rlhf.training.registry import STAGES
 
 RUN_FILE, SETTINGS_FILE = "run.json", "config.yaml"
-MAX_LEVELS = 4  # of a run below the outputs
+MAX_LEVELS = 4  # of folders from the outputs to a run
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_EVALUATED = ("data.sources", "data.max_prompt_length", "data.raw", "data.split")  # an evaluation takes from a run
+_EVALUATED = ("data.sources", "data.max_prompt_length", "data.raw", "data.split")  # copied to an evaluation
 _SCORED_BY, _REWARD_MODEL = ("reward", "environment"), "roles.reward.model_name_or_path"
-# options that name code or an address, as a mapping or list too; builtin:NAME is the library's own
+# options with code or addresses, also in mappings and lists; builtin:NAME is the library's
 _TRUSTED = ("reward.functions", "environment.tools", "environment.factory", "reward.judge.url", "reward.url")
 _PERMISSIONS = ("trust_remote_code", "trust_pickled_weights")
 
 
 def routes(studio: Studio, jobs: Jobs) -> list[Route]:
-    """The addresses of the queue."""
+    """The routes of the queue."""
     add = {"train": _train, "signal": _check_signal, "evaluate": _evaluate, "export": _export}
 
     def post(_query: dict, body: dict) -> dict:
@@ -62,7 +62,7 @@ def _train(studio: Studio, jobs: Jobs, body: dict) -> dict:
 
 
 def _check_signal(studio: Studio, jobs: Jobs, body: dict) -> dict:
-    """A check of a run that may be started next. It writes nothing, so the run's folder may exist."""
+    """Check the reward signal of a run before it starts. It writes nothing, so the run's folder may exist."""
     stage, run = _stage(body), body.get("run")
     folder = None if run is None else run_folder(studio, run)
     return jobs.add("signal", f"signal check of {stage}", [stage, "--config", SETTINGS, "--check_signal"], stage=stage,
@@ -90,8 +90,8 @@ def _export(studio: Studio, jobs: Jobs, body: dict) -> dict:
 
 
 def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:
-    """Resume a run with its own settings in its own folder. Relative paths in them count from where the run was
-    started, where that is known."""
+    """Resume a run with its settings in its folder. Relative paths in them are relative to where the run was started,
+    if that is known."""
     run = body.get("id")
     folder = studio.folder(run)
     assert isinstance(run, str)
@@ -117,8 +117,8 @@ def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:
 
 
 def _is_ending(job: Job, folder: Path) -> bool:
-    """Whether the run has been closed since `job` began, or is writing its model ("stopped", not closed yet): a new job
-    for it then waits in the queue until the process has ended."""
+    """Whether the run was closed after `job` started, or is writing its model ("stopped", not closed yet): then a new
+    job for it may wait in the queue until the process has ended."""
     record = read_json(folder / RUN_FILE) or {}
     status, closed = record.get("status"), record.get("finished")
     if job.state != "running" or status == "running":
@@ -155,7 +155,7 @@ def _stage(body: dict) -> str:
 
 
 def run_folder(studio: Studio, run: object) -> Path:
-    """Where a run of ours goes, by its id. Refused where that is not a name of a run."""
+    """The folder for a run, by its id. Raises Refused for an invalid id."""
     parts = run.split("/") if isinstance(run, str) else []
     if not parts or len(parts) > MAX_LEVELS or not all(map(_PART.fullmatch, parts)):
         raise Refused(400, "a run's name has letters (a to z), digits, _, - and dots, begins with a letter, a digit or "
@@ -166,7 +166,7 @@ def run_folder(studio: Studio, run: object) -> Path:
 
 
 def new_folder(studio: Studio, run: object) -> Path:
-    """Where a new run goes. Refused where something is there already, or in the way."""
+    """The folder for a new run. Raises Refused if it exists, or cannot be created there."""
     folder = run_folder(studio, run)
     for above in list(folder.relative_to(studio.outputs).parents)[:-1]:
         place = studio.outputs / above
@@ -180,13 +180,13 @@ def new_folder(studio: Studio, run: object) -> Path:
 
 
 def free_name(studio: Studio, group: str, taken: Collection[str | None]) -> str:
-    """group/1, or the next number that neither a folder nor one of the runs `taken` has."""
+    """group/1, or the next number without a folder and not in `taken`."""
     return next(name for name in (f"{group}/{number}" for number in count(1))
                 if name not in taken and not os.path.lexists(studio.outputs / name))
 
 
 def _check_free(jobs: Jobs, run: str) -> None:
-    """Refused where a job waits for or makes this run, a run inside it or one around it."""
+    """Raises Refused if a queued or running job makes this run, or one inside or around it."""
     for job in jobs.all():
         other = job.facts["run"] if job.state in ("queued", "running") and job.facts["kind"] in MAKES_RUNS else None
         if other and (f"{run}/".startswith(f"{other}/") or f"{other}/".startswith(f"{run}/")):
@@ -197,8 +197,8 @@ def _check_free(jobs: Jobs, run: str) -> None:
 
 
 def run_settings(settings: object, output_dir: Path | None) -> str:
-    """Dotted option -> value as YAML. output_dir: the run's, which the settings themselves may not move. Raises Refused
-    and UserError where they are not a mapping, or give one option twice."""
+    """Dotted option -> value as YAML. output_dir: of the run; the settings must not change it. Raises Refused or
+    UserError if they are not a mapping, or set one option twice."""
     if not isinstance(settings, dict):
         raise Refused(400, "settings must be a mapping of options")
     options = dict(settings)
@@ -215,11 +215,11 @@ def run_settings(settings: object, output_dir: Path | None) -> str:
         for part in sections:
             section = section.setdefault(part, {})
         section[last] = value
-    return block(nested).encode("ascii", "backslashreplace").decode()  # what is not ASCII stands in quotes
+    return block(nested).encode("ascii", "backslashreplace").decode()  # non-ASCII text is quoted
 
 
 def own_settings(folder: Path) -> tuple[str, str]:
-    """Of an existing run: its stage, and the text of its config.yaml. Refused where they cannot be read."""
+    """The stage of an existing run, and the text of its config.yaml. Raises Refused if they cannot be read."""
     stage = (read_json(folder / RUN_FILE) or {}).get("stage")
     text = read_bytes(folder / SETTINGS_FILE)
     if not isinstance(stage, str) or not text:
@@ -228,8 +228,8 @@ def own_settings(folder: Path) -> tuple[str, str]:
 
 
 def evaluation(studio: Studio, runs: object, settings: object) -> dict:
-    """The settings of an evaluation of `runs`: those that are given, and where they name no prompts and no rewards,
-    those of the first run that was trained on rewards."""
+    """The settings of an evaluation of `runs`: `settings`, with prompts and rewards, if missing, of the first run that
+    was trained on rewards."""
     if not isinstance(runs, list) or not 2 <= len(runs) <= 8:
         raise Refused(400, "choose two to eight runs to evaluate", "runs")
     if not isinstance(settings, dict):
@@ -262,8 +262,8 @@ def _evaluation_defaults(folders: Sequence[Path], settings: Mapping[str, object]
 
 
 def _held_out(config: object, fractions: list) -> dict:
-    """Rows that no run was trained on: data.eval_sources, or the smallest share that a run held out. Where one held out
-    none, all rows, which the evaluation then announces."""
+    """Settings for rows that no run was trained on: data.eval_sources, or the smallest share that a run held out. If a
+    run held out none: all rows, which the evaluation reports."""
     if isinstance(sources := _value(config, "data.eval_sources"), list) and sources:
         return {"data.sources": sources, "evaluate.rows": "all"}
     least = min((fraction for fraction in fractions if isinstance(fraction, (int, float))), default=None)
@@ -282,15 +282,15 @@ def _value(config: object, option: str) -> object:
 
 
 def _check_confirmed(body: dict, settings: object) -> None:
-    """Settings of a run that this studio did not make may be another person's: code and addresses in them need a
-    confirmation."""
+    """Require a confirmation of code and addresses in the settings of a run that this studio did not make: they may be
+    another person's."""
     if (named := named_code(settings)) and body.get("is_confirmed") is not True:
         raise Refused(409, f"these settings came with the run, and name {', '.join(named)[:500]}; go on only if you "
                            "know who wrote them", "is_confirmed")
 
 
 def named_code(settings: object) -> list[str]:
-    """Each piece of code, address and permission that the settings (nested, or of dotted names) name, as text."""
+    """The code, addresses and permissions in settings (nested, or with dotted names), as texts."""
     named = []
     for name, value in _leaves(settings):
         if not value or str(value).startswith("builtin:"):

@@ -1,6 +1,6 @@
-"""Every option of a stage with its kind, its default and its help, and settings as JSON, from the settings' classes.
+"""All options of a stage with kind, default and help, and settings as JSON, from the config classes.
 
-Imports torch, as they do: for the process that answers the page's questions, not for the studio's own.
+Imports torch, as these do: for the process that answers the page's questions, not for the studio itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hybrid_rlhf.training import unread_options
 from hybrid_rlhf.training.registry import STAGES, variant_options
 
 _KINDS = {bool: "bool", int: "int", float: "float", str: "text", list: "list", dict: "json"}
-LEFT_OUT = ("stage", "output_dir")  # the goal and the name of the run say these
+LEFT_OUT = ("stage", "output_dir")  # set by the goal and the run's name
 
 
 def options_of(stage: str) -> dict:
-    """{"options": [...], "help"} of a stage; KeyError of one that there is not."""
+    """{"options": [...], "help"} of a stage; KeyError for an unknown one."""
     row, common = STAGES[stage], common_options(stage)
     config_class = importlib.import_module(row.module).Config
     defaults, _ = cli.read_settings(stage, [])
@@ -46,7 +46,7 @@ def _option(stage: str, option: Option, default: object, is_common: bool) -> dic
 
 
 def _kind(kind: Any) -> str:
-    """The word for a type; of a union a list before text, and text before a mapping."""
+    """The name of a type; in a union a list comes before text, and text before a mapping."""
     is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     members = [typing.get_origin(k) or k for k in (typing.get_args(kind) if is_union else (kind,))]
     if dict in members and list in members:  # data.sources
@@ -58,7 +58,7 @@ def _kind(kind: Any) -> str:
 
 
 def plain_settings(config: object) -> dict[str, object]:
-    """Every option of nested settings, in their order."""
+    """All options of nested settings, in order."""
     return dict(_leaves(config, ""))
 
 
@@ -72,7 +72,7 @@ def _leaves(config: object, prefix: str) -> Iterator[tuple[str, object]]:
 
 
 def plain(value: object) -> object:
-    """A value as JSON has it. A source with nothing but a path is that text, and so is a number that is not finite."""
+    """A value as JSON. A source with only a path becomes that text; numbers that are not finite become text."""
     if isinstance(value, Source):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         chosen = {k: v for k, v in fields.items() if k == "path" or (v and (k, v) != ("split", "train"))}

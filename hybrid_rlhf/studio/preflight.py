@@ -1,8 +1,8 @@
-"""A new run before it starts: its goals, options and file of settings, and looks at data, examples and memory.
+"""Questions of the page before a run starts: goals, options, settings file, data, preview and memory plan.
 
-The studio's own process imports no torch: `Look` asks a process of its own (preflight_process.py). That is killed where
-it has no answer within two minutes, takes more than 2 GiB or is needed no more, and is started again by the next
-question. A newer question replaces one of its kind that still waits.
+The studio's own process does not import torch: `Look` asks a child process (preflight_process.py). It is killed if it
+takes more than two minutes or 2 GiB, or is no longer needed, and restarted by the next question. A newer question
+replaces a waiting one of its kind.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hybrid_rlhf.studio.new_jobs import new_folder
 from hybrid_rlhf.studio.preflight_process import LIGHT
 from hybrid_rlhf.studio.studio import Refused, Route, Studio
 
-SECONDS, MAX_BYTES = 120.0, 2 << 30  # of one question
-IDLE, IDLE_ON_CARD = 600.0, 15.0  # seconds; memory that a card's driver keeps for the process is missing to a run
-_START = ("import sys; sys.path[:] = sys.argv[1:]; "  # not the folder that the studio was started in
+SECONDS, MAX_BYTES = 120.0, 2 << 30  # limits of one question
+IDLE, IDLE_ON_CARD = 600.0, 15.0  # seconds; on a GPU the process holds memory that a run may need
+_START = ("import sys; sys.path[:] = sys.argv[1:]; "  # without the working directory
           "from hybrid_rlhf.studio.preflight_process import main; main()")
-_CARD_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and that of WSL
+_CARD_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD and WSL
 _log = logging.getLogger(__name__)
 
 
@@ -44,7 +44,7 @@ def routes(studio: Studio, look: Look) -> list[Route]:
     def goals(_query: dict, _body: dict) -> dict:
         try:
             card, note = known_card(), None
-        except Refused as error:  # asked again the next time
+        except Refused as error:  # not cached: asked again next time
             card, note = "cpu", f"the card could not be looked at: {error}"
         return goals_answer(card, {name: row.settings for name, row in CARDS.items()}) | {"card_note": note}
 
@@ -72,13 +72,13 @@ def routes(studio: Studio, look: Look) -> list[Route]:
 
 
 def may_have_card() -> bool:
-    """Whether there is a GPU of NVIDIA or AMD, as far as files say it."""
+    """Whether device files suggest a GPU of NVIDIA or AMD."""
     return sys.platform != "darwin" and any(map(os.path.exists, _CARD_FILES))
 
 
 def find_card() -> str:
-    """The preset for this machine's first GPU, or cpu. Asked of a process of its own, which holds nothing of the card
-    afterwards; not where there is none."""
+    """The preset for this machine's first GPU, or cpu. A temporary process detects it, so that no GPU memory is held
+    afterwards."""
     if not may_have_card():
         return "cpu"
     look = Look()
@@ -89,7 +89,7 @@ def find_card() -> str:
 
 
 def _shown(folder: Path) -> str:
-    """Relative to where the studio was started, where it is below that: such a file works elsewhere too."""
+    """The path relative to the working directory, if it is below it: such a file is portable."""
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
@@ -112,7 +112,7 @@ class _Question:
 
 @dataclass
 class _Child:
-    """The process. why: what it was killed for, and culprit: by which question."""
+    """The child process. why: the reason of a kill; culprit: the question that caused it."""
 
     process: subprocess.Popen
     has_ended: bool = False
@@ -123,7 +123,7 @@ class _Child:
 
     def send(self, question: _Question) -> None:
         text = json.dumps({"number": question.number, "kind": question.kind, "asked": question.content})
-        with self.sending, suppress(BrokenPipeError):  # an end of the process is noticed by its reader
+        with self.sending, suppress(BrokenPipeError):  # the reader notices the end of the process
             self.process.stdin.write(f"{text}\n".encode())
             self.process.stdin.flush()
 
@@ -135,7 +135,7 @@ class _Child:
 
     @property
     def num_bytes(self) -> int:
-        """Its memory, without that of files."""
+        """Resident memory without shared pages."""
         try:
             memory = psutil.Process(self.process.pid).memory_info()
         except psutil.Error:
@@ -144,28 +144,28 @@ class _Child:
 
 
 class Look:
-    """Questions to the process. Any thread may ask; two are answered at a time, one of LIGHT and another one."""
+    """Asks the child process. Any thread may ask; two questions run at a time, one of LIGHT and one other."""
 
     def __init__(self, seconds: float = SECONDS, most_bytes: int = MAX_BYTES, idle: float = IDLE, start: str = _START
                  ) -> None:
-        """start: the program of the process, which is given the paths of modules."""
+        """start: the program of the process; its arguments are sys.path."""
         self._seconds, self._most_bytes, self._idle, self._code = seconds, most_bytes, idle, start
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self._waiting: dict[str, _Question] = {}
-        self._busy: dict[bool, _Question] = {}  # of light ones, and of others
+        self._busy: dict[bool, _Question] = {}  # is_light -> running question
         self._child: _Child | None = None
         self._timer: threading.Timer | None = None
         self._is_closed = False
 
     def ask(self, kind: str, content: dict, key: str | None = None) -> dict:
-        """The answer. key: a question replaces a waiting one of its key (default: its kind). Raises Refused: 409 for a
-        question that a newer one has replaced, 400 for a mistake in it, 503 and 504 where the process ended or took too
-        long."""
+        """The answer to a question. key: it replaces a waiting question with this key (default: its kind). Raises
+        Refused: 409 if a newer question has replaced it, 400 for a mistake in it, 503 or 504 if the process ended or
+        took too long."""
         question = _Question(kind, key or kind, content, next(self._numbers))
         self._take_turn(question)
         try:
-            for _ in range(2):  # a second time where the process was killed for another question
+            for _ in range(2):  # retry once, if the process was killed for another question
                 child = self._send(question)
                 self._wait(question, child)
                 if question.reply is not None or child.culprit is question or not (child.why or question.is_light):
@@ -178,7 +178,7 @@ class Look:
         return _answer(question, child)
 
     def close(self) -> None:
-        """End the process; nothing is answered any more."""
+        """End the process; later questions are refused."""
         with self._changed:
             self._is_closed = True
             if self._timer is not None:
@@ -216,7 +216,7 @@ class Look:
         return child
 
     def _wait(self, question: _Question, child: _Child) -> None:
-        """Return with a reply, or when the process has ended: by itself, or as it took too long or too much memory."""
+        """Wait for a reply or the end of the process, which is killed if it exceeds time or memory."""
         deadline = time.monotonic() + self._seconds
         with self._changed:
             while question.reply is None and not child.has_ended:
@@ -230,9 +230,9 @@ class Look:
                                self._busy.get(False, question))
 
     def _read(self, child: _Child) -> None:
-        """Hand out replies until the process ends."""
+        """Assign replies to their questions until the process ends."""
         for line in child.process.stdout:
-            if not line.endswith(b"\n"):  # of one that was killed
+            if not line.endswith(b"\n"):  # partial, of a killed process
                 break
             reply = json.loads(line)
             with self._changed:
@@ -271,6 +271,6 @@ def _answer(question: _Question, child: _Child) -> dict:
     if error is None:
         return question.reply["answer"]
     if "traceback" in error:
-        shown = error["traceback"].encode("utf-8", "backslashreplace").decode()  # lone surrogates, which no log takes
+        shown = error["traceback"].encode("utf-8", "backslashreplace").decode()  # lone surrogates cannot be logged
         _log.error("a question of the studio's page failed\n%s", shown)
     raise Refused(error["status"], error["text"], error["option"])

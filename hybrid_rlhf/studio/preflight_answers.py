@@ -1,8 +1,8 @@
-"""Answers to the page before a run starts: the options of a stage, whether it takes some settings, and what --preview
-and --plan find, all as the launcher itself would.
+"""Answers to the page before a run starts: options of a stage, validation of settings, --preview and --plan, as by the
+launcher itself.
 
-For the process that answers (preflight_process.py): torch is imported here. Nothing that settings name is run: neither
-reward functions nor environments, which the launcher's own --preview does not run either, nor code of models.
+Runs in the child process (preflight_process.py), since it imports torch. No code named in settings is run: neither
+reward functions nor environments, which the launcher's --preview does not run either, nor code of models.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from hybrid_rlhf.training import builders, on_policy, reward_sources, time_optio
 from hybrid_rlhf.training.memory_options import Place, look_ahead
 from hybrid_rlhf.training.registry import STAGES
 
-MAX_ROW, MAX_PART, MAX_COLUMNS = 2000, 20_000, 100  # characters of a row, and of a part of an example; columns
-PRINTING = ("preview", "plan")  # one at a time: what they print is kept
-_parsing = threading.Lock()  # the parser keeps state of its own
+MAX_ROW, MAX_PART, MAX_COLUMNS = 2000, 20_000, 100  # characters of a row, of a part of an example; columns
+PRINTING = ("preview", "plan")  # one at a time: their output is captured
+_parsing = threading.Lock()  # the parser is not thread-safe
 
 
 class OptionError(UserError):
@@ -56,7 +56,7 @@ class OptionError(UserError):
 
 
 def answer(kind: str, asked: dict) -> dict:
-    """The answer of QUESTIONS[kind], with the lines that the launcher would have printed beside it ("notes")."""
+    """The answer of QUESTIONS[kind], with lines that the launcher would have printed as "notes"."""
     printed = io.StringIO()
     try:
         with redirect_stderr(printed) if kind in PRINTING else nullcontext():
@@ -69,7 +69,7 @@ def answer(kind: str, asked: dict) -> dict:
 
 
 def settings(asked: dict) -> dict:
-    """The file of these settings, what the launcher makes of it, or why it would refuse it."""
+    """The YAML of these settings, the resolved settings, and the launcher's error if it would refuse them."""
     stage, card, chosen = _stage(asked), asked.get("card"), _chosen(asked)
     result: dict = {"yaml": "", "settings": dict(chosen), "given": chosen, "error": None}
     try:
@@ -121,7 +121,7 @@ def data(asked: dict) -> dict:
 
 
 def preview(asked: dict) -> dict:
-    """What --preview prints, as data; and a column that a built-in reward function would miss."""
+    """The output of --preview, as data. UserError for a column that a built-in reward function would miss."""
     config = _to_look_at(asked)
     stages = list(importlib.import_module(STAGES[config.stage].module).previews(config))
     check_columns(config, stages[0].data.train[0])
@@ -142,10 +142,10 @@ def preview(asked: dict) -> dict:
 
 
 def plan(asked: dict) -> dict:
-    """What --plan prints, as data. memory: bytes that the run may use (None: what is free). card: the name of one that
-    need not be here.
+    """The output of --plan, as data. memory: bytes that the run may use (None: free memory). card: the name of a GPU,
+    which need not be in this machine.
 
-    Of several stages the phases are those of all, and the rest is of the one that comes nearest to the memory."""
+    With several stages phases are those of all stages, and the rest is of the stage with the highest peak."""
     config, memory, card = _to_look_at(asked), asked.get("memory"), asked.get("card")
     check(memory is None or (isinstance(memory, (int, float)) and 2**20 <= memory < 2**60),
           "memory is not a number of bytes; give one of 1 MiB at least, or null")
@@ -178,7 +178,7 @@ def _change(change: Change) -> dict:
 
 
 def _times(plans: list[Plan], stages: list[str], place: Place) -> dict:
-    """Seconds of a step by phase, on the first device that they can be predicted for."""
+    """Seconds of a step by phase, on the first device for which they can be predicted."""
     times, source, device_name = [], "", None
     for stage, plan in zip(stages, plans, strict=True):
         rows, source = time_options.predicted([("as given", plan)], place.device, place.card)
@@ -200,7 +200,7 @@ def _times(plans: list[Plan], stages: list[str], place: Place) -> dict:
 
 @contextmanager
 def about(option: str) -> Iterator[None]:
-    """A UserError of the block is about this option, whatever its text names."""
+    """A UserError in the block becomes an OptionError about this option."""
     try:
         yield
     except UserError as error:
@@ -208,8 +208,8 @@ def about(option: str) -> Iterator[None]:
 
 
 def check_start(config: object) -> None:
-    """UserError for settings with which a launcher would not start: what is missing, and paths that are not there.
-    Nothing of a hub is read."""
+    """UserError for settings that the launcher would refuse at its start: missing options and paths. The hub is not
+    accessed."""
     stage = importlib.import_module(STAGES[config.stage].module)
     if config.stage == "evaluate":
         stage.contenders(config)
@@ -233,7 +233,7 @@ def check_start(config: object) -> None:
 
 
 def _check_parents(config: object) -> None:
-    """The reward model and the teacher of a stage that samples."""
+    """Check the reward model and the teacher of an online stage."""
     distill, reward = getattr(config, "distill", None), config.roles.reward.model_name_or_path
     if config.reward.has_model(config.roles, config.environment, is_needed=config.stage != "distill"):
         with about("roles.reward.model_name_or_path"):
@@ -247,7 +247,7 @@ def _check_parents(config: object) -> None:
 
 def check_columns(config: object, row: Mapping) -> None:
     """UserError for a built-in reward function that needs a column which the data does not have. row: of the data."""
-    if hasattr(config, "environment"):  # of stages that sample
+    if hasattr(config, "environment"):  # online stages
         with about("reward.functions"):
             reward_sources.check_columns(_builtin_functions(config.reward), row)
 
@@ -260,7 +260,7 @@ def _builtin_functions(sources: object) -> list[FunctionSource]:
 
 
 def _check_functions(sources: object) -> None:
-    """Built-in functions with their options; of functions in files only that the files are there."""
+    """Check built-in functions with their options, and for other functions only that their files exist."""
     _builtin_functions(sources)
     for text in getattr(sources, "function_list", []):
         path, _, name = text.rpartition(":")
@@ -280,18 +280,18 @@ def _stage(asked: Mapping) -> str:
 
 
 def _chosen(asked: Mapping) -> dict[str, object]:
-    """The settings of the question, with the folder of the run and those of the card."""
+    """The settings of the question, with the run's folder and those of the GPU preset."""
     options, folder, card = asked.get("settings") or {}, asked.get("output_dir"), asked.get("card")
     check(isinstance(options, dict), "settings must be a mapping of options")
     check(card is None or isinstance(card, str), "card must be a name")
     sources = options.get("data.sources")
-    if isinstance(sources, (str, dict)) and sources:  # one of them
+    if isinstance(sources, (str, dict)) and sources:  # a single source
         options = options | {"data.sources": [sources]}
     return with_card(({"output_dir": folder} if folder else {}) | options, card)
 
 
 def _to_look_at(asked: Mapping) -> object:
-    """The settings, for a question that loads data or models."""
+    """The config, for a question that loads data or models."""
     options = _chosen(asked)
     check_names(options)
     config = _read(_stage(asked), options)
@@ -301,7 +301,7 @@ def _to_look_at(asked: Mapping) -> object:
 
 
 def _read(stage: str, options: Mapping[str, object]) -> object:
-    """The settings as the launcher reads them from a file."""
+    """The config, parsed by the launcher from a file."""
     with tempfile.TemporaryDirectory() as folder, _parsing:
         path = Path(folder, "settings.yaml")
         path.write_text(settings_text(stage, options, {}), encoding="utf-8")
@@ -318,14 +318,14 @@ def _defaults(stage: str) -> dict[str, object]:
 
 
 def _names(asked: Mapping) -> set[str]:
-    """The options that a message may be about."""
+    """The options that an error message may name."""
     stage, options = asked.get("stage"), asked.get("settings")
     known = _defaults(stage) if isinstance(stage, str) and stage in STAGES else ()
     return {*known, *(options if isinstance(options, dict) else ())}
 
 
 def _option_in(text: str, known: Iterable[str]) -> str | None:
-    """The option that a message is about: the first that it names, in full or by its last parts."""
+    """The option of an error message: the first that it names, in full or by its last parts."""
     names = {*known}
     for match in re.finditer(r"[a-z_]\w*(?:\.[a-z_]\w*)+|^[a-z_]\w*|(?<=option )[a-z_]\w*", text):
         word = match[0]

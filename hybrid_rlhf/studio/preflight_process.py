@@ -1,8 +1,7 @@
-"""The process that answers the page's questions before a run starts (preflight.py starts it): lines of JSON in,
-{"number", "kind", "asked"}, and lines of JSON out, {"number", "answer" or "error", "holds_card"}.
+"""The child process of preflight.py that answers the page's questions before a run starts: JSON lines in, {"number",
+"kind", "asked"}, and JSON lines out, {"number", "answer" or "error", "holds_card"}.
 
-It ends with its standard input. Quick questions and those that may take minutes are answered side by side, in two
-threads.
+It ends when its standard input ends. Two threads answer quick questions and those that may take minutes.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ def main() -> None:
     for line in requests:
         request = json.loads(line)
         lanes[request["kind"] in LIGHT].put(request)
-    os._exit(0)  # without a wait for an answer that is not needed
+    os._exit(0)  # does not wait for an unneeded answer
 
 
 def _own_streams() -> tuple[TextIO, TextIO]:
-    """The standard streams; in their place libraries that print or ask get an empty device."""
+    """Duplicates of the standard streams; libraries that print or prompt get /dev/null instead."""
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDWR)
@@ -55,9 +54,9 @@ def _serve(lane: queue.SimpleQueue, replies: TextIO) -> None:
 
 
 def reply(kind: str, asked: dict) -> dict:
-    """{"answer"} or {"error"}, and whether the process holds memory of a card."""
+    """{"answer"} or {"error"}, and whether the process holds GPU memory."""
     try:
-        with _importing:  # two threads that import one library would see halves of it
+        with _importing:  # concurrent imports of one library may see it half initialised
             from hybrid_rlhf.studio.preflight_answers import answer
         result = {"answer": answer(kind, asked)}
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The files of a run's folder: rows, records, sizes and checkpoints, read while the run may be writing them."""
+"""Read the files of a run's folder while the run may be writing: rows, records, sizes and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import NamedTuple, TypeVar
 
 RECORD, SETTINGS = "run.json", "config.yaml"
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
-GROWING = (RECORD, METRICS, SAMPLES, ANSWERS)  # while a run goes on
+GROWING = (RECORD, METRICS, SAMPLES, ANSWERS)  # files that change while a run is active
 REPORT, PAGE, EVALUATION = "report.md", "report.html", "evaluate.md"
 CHECKPOINTS, MODEL = "checkpoints", "model"
-_TAIL = 64  # bytes before a place in a file by which it is recognised as the same file
+_TAIL = 64  # bytes before the read position that identify an unchanged file
 
 T = TypeVar("T")
-Mark = tuple[int, int, int] | None  # inode, bytes and time of change of a file; None where there is none
+Mark = tuple[int, int, int] | None  # inode, size and modification time; None for a missing file
 
 
 class Unreadable(Exception):
-    """What is wrong with a file, in one line."""
+    """A file that cannot be read; the message is one line."""
 
 
 class Checkpoint(NamedTuple):
@@ -35,7 +35,7 @@ class Checkpoint(NamedTuple):
 
 
 def mark(path: Path) -> Mark:
-    """Changes when a file or folder does."""
+    """A mark that changes when a file or folder changes."""
     try:
         info = path.stat()
     except OSError:
@@ -44,7 +44,7 @@ def mark(path: Path) -> Mark:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """A whole file; None where there is none. Raises Unreadable."""
+    """The bytes of a file; None if it does not exist. Raises Unreadable."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -54,13 +54,13 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def read_text(path: Path) -> str | None:
-    """A whole file as text, with bytes that are not UTF-8 made visible; None where there is none. Raises Unreadable."""
+    """A file as text, with invalid UTF-8 escaped; None if it does not exist. Raises Unreadable."""
     content = read_bytes(path)
     return None if content is None else content.decode("utf-8", "backslashreplace")
 
 
 def read_record(folder: Path) -> dict:
-    """A run's run.json. Raises Unreadable where it is missing or damaged."""
+    """A run's run.json. Raises Unreadable if it is missing or damaged."""
     content = read_bytes(folder / RECORD)
     if content is None:
         raise Unreadable(f"{RECORD} is missing")
@@ -74,7 +74,7 @@ def read_record(folder: Path) -> dict:
 
 
 def lenient_reader(notes: list[str], prefix: str = "") -> Callable[[Callable[[], T | None], T], T]:
-    """A function that returns what another one reads; where that raises Unreadable, a default, with a line in
+    """A function that calls a reader and returns its value, or a default if it raises Unreadable, with a line in
     `notes`."""
     def read(function: Callable[[], T | None], default: T) -> T:
         try:
@@ -88,7 +88,7 @@ def lenient_reader(notes: list[str], prefix: str = "") -> Callable[[Callable[[],
 
 
 def row_of(line: bytes) -> dict | None:
-    """A line of a file of rows; None for a damaged one."""
+    """The row in a JSON line; None for a damaged one."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -97,7 +97,7 @@ def row_of(line: bytes) -> dict | None:
 
 
 def last_rows(path: Path, size: int = 256 * 2**10) -> list[dict]:
-    """The rows in the last `size` bytes of a file of rows, oldest first; none where there is no file."""
+    """The rows in the last `size` bytes of a JSON lines file, oldest first; [] if it does not exist."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -111,19 +111,19 @@ def last_rows(path: Path, size: int = 256 * 2**10) -> list[dict]:
 
 
 class GrowingLines:
-    """The lines of a file that grows, each read once. A file that was replaced or cut back, as a run that resumes from
-    a checkpoint does, is read from its beginning."""
+    """Lines of a growing file, each read once. A file that was replaced or truncated, as by a run that resumes from a
+    checkpoint, is read again from its beginning."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._seen: Mark = None  # of the file when it was last read
-        self._is_whole = False  # whether that was to its end
-        self._place, self._tail = 0, b""  # where the next line begins, and the bytes before
+        self._seen: Mark = None  # at the last read
+        self._is_whole = False  # whether that reached the end
+        self._place, self._tail = 0, b""  # start of the next line, and the bytes before it
 
     def update(self, start_over: Callable[[], None], take: Callable[[int, bytes], None],
                most: float = math.inf) -> bool:
-        """Call `take` with each new line and its place, after `start_over` where the file is another. A last line
-        without its end waits. Reads about `most` bytes; returns whether that was to the end. Raises Unreadable."""
+        """Call `take` with the position of each new line and the line, after `start_over` if the file is another one. A
+        partial last line waits. Reads about `most` bytes; returns whether it reached the end. Raises Unreadable."""
         now = mark(self.path)
         if now is not None and now == self._seen and self._is_whole:
             return True
@@ -153,7 +153,7 @@ class GrowingLines:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below `folder`; links count as nothing."""
+    """Bytes of all files below `folder`, without links."""
     total = 0
     for where, _, files in os.walk(folder):
         for name in files:
@@ -164,8 +164,8 @@ def size_of(folder: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of the run in `folder`, oldest first, the best ones last. One that is being written has no name
-    yet."""
+    """The checkpoints of the run in `folder`, oldest first, the best ones last. One that is being written is not
+    included."""
     paths = [(path, False) for path in (folder / CHECKPOINTS).glob("step-*")]
     paths += [(path, True) for path in (folder / CHECKPOINTS / "best").glob("step-*")]
     return [Checkpoint(f"best/{path.name}" if is_best else path.name, step_of(path), size_of(path), is_best)
@@ -174,7 +174,7 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name; -1 where it has none."""
+    """The step in a checkpoint's name; -1 without one."""
     number = checkpoint.name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdigit() else -1
 
@@ -186,5 +186,5 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def has_model(folder: Path) -> bool:
-    """Whether the run has left a model, all of it or an adapter."""
+    """Whether the run has saved a model or an adapter."""
     return any((folder / MODEL / name).is_file() for name in ("config.json", "adapter_config.json"))

@@ -1,4 +1,4 @@
-"""What a run has written so far, read as it grows: curves of its metrics, alarms, samples and answers by step."""
+"""Incremental readers of a run's metrics, alarms, samples and answers by step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, SAMPLES, GrowingLines
 from hybrid_rlhf.studio.studio import Refused
 
 MAX_RUNS = 8  # whose metrics are kept in memory
-ALARM_READ = 16 * 2**20  # bytes of metrics that one look for alarms reads; the next look goes on
-MAX_ROWS = 2048  # that alarms are looked for in; those of a longer run are means of neighbours
-MAX_CURVES, POINTS = 60, (2, 2000)  # metrics of one request; the fewest and most points of a curve
+ALARM_READ = 16 * 2**20  # bytes of metrics read in one search for alarms; the next one continues
+MAX_ROWS = 2048  # rows searched for alarms; a longer run is averaged over neighbours
+MAX_CURVES, POINTS = 60, (2, 2000)  # metrics of one request; minimum and maximum points of a curve
 MAX_SAMPLES, MAX_ANSWERS, MAX_TEXT = 100, 200, 20_000  # of one request; characters of a prompt or answer
 MAX_STEP_BYTES = 16 * 2**20  # of the samples of one step
-_STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')  # how rows of samples begin
-_TURN = re.compile(r"^\[([^\[\]\n]{1,64})\] ", re.MULTILINE)  # how episodes are written (rollout/episode_record.py)
+_STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')  # beginning of a row of samples
+_TURN = re.compile(r"^\[([^\[\]\n]{1,64})\] ", re.MULTILINE)  # turns of an episode (rollout/episode_record.py)
 T = TypeVar("T")
 
 
 class Point(NamedTuple):
-    """One or several neighbouring steps: the last of them, and their values; None where none was finite."""
+    """One or several neighbouring steps: the last step, and low, high and mean of their values; None without finite
+    ones."""
 
     step: int
     low: float | None
@@ -37,15 +38,15 @@ class Point(NamedTuple):
 
 
 class Table:
-    """Rows of metrics with rising steps. columns: per metric the places of its rows, and its values; nan for what is
-    not finite."""
+    """Rows of metrics with increasing steps. columns: per metric the indices of its rows, and its values; nan for
+    infinite ones too."""
 
     def __init__(self) -> None:
         self.steps = array("q")
         self.columns: dict[str, tuple[array, array]] = {}
         self.first_not_finite: tuple[int, str] | None = None
         self._width = 1  # rows of a bucket in `_means`
-        self._means: dict[str, tuple[array, array]] = {}  # of a long run: numbers of buckets, and their means
+        self._means: dict[str, tuple[array, array]] = {}  # for long runs: bucket numbers and means
 
     def add(self, row: dict) -> None:
         step, place = row["step"], len(self.steps)
@@ -62,8 +63,8 @@ class Table:
         self.steps.append(step)
 
     def buckets(self, name: str, width: int, first: int = 0) -> Iterator[tuple[int, Sequence[float]]]:
-        """The metric in buckets of `width` neighbouring rows, those from the place `first` on: the place of each
-        bucket's last row, and its finite values. Buckets without the metric are left out."""
+        """The metric in buckets of `width` neighbouring rows, from the row `first` on: the index of each bucket's last
+        row, and its finite values. Buckets without the metric are left out."""
         if name not in self.columns:
             return
         places, values = self.columns[name]
@@ -83,7 +84,7 @@ class Table:
                 for place, values in self.buckets(name, -(-len(self.steps) // most))]
 
     def rows(self) -> list[dict]:
-        """Rows as report/alarms.py reads them, at most MAX_ROWS; None for what is not finite."""
+        """At most MAX_ROWS rows for report/alarms.py; None for values that are not finite."""
         width = 1
         while len(self.steps) > width * MAX_ROWS:
             width *= 2
@@ -97,7 +98,7 @@ class Table:
         return rows
 
     def _means_of(self, name: str) -> tuple[array, array]:
-        """The metric's buckets by number, and their means; those of earlier calls are kept, but for the last one."""
+        """The metric's bucket numbers and means; cached, except for the last bucket."""
         numbers, means = self._means.setdefault(name, (array("l"), array("d")))
         first = numbers.pop() * self._width if numbers else 0
         del means[len(numbers):]
@@ -108,7 +109,7 @@ class Table:
 
 
 class Metrics:
-    """The metrics of the run in `folder`, training and held-out ones. For one thread at a time (`Histories`)."""
+    """Training and held-out metrics of the run in `folder`. Not thread-safe (see `Histories`)."""
 
     def __init__(self, folder: Path) -> None:
         self._lines = GrowingLines(folder / METRICS)
@@ -120,12 +121,12 @@ class Metrics:
 
     @property
     def step(self) -> int | None:
-        """The last one."""
+        """The last step."""
         return max((table.steps[-1] for table in self._tables() if table.steps), default=None)
 
     @property
     def names(self) -> list[str]:
-        """Of all metrics, held-out ones last, each by its first row."""
+        """Names of all metrics in order of appearance, held-out ones last."""
         return list(dict.fromkeys(name for table in self._tables() for name in table.columns))
 
     @property
@@ -133,11 +134,11 @@ class Metrics:
         return [f"{METRICS}: {self._num_damaged} damaged lines were skipped"] if self._num_damaged else []
 
     def update(self, most: float = math.inf) -> bool:
-        """Read what is new, about `most` bytes of it; returns whether that was to the end. Raises Unreadable."""
+        """Read about `most` new bytes; returns whether that reached the end. Raises Unreadable."""
         return self._lines.update(self._start_over, self._take, most)
 
     def curve(self, name: str, most: int) -> list[Point]:
-        """A metric in at most `most` points; none for an unknown one."""
+        """A metric in at most `most` points; [] for an unknown one."""
         return next((points for table in self._tables() if (points := table.curve(name, most))), [])
 
     def total(self, name: str) -> float:
@@ -148,11 +149,11 @@ class Metrics:
         return max((point.high for point in self.curve(name, 1) if point.high is not None), default=0.0)
 
     def alarms(self, answers: list[dict]) -> list[Alarm]:
-        """The alarms of report/alarms.py. In a run of more than MAX_ROWS steps it reads means, in which a spike of the
-        KL cannot be told from a slow rise. answers: the last ones to the fixed prompts."""
+        """The alarms of report/alarms.py. With more than MAX_ROWS steps it reads means, which do not distinguish a KL
+        spike from a slow rise. answers: the last ones to the fixed prompts."""
         rows = self.trained.rows() + self.held_out.rows()
         bad = self.trained.first_not_finite or self.held_out.first_not_finite
-        if bad is not None and rows:  # a mean of several steps hides it
+        if bad is not None and rows:  # means would hide it
             rows.insert(1, {"step": bad[0], bad[1]: None})  # not the first row, which names the sources
         is_thinned = len(self.trained.steps) > MAX_ROWS
         return [a for a in find(rows) if not (is_thinned and a.name == "KL spike")] + answered(answers)
@@ -170,7 +171,7 @@ class Metrics:
 
 
 class SampleIndex:
-    """Where in a samples.jsonl the samples of each step begin."""
+    """Index of a samples.jsonl: the position of each step's first sample."""
 
     def __init__(self, folder: Path) -> None:
         self._lines = GrowingLines(folder / SAMPLES)
@@ -180,11 +181,11 @@ class SampleIndex:
         self.places: dict[int, int] = {}  # step -> byte
 
     def update(self) -> None:
-        """Raises Unreadable."""
+        """Index new lines. Raises Unreadable."""
         self._lines.update(self._start_over, self._take)
 
     def read(self, step: int | None, most: int) -> list[dict]:
-        """The first `most` samples of a step, of the newest where none is named; none of a step without samples."""
+        """The first `most` samples of a step (None: the newest); [] for a step without samples."""
         step = next(reversed(self.places), None) if step is None else step
         if step not in self.places:
             return []
@@ -205,14 +206,14 @@ class SampleIndex:
 
 
 class Histories:
-    """The metrics and samples of the runs that were asked for last, for all threads."""
+    """Thread-safe cache of metrics and samples of the last MAX_RUNS runs."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Path, tuple[threading.Lock, Metrics, SampleIndex]] = OrderedDict()
         self._lock = threading.Lock()
 
     def metrics(self, folder: Path, use: Callable[[Metrics], T]) -> T:
-        """What `use` returns for the metrics of the run in `folder`, read to their end. Raises Unreadable."""
+        """Apply `use` to the metrics of the run in `folder`, read to the end. Raises Unreadable."""
         lock, metrics, _ = self._of(folder)
         with lock:
             metrics.update()
@@ -225,7 +226,7 @@ class Histories:
             return metrics.alarms(answers) if metrics.update(ALARM_READ) else None
 
     def samples(self, folder: Path, use: Callable[[SampleIndex], T]) -> T:
-        """What `use` returns for the samples of the run in `folder`. Raises Unreadable."""
+        """Apply `use` to the samples of the run in `folder`. Raises Unreadable."""
         lock, _, index = self._of(folder)
         with lock:
             index.update()
@@ -241,11 +242,11 @@ class Histories:
             return self._known[folder]
 
 
-# -- what the pages ask ------------------------------------------------------------------------------------------------
+# -- requests of the pages ---------------------------------------------------------------------------------------------
 
 
 def alarms_of(histories: Histories, folder: Path) -> list[Alarm] | None:
-    """The alarms of a run that has no report; None while its metrics are not read to their end. Raises Unreadable."""
+    """The alarms of a run without a report; None while its metrics are not read to the end. Raises Unreadable."""
     return histories.alarms(folder, newest_answers(folder))
 
 
@@ -270,7 +271,7 @@ def curves(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
 
 
 def samples(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
-    """GET /api/samples: those of a step or of the newest one, and the answers to the fixed prompts."""
+    """GET /api/samples: samples of a step (default: the newest), and the answers to the fixed prompts."""
     try:
         step = int(query["step"]) if query.get("step") else None
         most = min(max(int(query.get("limit") or 20), 1), MAX_SAMPLES)
@@ -290,15 +291,15 @@ def fixed_answers(folder: Path) -> list[dict]:
 
 
 def newest_answers(folder: Path) -> list[dict]:
-    """Those of the last step. Raises Unreadable."""
+    """The answers of the last step. Raises Unreadable."""
     rows = fixed_answers(folder)
     last = max((row["step"] for row in rows), default=None)
     return [row for row in rows if row["step"] == last]
 
 
 def shown(row: dict) -> dict:
-    """A sample for the page: texts of a bounded length, numbers, and what each source scored; without tokens. The text
-    of an episode also as "turns": [{"who", "text"}]."""
+    """A sample for the page: shortened texts, numbers, and the score of each source; without tokens. The text of an
+    episode also as "turns": [{"who", "text"}]."""
     sample: dict = {}
     for name, value in row.items():
         if name == "scores" and isinstance(value, dict):
@@ -314,7 +315,7 @@ def shown(row: dict) -> dict:
 
 
 def turns(text: str) -> list[dict]:
-    """Who said what in an episode. A line of an answer that looks like the beginning of a turn is taken for one."""
+    """The turns of an episode's text. A line of an answer that looks like the beginning of a turn is parsed as one."""
     begins = list(_TURN.finditer(text))
     ends = [begin.start() for begin in begins[1:]] + [len(text)]
     before = [{"who": "", "text": text[: begins[0].start()].strip()}] if begins and begins[0].start() else []

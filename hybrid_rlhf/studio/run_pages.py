@@ -1,4 +1,4 @@
-"""The pages of runs: the list, one run with all that is known of it, several beside each other, and their news."""
+"""Routes for the pages of runs: the list, details of one run, a comparison of several, and change events."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hybrid_rlhf.studio.run_history import Histories, Metrics, curves, newest_an
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import News, Refused, Route, Studio
 
-PHASES = ("generate", "score", "teacher", "train", "switch")  # of a step; no two of them overlap
+PHASES = ("generate", "score", "teacher", "train", "switch")  # disjoint phases of a step
 MAX_COMPARED, MAX_PROMPTS, MAX_OPTIONS = 8, 50, 300
-NO_MATTER = ("output_dir", "resume", "report_to")  # settings that change nothing in the result
-# what makes another list; steps and sizes, which grow all the time, do not
+NO_MATTER = ("output_dir", "resume", "report_to")  # settings without influence on the result
+# fields whose change updates the list; not steps and sizes, which change all the time
 _OF_THE_LIST = ("id", "stage", "status", "max_steps", "parents", "alarms", "has_model", "error")
-# A report holds text of models: it may show pictures and styles of its own, and run nothing.
+# A report contains text of models: inline images and styles are allowed, scripts are not.
 _REPORT_HEADERS = {"content-security-policy": "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'",
                    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-store"}
 _log = logging.getLogger(__name__)
 
 
 def open_runs(studio: Studio, runs: RunList, histories: Histories) -> tuple[list[Route], Callable[[], None]]:
-    """The addresses, and what ends the watcher that starts here."""
+    """Start the watcher; returns the routes and a function that stops it."""
     watcher = Watcher(runs, studio.news)
 
     async def report(request: Request) -> Response:
@@ -66,7 +66,7 @@ def _report(studio: Studio, run: object) -> Response:
 
 
 def details(runs: RunList, histories: Histories, run: str) -> dict:
-    """GET /api/run. What cannot be read is left out, and "notes" has a line of it."""
+    """GET /api/run. Unreadable parts are left out, with a line in "notes"."""
     row, alarms, rows = runs.row(run), runs.alarms(run), runs.rows()[0]
     folder, notes = runs.outputs / run, []
     read = lenient_reader(notes)
@@ -76,7 +76,7 @@ def details(runs: RunList, histories: Histories, run: str) -> dict:
     measured = read(lambda: histories.metrics(folder, _measured), nothing)
     notes += measured.pop("notes")
     children = [other["id"] for other in rows if run in other["parents"]]
-    known = [other["id"] for other in rows if other["id"] in (*row["parents"], *children)]  # which have a page
+    known = [other["id"] for other in rows if other["id"] in (*row["parents"], *children)]  # runs with a page
     return {"row": row, "children": children, "known": known, "command": record.get("command") or "",
             "header": facts.get("header") or [], "settings": read(lambda: settings_of(folder, record), ""),
             "versions": record.get("versions") or {},
@@ -88,7 +88,7 @@ def details(runs: RunList, histories: Histories, run: str) -> dict:
 
 
 def _measured(metrics: Metrics) -> dict:
-    """Where the time went, the peaks of memory, and which metrics there are."""
+    """Seconds by phase, memory peaks, and the available metrics."""
     names = metrics.names
     times = {name: metrics.total(f"time/{name}") for name in PHASES if f"time/{name}" in names}
     rest = metrics.total("time/step") - sum(times.values())
@@ -101,12 +101,12 @@ def _measured(metrics: Metrics) -> dict:
 
 
 def described(names: Iterable[str]) -> list[dict]:
-    """Metrics with what they mean and the group that they are shown in."""
+    """Metrics with their meaning and display group."""
     return [{"name": name, "meaning": meaning(name), "group": group(name)} for name in names]
 
 
 def group(name: str) -> str:
-    """The subject that the report draws a metric under; of others the first part of the name."""
+    """The metric's subject in the report's plots, else the first part of its name."""
     plain = name.removeprefix("eval/")
     for subject in SUBJECTS:
         if any(re.fullmatch(pattern, plain) for pattern in subject.names):
@@ -115,7 +115,7 @@ def group(name: str) -> str:
 
 
 def settings_of(folder: Path, record: dict) -> str:
-    """config.yaml as it is; without one the settings in run.json."""
+    """The text of config.yaml, else the settings in run.json."""
     text = run_files.read_text(folder / SETTINGS)
     return text or (to_yaml(record["config"]) if record.get("config") else "")
 
@@ -124,7 +124,7 @@ def settings_of(folder: Path, record: dict) -> str:
 
 
 def compare(runs: RunList, histories: Histories, ids: str) -> dict:
-    """GET /api/compare: ids is a,b,c, two runs at least."""
+    """GET /api/compare: ids is a,b,c, at least two runs."""
     names = list(dict.fromkeys(name for name in ids.split(",") if name))
     if not 2 <= len(names) <= MAX_COMPARED:
         raise Refused(400, f"choose 2 to {MAX_COMPARED} runs to compare")
@@ -154,7 +154,7 @@ def flat(settings: Mapping, prefix: str = "") -> dict[str, object]:
 
 
 def differing(settings: Sequence[dict]) -> list[dict]:
-    """The options that differ between the runs that have them, with their values; null where a run has none."""
+    """The options that differ between the runs that have them, with their values; null if a run has none."""
     rows = []
     for option in dict.fromkeys(option for options in settings for option in options):
         values = [options[option] for options in settings if option in options]
@@ -164,8 +164,8 @@ def differing(settings: Sequence[dict]) -> list[dict]:
 
 
 def side_by_side(answers: Sequence[list[dict]]) -> list[dict]:
-    """Each prompt with every run's answer to it, None where it has none; what most runs answer comes first. A reward
-    model's two responses to a prompt are two rows, by their side."""
+    """Each prompt with the answer of every run, or None; prompts answered by most runs come first. A reward model's two
+    responses to a prompt are two rows, by their side."""
     table: dict[tuple[str, str], list[dict | None]] = {}
     for place, rows in enumerate(answers):
         for row in rows:
@@ -175,13 +175,13 @@ def side_by_side(answers: Sequence[list[dict]]) -> list[dict]:
     return [{"prompt": prompt, "answers": row} for (prompt, _), row in order[:MAX_PROMPTS]]
 
 
-# -- news ------------------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------------------------
 
 
 class Watcher:
-    """A thread that looks at the files of runs. It publishes `run` {"id", "step"} when those of a running run have
-    grown, and `runs` {} when the list has changed. running_seconds, all_seconds: between two looks at running runs, and
-    at all."""
+    """A thread that polls the files of runs. It publishes `run` {"id", "step"} when those of a running run have
+    changed, and `runs` {} when the list has changed. running_seconds, all_seconds: polling intervals of running runs,
+    and of all."""
 
     def __init__(self, runs: RunList, news: News, running_seconds: float = 1.0, all_seconds: float = 5.0
                  ) -> None:
@@ -195,7 +195,7 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when it has ended."""
+        """Stop the thread, and wait for it."""
         self._end.set()
         self._thread.join(10)
 
@@ -208,12 +208,12 @@ class Watcher:
                     last_look = time.monotonic()
                 else:
                     self.look_at_running()
-            except Exception:  # a fault in one look must not end the news
+            except Exception:  # an error in one poll must not end the thread
                 _log.exception("the watcher of runs failed, and goes on")
             self._end.wait(self._running_seconds)
 
     def look_at_all(self) -> None:
-        """The whole list, and which of them are running."""
+        """Poll all runs, and update which of them are running."""
         self.look_at_running()
         rows, _ = self._runs.rows()
         now = [[row[name] for name in _OF_THE_LIST] for row in rows]
@@ -224,7 +224,7 @@ class Watcher:
         self._list = now
 
     def look_at_running(self) -> None:
-        """Those that were running at the last look at all."""
+        """Poll the runs that were running at the last poll of all."""
         for run, before in list(self._running.items()):
             now = self._marks(run)
             if now == before:

@@ -1,4 +1,4 @@
-"""All runs below the outputs as rows of a list: what each is, how far it is, what it was made from, and its alarms."""
+"""The list of all runs below the outputs: status, progress, parents and alarms of each."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from hybrid_rlhf.studio.run_history import ALARM_READ, Histories, alarms_of
 from hybrid_rlhf.studio.studio import Refused, Studio
 
 STATUSES = ("running", "finished", "stopped", "failed")
-DEPTH, MAX_FOLDERS = 4, 20_000  # of the folders that are searched for runs
-OWN = frozenset((CHECKPOINTS, MODEL, f"{MODEL}_ema", "plots", "trackers", "rows"))  # a run's own folders
-# Metrics that say most of a run, best first: two of them are the row's headline, and the first one's held-out value.
+DEPTH, MAX_FOLDERS = 4, 20_000  # limits of the search for runs
+OWN = frozenset((CHECKPOINTS, MODEL, f"{MODEL}_ema", "plots", "trackers", "rows"))  # folders inside a run
+# The most informative metrics, best first: a row's headline has two of them, and the first one's held-out value.
 HEADLINES = ("reward", "distill/divergence", "rewards/accuracies", "accuracy", "kl", "loss", "mean_token_accuracy")
-ALARM_WAIT, SIZE_WAIT = 10.0, 30.0  # seconds between two looks for alarms in a running run, and at its size
-_RUN_LINE = re.compile(r"run: (\d{1,12}) steps? ")  # of the lines that a run begins with (training/announce.py)
+ALARM_WAIT, SIZE_WAIT = 10.0, 30.0  # seconds between two checks of a running run's alarms, and of its size
+_RUN_LINE = re.compile(r"run: (\d{1,12}) steps? ")  # of the header lines of a run (training/announce.py)
 _MODEL_LINE = re.compile(r"model: (.+?); trained: ")
 _ALARM = re.compile(r"- \*\*(.{1,100}?)\*\*: (.{1,2000})")  # of report.md (report/summary.py)
 _INSIDE_RUN = re.compile(r"/(model|model_ema|checkpoints)(/.*)?$")
 
 
 class Parent(NamedTuple):
-    """text: as the record has it. ids: runs that it may be. is_guess: what a run takes where its settings name nothing;
-    it counts only where there is such a run."""
+    """text: as in the record. ids: candidate runs. is_guess: a default that a run uses if its settings name nothing; it
+    counts only if such a run exists."""
 
     text: str
     ids: tuple[str, ...]
@@ -44,7 +44,7 @@ class Parent(NamedTuple):
 
 @dataclass
 class Record:
-    """What the list needs of a run.json; of a damaged one only `error`."""
+    """The fields of a run.json that the list needs; only `error` for a damaged one."""
 
     stage: str = ""
     status: str = "failed"
@@ -58,21 +58,20 @@ class Record:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-_NO_ALARMS = (None, None, None)  # of a run that was not looked at
+_NO_ALARMS = (None, None, None)  # of a run not checked yet
 
 
 class RunList:
-    """The rows of all runs. A file is read again only where it has changed. num_read: results computed so far, for
-    tests."""
+    """The rows of all runs. A file is read again only if it has changed. num_read: computed results, for tests."""
 
     def __init__(self, studio: Studio, histories: Histories) -> None:
         self.outputs, self.num_read = studio.outputs, 0
         self._studio, self._histories = studio, histories
         self._lock = threading.Lock()
-        self._runs: dict[str, None] = {}  # their ids
+        self._runs: dict[str, None] = {}  # ordered ids
         self._cache: dict[tuple[str, str], tuple[object, Any]] = {}  # (run, what) -> marks of its files, the result
-        self._alarm_lock = threading.Lock()  # of `_alarms`; looking takes long, while others want the list
-        # run -> marks of its files, its alarms (None until they are looked for) and what cannot be read
+        self._alarm_lock = threading.Lock()  # of `_alarms`; separate, since searching takes long
+        # run -> (marks of its files, its alarms or None if not searched yet, error of an unreadable file)
         self._alarms: dict[str, tuple[object, list[Alarm] | None, str | None]] = {}
 
     def answer(self) -> dict:
@@ -82,12 +81,12 @@ class RunList:
                 "free": shutil.disk_usage(self.outputs).free, "notes": notes}
 
     def rows(self) -> tuple[list[dict], list[str]]:
-        """All of them, newest first, and a line for each thing that cannot be shown."""
+        """All rows, newest first, and a note for each folder that cannot be shown."""
         with self._lock:
             notes = self._find()
             rows = [self._row(run) for run in self._runs if (self.outputs / run / RECORD).exists()]
             rows.sort(key=lambda row: (-self._began(row["id"]), row["id"]))
-        if self._alarm_lock.acquire(blocking=False):  # else another thread is looking
+        if self._alarm_lock.acquire(blocking=False):  # else another thread is searching
             try:
                 self._look_for_alarms(rows)
                 known = {row["id"] for row in rows}
@@ -97,7 +96,7 @@ class RunList:
         return [self._with_alarms(row) for row in rows], notes
 
     def row(self, run: str) -> dict:
-        """One of them. Refused where there is none."""
+        """The row of a run. Raises Refused if there is none."""
         if not (self._studio.folder(run) / RECORD).is_file():
             raise Refused(404, f"there is no run {run[:100]!r}")
         with self._lock:
@@ -109,7 +108,7 @@ class RunList:
         return self._with_alarms(row)
 
     def alarms(self, run: str) -> list[Alarm]:
-        """As the row counts them."""
+        """The alarms counted in the row of a run."""
         self.row(run)
         return self._alarms.get(run, _NO_ALARMS)[1] or []
 
@@ -120,7 +119,7 @@ class RunList:
         return notes
 
     def _cached(self, run: str, what: str, marks: object, read: Callable[[], Any]) -> Any:
-        """The result of `read`, called again only where `marks` differ from those of the last time."""
+        """The result of `read`, called again only if `marks` differ from those of the last call."""
         known = self._cache.get((run, what))
         if known is None or known[0] != marks:
             self.num_read += 1
@@ -151,18 +150,18 @@ class RunList:
                 "alarms": None, "bytes": size, "has_model": has_model, "error": record.error or damage}
 
     def _status(self, run: str) -> str:
-        """The status in run.json; "lost" where that says running and no process holds the run's lock."""
+        """The status in run.json; "lost" if that is running but no process holds the run's lock."""
         folder = self.outputs / run
-        for _ in range(3):  # a run that ends writes run.json first and then gives the lock back
+        for _ in range(3):  # a run that ends writes run.json before it releases the lock
             if self._record(run).status != "running":
                 return self._record(run).status
             marks = mark(folder / RECORD), mark(folder / SETTINGS)
-            # the lock of a lost run is not tried again, so that a process that resumes it does not find it taken
+            # the lock of a lost run is not tested again, since that could block a process that resumes it
             if not self._cached(run, "lock", marks, lambda: None if is_locked(folder / SETTINGS) is False else True):
                 if mark(folder / RECORD) == marks[0]:
                     return "lost"
                 continue
-            del self._cache[run, "lock"]  # while it runs it is tried at each look
+            del self._cache[run, "lock"]  # while it runs it is tested every time
             return "running"
         return "running"
 
@@ -171,7 +170,7 @@ class RunList:
         return row | {"alarms": None if alarms is None else len(alarms), "error": row["error"] or unread}
 
     def _look_for_alarms(self, rows: list[dict]) -> None:
-        """Look for the alarms of runs whose files have changed, until about ALARM_READ bytes are read."""
+        """Search for alarms in runs whose files have changed, until about ALARM_READ bytes are read."""
         num_bytes = 0
         for run, status in ((row["id"], row["status"]) for row in rows):
             folder = self.outputs / run
@@ -187,7 +186,7 @@ class RunList:
                 if alarms is None:
                     num_bytes += metrics[1] if metrics else 0
                     alarms = alarms_of(self._histories, folder)
-                # the next look goes on with metrics that are not read to their end
+                # metrics not read to the end continue at the next search
                 self._alarms[run] = (None, known, None) if alarms is None else (marks, alarms, None)
             except Unreadable as error:
                 self._alarms[run] = marks, [], str(error)
@@ -199,8 +198,8 @@ class RunList:
 
 
 def find_runs(outputs: Path) -> tuple[list[str], list[str]]:
-    """The ids of all runs, and a line for each thing that is left out. Links, folders whose names begin with a dot and
-    those more than DEPTH levels down are not searched."""
+    """The ids of all runs, and a note for each folder that is left out. Links, folders whose names begin with a dot and
+    folders deeper than DEPTH levels are not searched."""
     runs, notes, num_folders = [], [], 0
     waiting = [("", 0)]
     while waiting:
@@ -211,7 +210,7 @@ def find_runs(outputs: Path) -> tuple[list[str], list[str]]:
             break
         try:
             entries = list(os.scandir(outputs / name))
-        except FileNotFoundError:  # removed meanwhile
+        except FileNotFoundError:  # removed in the meantime
             continue
         except OSError as error:
             notes.append(f"{name or outputs} cannot be read: {error.strerror}")
@@ -227,11 +226,11 @@ def find_runs(outputs: Path) -> tuple[list[str], list[str]]:
     return sorted(runs), notes
 
 
-# -- what a run's files say ------------------------------------------------------------------------------------------
+# -- parsing a run's files ------------------------------------------------------------------------------------------
 
 
 def read_record(run: str, folder: Path, outputs: Path) -> Record:
-    """A run's run.json. One that cannot be read makes a failed run, whose error says why."""
+    """Parse a run's run.json. An unreadable one gives a failed run with the reason as its error."""
     try:
         record = run_files.read_record(folder)
         status, stage, error = record.get("status"), record.get("stage"), record.get("error")
@@ -250,7 +249,7 @@ def read_record(run: str, folder: Path, outputs: Path) -> Record:
 
 
 def _last_metrics(folder: Path, record: Record) -> tuple[int | None, dict, str | None]:
-    """The last step, the newest value of each metric, and what cannot be read."""
+    """The last step, the newest value of each metric, and an error of reading them."""
     try:
         rows = run_files.last_rows(folder / METRICS)
     except Unreadable as error:
@@ -260,7 +259,7 @@ def _last_metrics(folder: Path, record: Record) -> tuple[int | None, dict, str |
 
 
 def headline(values: Mapping[str, object]) -> list[dict]:
-    """Two or three of a run's metrics that say most; of a run with none of the known ones the first three."""
+    """Two or three of a run's most informative metrics; the first three if none is known."""
     known = [name for name in HEADLINES if number(values.get(name)) is not None][:2]
     names = [known[0], f"eval/{known[0]}", *known[1:]] if known else list(values)[:3]
     return [{"name": name, "value": values[name]} for name in names if number(values.get(name)) is not None]
@@ -273,7 +272,7 @@ def reported_alarms(text: str) -> list[Alarm]:
 
 
 def number(value: object) -> float | None:
-    """A finite number as it is; None for anything else."""
+    """A finite number; None for anything else."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
@@ -291,13 +290,13 @@ def _text(when: datetime | None) -> str | None:
 
 
 def _header_match(record: Mapping, pattern: re.Pattern) -> str | None:
-    """The first group of a pattern in the lines that a run begins with."""
+    """The first group of a pattern in the header lines of a run."""
     lines = _inner(record, "facts").get("header") or []
     return next((match.group(1) for line in lines if (match := pattern.match(str(line)))), None)
 
 
 def _num_steps(record: Mapping, train: Mapping) -> int | None:
-    """How many steps a run is to have: as it said when it began, else by its settings."""
+    """The planned number of steps: from the run's header, else from its settings."""
     if text := _header_match(record, _RUN_LINE):
         return int(text)
     steps = train.get("max_steps")
@@ -305,8 +304,8 @@ def _num_steps(record: Mapping, train: Mapping) -> int | None:
 
 
 def _seconds(folder: Path, record: Record, status: str) -> float:
-    """How long a run has taken, over all its processes: those before as run.json says, this one since it wrote its
-    settings."""
+    """Seconds that a run has taken, over all its processes: earlier ones from run.json, the current one since it wrote
+    its settings."""
     began = mark(folder / SETTINGS)
     if status not in ("running", "lost") or began is None:
         return record.seconds
@@ -319,7 +318,7 @@ def _seconds(folder: Path, record: Record, status: str) -> float:
 
 
 def parents_of(run: str, record: Mapping, outputs: Path) -> list[Parent]:
-    """The models that a run begins with and learns from, as its settings name them, the trained one first."""
+    """The models in a run's settings from which it starts and learns, the trained one first."""
     config, facts = _inner(record, "config"), _inner(record, "facts")
     roles, reward = _inner(config, "roles"), _inner(config, "reward")
     role = {name: _inner(roles, name).get("model_name_or_path") for name in roles}
@@ -340,7 +339,7 @@ def parents_of(run: str, record: Mapping, outputs: Path) -> list[Parent]:
 
 
 def parent_names(run: str, parents: Iterable[Parent], known: Collection[str]) -> list[str]:
-    """The ids of those that are runs, and the others' names, without `run` itself."""
+    """The ids of parents that are runs, and the names of others, without `run` itself."""
     names = []
     for parent in parents:
         known_id = next((id_ for id_ in parent.ids if id_ in known), None)
@@ -352,8 +351,8 @@ def parent_names(run: str, parents: Iterable[Parent], known: Collection[str]) ->
 
 
 def _roots(run: str, output_dir: object, outputs: Path) -> list[str]:
-    """What paths of other runs in a record begin with: the outputs folder, and the one in which the run was made, which
-    its own path tells; "" for a relative one."""
+    """Prefixes of paths of other runs in a record: the outputs folder, and the folder in which the run was made, by its
+    own path; "" for a relative one."""
     roots = [f"{outputs}/"]
     if isinstance(output_dir, str):
         path = _normal(output_dir)
@@ -372,7 +371,7 @@ def _normal(path: str) -> str:
 
 
 def _has_sources(config: Mapping, record: Mapping) -> bool:
-    """Whether the settings name what scores the answers, or the stage needs nothing that does."""
+    """Whether the settings have a source of scores, or the stage needs none."""
     reward = _inner(config, "reward")
     judge = _inner(reward, "judge")
     return bool(reward.get("functions") or reward.get("models") or reward.get("url") or judge.get("model")

@@ -1,4 +1,4 @@
-"""Settings as a YAML file for people: the chosen options, and others worth knowing as comments."""
+"""Write settings as a readable YAML file: the chosen options, and other common ones as comments."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hybrid_rlhf.memory_plan.presets import card as card_of
 from hybrid_rlhf.training.registry import STAGES, By, Rate
 
 _ORDER = ("output_dir", "seed", "model", "data", "train", "stages", "engine", "roles", "reward", "reward_sources",
-          "environment")  # what comes first; the method's own sections follow
+          "environment")  # first sections; the method's sections follow
 _PLAIN = re.compile(r"(?:[A-Za-z]|\.{0,2}/)[\w./@+-]*(?::[\w./@+-]+)*", re.ASCII)
-_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}  # that YAML, or we, read as no text
-# -- options that a newcomer should see first, in their order
+_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}  # not read as text by YAML or by us
+# -- options to show first, in order
 _MODEL = ("model.lora.r", "model.load_in_4bit", "model.gradient_checkpointing")
 _SCHEDULE = ("train.learning_rate", "train.num_train_epochs", "train.max_steps", "train.per_device_train_batch_size")
 _TEXTS = (*_SCHEDULE, *_MODEL, "data.max_length", "train.eval_steps", "seed")
 _SAMPLED = ("train.max_steps", "train.per_device_train_batch_size", *_MODEL, "data.max_prompt_length")
-# base stage -> options; those that a variant does not read are left out for it
+# base stage -> options; a variant leaves out those that it does not read
 _COMMON: dict[str, tuple[str, ...]] = {
     "sft": (*_TEXTS, "data.packing"),
     "reward": _TEXTS,
@@ -38,19 +38,19 @@ _COMMON: dict[str, tuple[str, ...]] = {
     "evaluate": ("evaluate.num_prompts", "evaluate.sampling.max_new_tokens", "evaluate.sampling.temperature",
                  "data.max_prompt_length", "seed"),
 }
-_NOT_OF = {"roles.critic.learning_rate": ("ppo",)}  # whose variants have no critic
+_NOT_OF = {"roles.critic.learning_rate": ("ppo",)}  # its variants have no critic
 
 
 def common_options(stage: str) -> tuple[str, ...]:
-    """Dotted names; of a stage that is not in the registry KeyError."""
+    """Dotted names of the common options of a stage; KeyError for an unknown stage."""
     row = STAGES[stage]
     base = "sft" if stage == "conditional_sft" else row.base or stage
     return tuple(name for name in _COMMON[base] if stage in _NOT_OF.get(name, (stage,)))
 
 
 def by_table(stage: str, option: str) -> str | None:
-    """What a stage goes by where an option is not given, if the table of training/registry.py says it."""
-    if stage == "all":  # whose stages have the options of their own
+    """The default of an option for a stage by the table of training/registry.py, as text; None if it has none."""
+    if stage == "all":  # its stages have options of their own
         _, method, name = option.split(".") if option.startswith("stages.") else ("", "ppo", option)
         stage, option = method, f"train.{name}" if option.startswith("stages.") else name
     value = STAGES[stage].defaults.get(option)
@@ -62,12 +62,12 @@ def by_table(stage: str, option: str) -> str | None:
 
 
 def with_card(settings: Mapping[str, object], card: str | None) -> dict[str, object]:
-    """The settings, and those of a card where nothing else is given. UserError for a card that there is not."""
+    """The settings with defaults of a GPU preset. UserError for an unknown GPU."""
     return {**(card_of(card, "card").settings if card else {}), **settings}
 
 
 def check_names(settings: Mapping[str, object]) -> None:
-    """UserError for names that no file of settings can hold, and for an option inside of another one."""
+    """UserError for invalid option names, and for an option inside of another one."""
     for name in settings:
         check(all(re.fullmatch(r"\w+", part, re.ASCII) for part in name.split(".")),
               f"unknown option {name!r:.60}; --help lists all options")
@@ -77,8 +77,8 @@ def check_names(settings: Mapping[str, object]) -> None:
 
 def settings_text(stage: str, settings: Mapping[str, object], defaults: Mapping[str, object],
                   card: str | None = None) -> str:
-    """The file. settings: with the card's own (`with_card`). The options of `common_options` that are not given stand
-    there as comments, with their defaults."""
+    """The text of the file. settings: with those of the GPU preset (`with_card`). Other options of `common_options` are
+    comments, with their defaults."""
     row = STAGES[stage]
     lines = [f"# {row.help}. Try it: hybrid-rlhf --stage {stage} --config THIS --plan",
              f"# Every other option with its default: hybrid-rlhf --stage {stage} --help"]
@@ -102,7 +102,7 @@ def _place(name: str) -> tuple[int, str]:
 
 
 def _fits(name: str, value: object) -> bool:
-    """Whether the comment of an option is true of the value that a person chose."""
+    """Whether the comment of an option applies to the chosen value."""
     wanted = {"reward.functions": "builtin:", "reward.options": "numeric_match"}.get(name, "")
     return wanted in str(value)
 
@@ -112,13 +112,13 @@ def _line(name: str, value: object, note: str) -> str:
 
 
 def _comment(name: str, default: object, note: str, means: str | None) -> str:
-    """The line of an option that is not given, as a comment."""
+    """The line of an option that is not set, as a comment."""
     text = "; ".join(filter(None, (f"by the table: {means}" if means else "", note)))
     return f"# {_line(name, default, text)}"
 
 
 def _written(tree: dict, indent: str, notes: Mapping[str, str]) -> list[str]:
-    """The lines of a section. One without a given option is a comment as a whole."""
+    """The lines of a section. A section without set options is a comment."""
     lines = []
     for key, inner in tree.items():
         if isinstance(inner, str):
@@ -133,13 +133,13 @@ def _written(tree: dict, indent: str, notes: Mapping[str, str]) -> list[str]:
 
 
 def block(nested: Mapping[str, object], indent: str = "") -> str:
-    """Nested settings as YAML, a line for each option."""
+    """Nested settings as YAML, one line per option."""
     return "".join(f"{indent}{flow(name)}:\n{block(value, f'{indent}  ')}" if isinstance(value, Mapping) and value else
                    f"{indent}{flow(name)}: {flow(value)}\n" for name, value in nested.items())
 
 
 def flow(value: object) -> str:
-    """A value in one line of YAML, which every reader of YAML reads as that value."""
+    """A value as one line of YAML, with the same meaning in all versions of YAML."""
     if value is None or isinstance(value, (bool, int, float)):
         return to_yaml(value).strip().removesuffix("...").strip()
     if isinstance(value, (list, tuple)):

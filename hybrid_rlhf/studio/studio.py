@@ -1,4 +1,4 @@
-"""What every part of the studio shares: its folder and files, news for the open tabs, routes and refusals."""
+"""Shared parts of the studio: its folder and files, server-sent events, routes and errors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from hybrid_rlhf.core.disk import refusal
 
-HOME = ".studio"  # of the outputs folder: uploads, jobs and marks
-MAX_NEWS = 256  # events that wait for a tab; one that reads more slowly is told to reload
-MAX_FILE = 2**20  # bytes of a small file that is read at once
+HOME = ".studio"  # in the outputs folder, for uploads, jobs and marks
+MAX_NEWS = 256  # events queued for a tab; a slower one is told to reload
+MAX_FILE = 2**20  # bytes of a small file that is read in one piece
 
 
 class Refused(Exception):
-    """A refused request: one line for the reader and an HTTP status. option: the setting at fault."""
+    """An error response: a one-line message and an HTTP status. option: the setting with the error."""
 
     def __init__(self, status: int, text: str, option: str | None = None) -> None:
         super().__init__(text)
@@ -26,8 +26,8 @@ class Refused(Exception):
 
 
 class Route(NamedTuple):
-    """One address. handle(query, body) returns what is sent as JSON and runs in a thread; with is_raw it is an async
-    function from starlette's Request to a Response. query: strings; body: the JSON object of a POST."""
+    """One route. handle(query, body) returns JSON data and runs in a thread; with is_raw it is an async function from
+    starlette's Request to a Response. query: strings; body: the JSON object of a POST."""
 
     method: str
     path: str
@@ -43,11 +43,11 @@ class News:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def publish(self, name: str, data: dict) -> None:
-        """Send an event to all tabs, where the page's `on(name, ...)` receives it."""
+        """Send an event to all tabs, received by the page's `on(name, ...)`."""
         self._send(f"event: {name}\ndata: {json.dumps(data)}\n\n")
 
     def end(self) -> None:
-        """Close the connections of all tabs, so that the studio can end."""
+        """Close the event streams of all tabs, so that the studio can end."""
         self._send(None)
 
     def _send(self, text: str | None) -> None:
@@ -63,7 +63,7 @@ class News:
                 self._loop.call_soon_threadsafe(hand_out)
 
     async def listen(self) -> AsyncIterator[str]:
-        """Events as text until the reader leaves; a comment every 15 seconds detects readers that left."""
+        """Yield events as text until the client disconnects, which a comment every 15 seconds detects."""
         self._loop = asyncio.get_running_loop()
         tab: asyncio.Queue = asyncio.Queue()
         self._tabs.add(tab)
@@ -93,7 +93,7 @@ class Studio:
         return self.outputs / HOME
 
     def folder(self, name: object) -> Path:
-        """The folder of a run's id, which is its path below `outputs`. Refused for anything outside."""
+        """The folder of a run's id, which is its path below `outputs`. Raises Refused for anything else."""
         if not isinstance(name, str) or not name or "\0" in name:
             raise Refused(400, "no run is named")
         parts = name.split("/")
@@ -101,8 +101,8 @@ class Studio:
             raise Refused(404, f"there is no run {name[:100]!r}")
         path = self.outputs.joinpath(*parts)
         try:
-            is_run = path.is_dir() and path.resolve() == path  # a link may lead anywhere
-        except (OSError, ValueError):  # a name that is too long or not UTF-8, an unreadable folder
+            is_run = path.is_dir() and path.resolve() == path  # links are not followed
+        except (OSError, ValueError):  # too long, not UTF-8, or unreadable
             is_run = False
         if not is_run:
             raise Refused(404, f"there is no run {name[:100]!r}")
@@ -113,7 +113,7 @@ class Studio:
 
 
 def own_folder(studio: Studio, name: str) -> Path:
-    """.studio/NAME, made for this user alone where it is missing. Refused where the system cannot make it."""
+    """The folder .studio/NAME, created if missing, private to this user. Raises Refused if that fails."""
     folder = studio.home / name
     try:
         studio.home.mkdir(mode=0o700, exist_ok=True)
@@ -124,7 +124,7 @@ def own_folder(studio: Studio, name: str) -> Path:
 
 
 def refused(error: OSError, what: str) -> Refused:
-    """The operating system's error about `what` in one line: 507 where the disk is full or fails, else 500."""
+    """The operating system's error about `what` in one line: 507 for a full or failing disk, else 500."""
     disk = refusal(error)
     if disk is None:
         return Refused(500, f"{what}: {error.strerror or error}")
@@ -132,7 +132,7 @@ def refused(error: OSError, what: str) -> Refused:
 
 
 def read_bytes(path: Path, start: int = 0, most: int = MAX_FILE) -> bytes | None:
-    """At most `most` bytes of a file from `start` on; None where it cannot be read."""
+    """At most `most` bytes of a file from `start` on; None if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(start)

@@ -1,4 +1,4 @@
-"""The studio's application: its parts with their addresses, its news and its page, and who may use them."""
+"""The studio's web application: routes of all parts, events, static page, and access control."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ App = Callable[[Scope, Callable, Callable], Awaitable[None]]
 
 
 def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
-    """All addresses, and what is called when the studio ends."""
+    """All routes, and functions to call when the studio ends."""
     histories, jobs, looks = Histories(), Jobs(studio), preflight.Look()
     runs = RunList(studio, histories)
     chat = talk.Talk(studio, runs)
@@ -52,11 +52,11 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
 
 def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
              closers: Iterable[Callable[[], None]] = ()) -> Access:
-    """The whole application. closers: called at its end, each in a thread."""
+    """The complete application. closers: called on shutdown, each in a thread."""
 
     @asynccontextmanager
     async def life(_app: Starlette) -> AsyncIterator[None]:
-        # a preview may take minutes, and must not keep other requests waiting on a machine with few cores
+        # a preview may take minutes, and must not block other requests on a machine with few cores
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_THREADS, "studio"))
         yield
         for close in closers:
@@ -81,7 +81,7 @@ def _json(route: Route) -> Callable:
 
 
 def _reply(route: Route, query: dict[str, str], body: dict) -> Response:
-    """Strict JSON: NaN becomes null."""
+    """Call the route; strict JSON, where NaN becomes null."""
     return Response(to_json(route.handle(query, body)), media_type="application/json",
                     headers={"cache-control": "no-store"})
 
@@ -104,7 +104,7 @@ async def _body(request: Request) -> dict:
 
 
 def _guarded(handle: Callable) -> Callable:
-    """`handle`, whose refusals become one line, and whose faults become one line and a traceback in the log."""
+    """Wrap `handle`: errors become one line, and bugs one line and a traceback in the log."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -127,11 +127,11 @@ def _guarded(handle: Callable) -> Callable:
 
 
 class Access:
-    """ASGI middleware around everything. A request needs:
+    """ASGI middleware for access control. A request needs:
 
-    - a Host that is this machine and this port, against DNS rebinding;
-    - the studio's own Origin (or Sec-Fetch-Site) where it has one, against other pages in the browser;
-    - the token, in a cookie that the page's first address (/?token=...) sets, and that no script can read.
+    - a Host of this machine and port, against DNS rebinding;
+    - the studio's own Origin (or Sec-Fetch-Site), if present, against other pages in the browser;
+    - the token, in an HttpOnly cookie that the first address (/?token=...) sets.
     """
 
     def __init__(self, app: App, token: str, port: int) -> None:
@@ -160,14 +160,14 @@ class Access:
         return None
 
     def _entry(self, scope: Scope) -> Response | None:
-        """None for a request with the cookie; the cookie for one with the token; a refusal for others."""
+        """None for a request with the cookie; a redirect that sets it for one with the token; else an error."""
         headers = dict(scope["headers"])
         tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token")
         if scope["path"] == "/" and scope["method"] == "GET" and tokens and self._is_token(tokens[0]):
             answer = RedirectResponse("/", 303, {"referrer-policy": "no-referrer", "cache-control": "no-store"})
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return answer
-        cookies = headers.get(b"cookie", b"").decode("latin-1").split(";")  # other programs on 127.0.0.1 set odd ones
+        cookies = headers.get(b"cookie", b"").decode("latin-1").split(";")  # others on 127.0.0.1 may set odd ones
         pairs = (cookie.strip().partition("=") for cookie in cookies)
         if any(name == self._cookie and self._is_token(value) for name, _, value in pairs):
             return None

@@ -1,4 +1,4 @@
-"""The studio's chat: which runs can be talked to, which models are open, and the way through to their server."""
+"""The studio's chat: runs with models to chat with, the open models, and a proxy to their server."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from hybrid_rlhf.training.registry import STAGES
 MAX_MODELS = 3
 IDLE_SECONDS = 15 * 60.0
 MAX_BODY = 2**20  # bytes: the server's own limit
-SILENCE_SECONDS = 330.0  # the server's patience with an answer is 300
+SILENCE_SECONDS = 330.0  # the server's request timeout is 300
 POLICY, REWARD = "policy", "reward model"
-SHARED = Path(page_policy.__file__).parent / "page" / "chat_stream.js"  # what both chat pages do
+SHARED = Path(page_policy.__file__).parent / "page" / "chat_stream.js"  # code of both chat pages
 _RETURNED = ("content-type", "content-length", "retry-after")  # headers of an answer that are passed on
 
 
@@ -62,8 +62,8 @@ def routes(talk: Talk) -> list[Route]:
 
 
 class Talk:
-    """The open models, one set at most. idle_seconds: without a request, after which they close. command: what starts a
-    process of ours."""
+    """The open models, at most one set. idle_seconds: time without requests after which they are closed. command:
+    starts the chat process."""
 
     def __init__(self, studio: Studio, runs: RunList, idle_seconds: float = IDLE_SECONDS,
                  command: Sequence[str] = ()) -> None:
@@ -75,17 +75,17 @@ class Talk:
         self._has_ended = threading.Event()
         self._watch: threading.Thread | None = None
 
-    # -- which runs ----------------------------------------------------------------------------------------------------
+    # -- runs ---------------------------------------------------------------------------------------------------------
 
     def talkables(self) -> list[Talkable]:
-        """All runs that leave a model, the newest first."""
+        """All runs of stages that save a model, newest first."""
         rows = (self._talkable(row) for row in self._runs.rows()[0])
         return [row for row in rows if row is not None]
 
     def _talkable(self, row: dict) -> Talkable | None:
-        """A run as it can be talked to now: by its model, or else by its newest checkpoint."""
+        """A run with its model, or else with its newest checkpoint; None if its stage saves no model."""
         stage, status, folder = row["stage"], row["status"], self._studio.outputs / row["id"]
-        kind = STAGES[stage].leaves if stage in STAGES else POLICY  # a stage of the user's own leaves one
+        kind = STAGES[stage].leaves if stage in STAGES else POLICY  # a custom stage saves one
         if not stage or kind is None:
             return None
         if status == "finished" and (folder / MODEL / "config.json").is_file():
@@ -97,7 +97,7 @@ class Talk:
         return Talkable(row["id"], stage, status, kind, checkpoint, step_of(checkpoint))
 
     def _find(self, name: object, kind: str) -> Talkable:
-        """The run of an id. Refused for none, for one of another kind, and for one without a model."""
+        """The run of an id. Raises Refused if there is none, for another kind, and without a model."""
         self._studio.folder(name)
         run = self._talkable(self._runs.row(str(name)))
         if run is None:
@@ -109,13 +109,13 @@ class Talk:
             raise Refused(409, f"{run.id}: {run.why}")
         return run
 
-    # -- what is open --------------------------------------------------------------------------------------------------
+    # -- open models --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """For the page. doing: its work while it starts; notes: lines of the server; has_card: whether there may be one
-        to leave alone."""
+        """State for the page. doing: current work while starting; notes: lines of the server; has_card: whether this
+        machine may have a GPU."""
         process = self._process
-        if process is not None and process.state == "closed":  # it may take a while to end
+        if process is not None and process.state == "closed":  # it may still be ending
             process = None
         names = process.choice.names() if process else {}
         return {"state": process.state if process else "closed", "error": process.error if process else "",
@@ -126,8 +126,8 @@ class Talk:
                 "has_card": may_have_card()}
 
     def open(self, body: dict) -> dict:
-        """{"models": [ids], "reward": id or null, "is_on_cpu"}: the state. The same choice stays open; another one is
-        closed first. Refused for runs that cannot be talked to."""
+        """Open {"models": [ids], "reward": id or null, "is_on_cpu"}; returns the state. The same choice stays open;
+        another one is closed first. Raises Refused for runs without a model to chat with."""
         choice = self._choice(body)
         folder = own_folder(self._studio, "talk")
         with self._lock:
@@ -159,7 +159,7 @@ class Talk:
                           None if reward is None else self._find(reward, REWARD), is_on_cpu)
 
     def close(self, note: str = "") -> dict:
-        """The state, when the processes have ended."""
+        """Close the models, wait for their processes, and return the state."""
         with self._lock:
             process, self._note = self._process, note
             if process:
@@ -173,12 +173,12 @@ class Talk:
         return self.state()
 
     def end(self) -> None:
-        """At the studio's end."""
+        """Close everything when the studio ends."""
         self._has_ended.set()
         self.close()
 
     def address(self, needs_reward: bool = False) -> tuple[int, str]:
-        """Port and key of the server. Refused where none is ready, or it has no reward model."""
+        """Port and key of the server. Raises Refused if it is not ready, or has no reward model."""
         process = self._process
         if process is None or process.state in ("closed", "failed"):
             raise Refused(409, "no model is open; choose one and open it")
@@ -190,7 +190,7 @@ class Talk:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Around a request: while one is under way the models stay."""
+        """Within the block (a request) the models are not closed as idle."""
         with self._lock:
             self._num_open += 1
         try:
@@ -208,14 +208,14 @@ class Talk:
                 self.close(f"closed after {self._idle_seconds / 60:g} minutes without a question")
 
     def _changed(self) -> None:
-        self._used = time.monotonic()  # models that took long to open are not idle
+        self._used = time.monotonic()  # restarts the idle time, since opening may take long
         self._studio.news.publish("talk", {})
 
 
 class PassThrough(Response):
-    """The answer of the server at `url` to a request, passed on as it comes. Of the page's headers the server gets the
-    content type alone. A reader who leaves ends the request there too, even before its first token. using: a block
-    around all of it."""
+    """Proxy a request to the server at `url`, streaming its answer. Of the page's headers only the content type is
+    forwarded. If the client disconnects, the request is cancelled, even before its first token. using: a context
+    manager around the request."""
 
     def __init__(self, request: Request, url: str, key: str, body: bytes, using: Callable[[], AbstractContextManager]
                  ) -> None:
@@ -243,7 +243,7 @@ class PassThrough(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_stream = False
-        # no proxy of the environment's, and no certificates, which take long to read: it is this machine
+        # local: without proxies of the environment, and without certificates, which are slow to load
         timeout = httpx.Timeout(SILENCE_SECONDS, connect=5.0)
         async with httpx.AsyncClient(timeout=timeout, trust_env=False, verify=False) as client:
             try:

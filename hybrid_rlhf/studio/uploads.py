@@ -1,4 +1,4 @@
-"""Files of data that the page sends: written as they come, and there under their name only when they are whole."""
+"""Uploads of data files: streamed to a temporary file, and renamed when complete."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hybrid_rlhf.core.own_files import fresh_path, is_unfinished
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
-MAX_BYTES, MIN_FREE = 4 * 2**30, 2**30  # of a file; of the disk when it is there
-MAX_NAME = 200  # bytes: file systems have 255, and a number may be added
-ABANDONED_SECONDS = 3600.0  # without a byte, after which an upload is over
-_AT_ONCE = 2**20  # bytes that are written in one go
+MAX_BYTES, MIN_FREE = 4 * 2**30, 2**30  # of a file; of free disk space after the upload
+MAX_NAME = 200  # bytes: file systems allow 255, and a number may be added
+ABANDONED_SECONDS = 3600.0  # without a new byte, after which an upload is abandoned
+_AT_ONCE = 2**20  # bytes per write
 
 
 def routes(studio: Studio) -> list[Route]:
@@ -37,7 +37,7 @@ def routes(studio: Studio) -> list[Route]:
 
 
 def clear(studio: Studio) -> None:
-    """Remove what was under way when a studio was killed; another studio's uploads are still growing."""
+    """Remove partial uploads of killed studios; those of running ones are still growing."""
     for path in own_folder(studio, "data").iterdir():
         with suppress(OSError):
             if is_unfinished(path.name) and time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
@@ -45,7 +45,7 @@ def clear(studio: Studio) -> None:
 
 
 def uploads(studio: Studio) -> list[dict]:
-    """The newest first. Files that were put there by hand are listed too; links are not."""
+    """All uploads, newest first, with files that were copied there by hand, but not links."""
     rows = []
     for entry in os.scandir(own_folder(studio, "data")):
         if entry.is_file(follow_symlinks=False) and not entry.name.startswith(".") and _suffix(entry.name) in SUFFIXES:
@@ -55,7 +55,7 @@ def uploads(studio: Studio) -> list[dict]:
 
 
 def checked_name(text: str) -> str:
-    """The name that a file gets. Refused where it may lead elsewhere, hide, or be taken for an option."""
+    """The validated name of a file. Raises Refused for paths, hidden files and names like options."""
     name = unicodedata.normalize("NFC", text)
     if _suffix(name) not in SUFFIXES:
         raise Refused(415, f"the file's name must end with one of {', '.join(SUFFIXES)}")
@@ -63,12 +63,12 @@ def checked_name(text: str) -> str:
     if not is_plain or len(name.encode("utf-8", "replace")) > MAX_NAME:
         raise Refused(400, "the file's name may have letters, digits, dots, _, - and spaces, must begin with a letter "
                            f"or a digit, and have at most {MAX_NAME} bytes; give it another name")
-    return name[:-len(_suffix(name))] + _suffix(name)  # in lower case, as readers know it
+    return name[:-len(_suffix(name))] + _suffix(name)  # with a lower-case suffix, as readers expect
 
 
 async def upload(studio: Studio, request: Request) -> dict:
-    """The request's body as a file of .studio/data; a name that is taken gets -2. An incomplete one is removed: too
-    large, no room on the disk, a client that has left."""
+    """Save the request's body in .studio/data; an existing name gets -2. An incomplete file is removed: too large, disk
+    full, client disconnected."""
     name = checked_name(request.query_params.get("name", ""))
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/octet-stream":
         raise Refused(415, "the body must be application/octet-stream")
@@ -87,7 +87,7 @@ async def upload(studio: Studio, request: Request) -> dict:
 
 
 async def _write(folder: Path, file: BinaryIO, body: AsyncIterator[bytes]) -> int:
-    """Write the body; its size. Counted as it comes, as a client may give a wrong length or none."""
+    """Write the body; returns its size, counted here, since a client may send a wrong Content-Length or none."""
     size, waiting = 0, bytearray()
 
     def write() -> None:
@@ -134,5 +134,5 @@ def _settle(part: Path, folder: Path, name: str) -> Path:
 
 
 def _suffix(name: str) -> str:
-    """The last suffix, in lower case; "" for a name that is nothing else."""
+    """The last suffix, in lower case; "" without one."""
     return Path(name).suffix.lower() if "/" not in name and "\0" not in name else ""
