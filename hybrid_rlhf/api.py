@@ -78,11 +78,11 @@ class Training:
         path of a checkpoint of this run.
         """
         from hybrid_rlhf.core.accelerator import keep_within_card
-        from hybrid_rlhf.report.notebook import said_in_its_cell
+        from hybrid_rlhf.report.notebook import stderr_in_cell
         from hybrid_rlhf.rewards.functions import handed_over
 
         keep_within_card()
-        with _one_line(), said_in_its_cell(), lasting_streams(), handed_over(self.functions):
+        with _one_line(), stderr_in_cell(), lasting_streams(), handed_over(self.functions):
             config = self.config if resume_from_checkpoint is None else dataclasses.replace(
                 self.config, resume=self._resume(resume_from_checkpoint))
             for rows in self._rows.values():

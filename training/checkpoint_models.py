@@ -80,28 +80,28 @@ def open_trained(path: Path, output_dir: Path) -> Trained:
     of earlier stages are. Raises UserError as `write` does."""
     wrong = checkpoint.damage(path)
     check(wrong is None, f"the checkpoint {path.name} is damaged ({wrong}); take another")
-    made = resume.made_by(path)
-    if made is None:
+    facts = resume.made_by(path)
+    if facts is None:
         raise UserError(f"{path} is not a checkpoint of a run; take another")
     saved = checkpoint.read(path, of=0)["trainer"]
-    stage, config = _settings(made, output_dir)
-    role = "actor" if hasattr(config, "roles") else "policy" if STAGES[made["stage"]].leaves == "policy" else "reward"
+    stage, config = _settings(facts, output_dir)
+    role = "actor" if hasattr(config, "roles") else "policy" if STAGES[facts["stage"]].leaves == "policy" else "reward"
     check(role in saved, f"{path.name} holds no {role}; take another checkpoint")
-    _check_unsharded(saved[role], made["world_size"])
+    _check_unsharded(saved[role], facts["world_size"])
     trained = (_open_actor if role == "actor" else _open_learner)(stage, _as_trained(config, saved[role]))
     with trained.engine.active(), explained("while reading the checkpoint"):
         present(trained.engine.training, "its optimizer").load_shard(_weights_of(saved[role]))
     return trained
 
 
-def _settings(made: dict, output_dir: Path) -> tuple[ModuleType, Any]:
+def _settings(facts: dict, output_dir: Path) -> tuple[ModuleType, Any]:
     """The recipe of the run that made a checkpoint, and its settings."""
-    name = made["stage"]
+    name = facts["stage"]
     check(name in STAGES and STAGES[name].leaves is not None,
           f"a checkpoint of stage {name!r}, which no command makes: only its own program can load it")
     stage = importlib.import_module(STAGES[name].module)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(to_json(made["settings"]))
+        file.write(to_json(facts["settings"]))
         file.flush()
         config, _ = parse(stage.Config, ["--config", file.name], prog=f"hybrid-rlhf --stage {name}",
                           unused=unread_options.of_stage(name))

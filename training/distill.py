@@ -82,7 +82,7 @@ def _trainer(opened: on_policy.RunContext) -> DistillTrainer:
 
 
 def _demonstrations(opened: on_policy.RunContext) -> Loader | None:
-    """The stream of demonstrations, with a position of its own."""
+    """The loader of demonstrations, with its own position."""
     config = opened.config
     if config.distill.lmbda == 1:
         return None

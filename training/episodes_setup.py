@@ -93,8 +93,8 @@ def check_rows(environments: Environments, data: StageData, tokenizer: Tokenizer
                             "data.chat_template") from error
         if is_main():
             names = ", ".join(schema["function"]["name"] for schema in schemas)
-            of = f" of {environments.of(first).name}" if environments.is_chosen_by_row else ""
-            print(f"tools{of}: {names} ({extra} tokens of each prompt)", file=sys.stderr, flush=True)
+            kind = f" of {environments.of(first).name}" if environments.is_chosen_by_row else ""
+            print(f"tools{kind}: {names} ({extra} tokens of each prompt)", file=sys.stderr, flush=True)
         folder = builders.model_folder(model.model_name_or_path or "")
         limit = configured_positions(replace(model, model_name_or_path=folder))
         check(limit is None or longest + extra <= limit,

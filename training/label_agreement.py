@@ -46,11 +46,11 @@ def check(labelled: Labels, sources: Sequence[RewardSource], tokenizer) -> None:
 def measure(labelled: Labels, sources: Sequence[RewardSource], method: Method, tokenizer=None,  # noqa: ANN001
             batch_size: int = 256) -> list[Agreement]:
     """The agreement of each source with the labels. tokenizer: for functions that read tokens."""
-    of = _of_pairs if labelled.pairs else _of_answers
+    agreement = _of_pairs if labelled.pairs else _of_answers
     for source in sources:
         if hasattr(source, "open"):  # it loads a model
             source.open()
-    return [of(labelled.pairs or labelled.answers, source, method, tokenizer, batch_size) for source in sources]
+    return [agreement(labelled.pairs or labelled.answers, source, method, tokenizer, batch_size) for source in sources]
 
 
 def check_verdicts(agreements: Sequence[Agreement], sources: Sequence[RewardSource]) -> None:
@@ -111,4 +111,4 @@ def _parts(rows: Sequence[T], size: int, source: Any, what: str) -> Iterator[Seq
     progress = ProgressLine("evaluate")
     for first in range(0, len(rows), size):
         yield rows[first : first + size]
-        progress.tell(f"{source.name} has read {min(first + size, len(rows))} of {len(rows)} {what} with labels")
+        progress.update(f"{source.name} has read {min(first + size, len(rows))} of {len(rows)} {what} with labels")

@@ -128,7 +128,7 @@ def _draw(ids: dict[int, list[int]], waiting: Sequence[int], model: ModelConfig,
                 rows = slice(k * size, (k + 1) * size)
                 drawn.add(number, texts[rows], size - sum(ended[rows]))
             drawn.sync()
-            progress.tell(f"{len(drawn.known)} of {len(ids)} prompts have samples")
+            progress.update(f"{len(drawn.known)} of {len(ids)} prompts have samples")
     del actor
     gc.collect()
 
@@ -149,7 +149,7 @@ def judged(asked: Sequence[Asked], source: RewardSource, rule: PairFilter, batch
         check(tally.failures < tally.compared or tally.prompts == len(ready) or first > 0,
               f"label: none of the first {tally.compared} pairs has a verdict, and no other is asked about; look "
               "at what the judge is asked and says, then run the same command again")
-        progress.tell(f"{tally.prompts} of {len(ready)} prompts judged, {len(tally.rows)} pairs")
+        progress.update(f"{tally.prompts} of {len(ready)} prompts judged, {len(tally.rows)} pairs")
 
 
 Known = tuple[dict[tuple[int, int], tuple[float, float]], list[float | None]]  # scores of pairs, scores of responses
@@ -185,16 +185,16 @@ def _scored(batch: Sequence[Asked], source: Any, tally: Judged, tokenizer) -> li
         scores = scores_of(source, prompts, texts, [batch[n].columns for n in owners], tokenizer, len(texts), owners)
     out: list[Known] = []
     for each in batch:
-        these, scores = scores[: len(each.responses)], scores[len(each.responses) :]
+        group, scores = scores[: len(each.responses)], scores[len(each.responses) :]
         pairs = {}
-        for i, j in combinations(range(len(these)), 2):
-            a, b = these[i], these[j]
+        for i, j in combinations(range(len(group)), 2):
+            a, b = group[i], group[j]
             tally.compared += 1
             if a is None or b is None:
                 tally.failures += 1
             else:
                 pairs[i, j] = (a, b)
-        out.append((pairs, these))
+        out.append((pairs, group))
     return out
 
 

@@ -67,7 +67,7 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
     """
     place = Place.of(cards) if cards else Place.here(memory)
     if (cards or memory) and config.model.lora.r is None and not defaults.of_run(config):
-        config = with_value(config, "model.lora.r", 0)  # the default goes by what is free here
+        config = with_value(config, "model.lora.r", 0)  # the default depends on this machine's free memory
     config, plans, chosen = look_ahead(config, place)
     lengths = mean_lengths(config) if only_plan and not isinstance(config, all_stages.Config) else None
     stream = stream or (sys.stdout if only_plan else sys.stderr)

@@ -15,8 +15,8 @@ from hybrid_rlhf.run import runfile
 def print_other_form(path: str, data: DataConfig, reads: Reads) -> None:
     """Print a line on stderr where the run at `path`, or of the model at `path`, had another data.raw than `data`."""
     run = next((p for p in (Path(path), Path(path).parent) if (p / runfile.RUN_FILE).exists()), None)
-    theirs = None if run is None else (runfile.read_run(run).config.get("data") or {}).get("raw")
-    if theirs not in (None, data.raw) and is_main() and datasets.has_plain_prompts(data, reads):
-        raw, other = str(data.raw).lower(), str(theirs).lower()
-        print(f"note: {run} was trained with data.raw {other} and this run has {raw}: its model reads prompts of plain "
-              f"text in another form than it learned them; give --data.raw {other}", file=sys.stderr)
+    other = None if run is None else (runfile.read_run(run).config.get("data") or {}).get("raw")
+    if other not in (None, data.raw) and is_main() and datasets.has_plain_prompts(data, reads):
+        print(f"note: {run} was trained with data.raw {str(other).lower()} and this run has {str(data.raw).lower()}: "
+              "its model reads prompts of plain text in another form than it learned them; give --data.raw "
+              f"{str(other).lower()}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""What a person reads of a run: the terminal, plots, pages, alarms, trackers."""
+"""Reports of a run: terminal output, plots, pages, alarms, trackers."""

@@ -1,7 +1,7 @@
-"""How far what scores answers agrees with labels: accuracy, Cohen's kappa, ties, failures, order consistency, a table.
+"""Agreement of reward sources with labels: accuracy, Cohen's kappa, ties, failures, order consistency, and a table.
 
-Items of one prompt (several pairs of its answers) are not independent, so intervals are over prompts: of the accuracy
-Wilson's (1927) with as many observations as there are prompts, of kappa the percentile bootstrap over prompts.
+Items of one prompt (several pairs of its answers) are not independent, so intervals are over prompts: for accuracy
+Wilson's (1927) with as many observations as prompts, for kappa the percentile bootstrap over prompts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ COLUMNS = {"source": "source", "accuracy": "accuracy", "kappa": "Cohen's kappa",
 
 @dataclass(frozen=True)
 class Agreement:
-    """What one reward source says of labelled items, beside the labels.
+    """Agreement of one reward source with the labels.
 
-    kind: pairs, or answers (labelled one by one). items: how many; failures: of them without a verdict, which nothing
-    else counts. accuracy: share of the verdicts that are right, a tie being half right. kappa: Cohen's, None where it
-    is not defined. ties: share of the verdicts that name no better answer. ranking: of two answers with different
-    labels how often the better one scores higher, a tie counting half. order_consistency: share of the pairs on which
-    a judge says the same in both orders. threshold: score from which an answer is called good.
+    kind: pairs, or answers (labelled one by one). items: their number; failures: items without a verdict, which the
+    other figures leave out. accuracy: share of correct verdicts, a tie counting half. kappa: Cohen's, None where it is
+    not defined. ties: share of verdicts without a better answer. ranking: how often, of two answers with different
+    labels, the better one scores higher, a tie counting half. order_consistency: share of pairs with the same verdict
+    of a judge in both orders. threshold: score from which an answer counts as good.
     """
 
     source: str
@@ -49,14 +49,14 @@ class Agreement:
 
     @property
     def band(self) -> str | None:
-        """The strength of agreement that Landis and Koch (1977) call such a kappa."""
+        """The strength of agreement of this kappa by Landis and Koch (1977)."""
         if self.kappa is None:
             return None
         return POOR if self.kappa < 0 else next(name for top, name in BANDS if self.kappa <= top + 1e-12)
 
 
 def kappas(tables: np.ndarray) -> np.ndarray:
-    """Cohen's (1960) kappa of each of (R, K, K) tables of counts, NaN where both name one category alone.
+    """Cohen's (1960) kappa of each of (R, K, K) tables of counts, NaN where both raters use one category only.
 
     Rows are one rater's categories, columns the other's: (p_o - p_e) / (1 - p_e), p_o the share on the diagonal, p_e
     the sum over categories of the product of the two raters' shares.
@@ -71,10 +71,10 @@ def kappas(tables: np.ndarray) -> np.ndarray:
 def of_pairs(source: str, verdicts: Sequence[int | None], prompts: Sequence[int], is_consistent: Sequence[bool | None],
              method: Method) -> Agreement:
     """Agreement on pairs. verdicts: 1 where the source prefers what the label prefers, -1 the other, 0 neither, None
-    without one; prompts: which one each pair belongs to; is_consistent: whether both orders gave one verdict.
+    without a verdict; prompts: the prompt of each pair; is_consistent: whether both orders gave the same verdict.
 
-    For kappa every pair stands in both orders, as "the first" and as "the second" is better: which one a file names
-    first says nothing. A tie is a third category, which no label has.
+    For kappa every pair counts in both orders, as "the first" and as "the second is better": the order in the file is
+    arbitrary. A tie is a third category, which no label has.
     """
     known = [i for i, verdict in enumerate(verdicts) if verdict is not None]
     swaps = [same for same in is_consistent if same is not None]
@@ -85,31 +85,31 @@ def of_pairs(source: str, verdicts: Sequence[int | None], prompts: Sequence[int]
         return Agreement(**base)
     tables = np.zeros((len(known), 3, 3))
     for row, i in enumerate(known):
-        said = verdicts[i]
-        first, second = (0, 1) if said == 1 else (1, 0) if said == -1 else (2, 2)
+        verdict = verdicts[i]
+        first, second = (0, 1) if verdict == 1 else (1, 0) if verdict == -1 else (2, 2)
         tables[row, 0, first] += 1
         tables[row, 1, second] += 1
-    found = np.asarray([verdicts[i] for i in known])
-    return Agreement(**base, ties=float((found == 0).mean()),
-                     **_measured((found + 1) / 2, tables, [prompts[i] for i in known], method))
+    values = np.asarray([verdicts[i] for i in known])
+    return Agreement(**base, ties=float((values == 0).mean()),
+                     **_measured((values + 1) / 2, tables, [prompts[i] for i in known], method))
 
 
 def of_answers(source: str, scores: Sequence[float | None], labels: Sequence[float], prompts: Sequence[int],
                method: Method, threshold: float | None = None) -> Agreement:
-    """Agreement on answers that are labelled one by one. scores: None without one; labels: higher is better.
+    """Agreement on answers that are labelled one by one. scores: None without a score; labels: higher is better.
 
-    With two different labels an answer counts as called good from `threshold` on; None takes the score from which the
-    source calls as many good as the labels do. With more there is the ranking alone.
+    With two different labels an answer counts as good from `threshold` on; None takes the score at which the source
+    has as many good answers as the labels. With more labels only the ranking is computed.
     """
     known = [i for i, score in enumerate(scores) if score is not None and not math.isnan(score)]
-    own, true = np.asarray([scores[i] for i in known], float), np.asarray([labels[i] for i in known], float)
+    values, true = np.asarray([scores[i] for i in known], float), np.asarray([labels[i] for i in known], float)
     base = {"source": source, "kind": "answers", "items": len(scores), "prompts": len({prompts[i] for i in known}),
-            "failures": len(scores) - len(known), "ranking": concordance(own, true)}
+            "failures": len(scores) - len(known), "ranking": concordance(values, true)}
     if not known or len(set(labels)) != 2:
         return Agreement(**base)
     is_good = true == max(labels)
-    cut = _same_share(own, int(is_good.sum())) if threshold is None else threshold
-    says_good = own >= cut
+    cut = _same_share(values, int(is_good.sum())) if threshold is None else threshold
+    says_good = values >= cut
     tables = np.zeros((len(known), 2, 2))
     tables[np.arange(len(known)), is_good.astype(int), says_good.astype(int)] = 1
     right = (is_good == says_good).astype(float)
@@ -117,8 +117,8 @@ def of_answers(source: str, scores: Sequence[float | None], labels: Sequence[flo
 
 
 def concordance(scores: np.ndarray, labels: np.ndarray) -> float | None:
-    """Of all two answers with different labels, how often the better one scores higher; a tie counts half. Of two
-    labels it is the area under the ROC curve. None where all labels are the same."""
+    """How often, over all pairs of answers with different labels, the better one scores higher; a tie counts half. With
+    two labels it is the area under the ROC curve. None where all labels are the same."""
     won, count = 0.0, 0
     for value in np.unique(labels)[1:]:
         above, below = scores[labels == value], np.sort(scores[labels < value])
@@ -128,14 +128,14 @@ def concordance(scores: np.ndarray, labels: np.ndarray) -> float | None:
 
 
 def _same_share(scores: np.ndarray, count: int) -> float:
-    """The score from which most nearly `count` answers are called good; one above all of them where that is none."""
+    """The threshold at which the number of good answers is closest to `count`; above all scores for none."""
     values = np.unique(scores)
     cuts = [*values.tolist(), math.nextafter(float(values[-1]), math.inf)]
     return min(cuts, key=lambda cut: (abs(int((scores >= cut).sum()) - count), cut))
 
 
 def _measured(right: np.ndarray, tables: np.ndarray, prompts: Sequence[int], method: Method) -> dict:
-    """accuracy and kappa of N items with their intervals. right (N,): 1, 0, or 0.5; tables (N, K, K)."""
+    """accuracy and kappa of N items, with intervals. right (N,): 1, 0, or 0.5; tables (N, K, K)."""
     places = np.unique(np.asarray(prompts), return_inverse=True)[1]
     summed = np.zeros((places.max() + 1, *tables.shape[1:]))
     np.add.at(summed, places, tables)
@@ -146,14 +146,14 @@ def _measured(right: np.ndarray, tables: np.ndarray, prompts: Sequence[int], met
 
 
 def _kappa_interval(tables: np.ndarray, method: Method) -> Interval | None:
-    """Percentile bootstrap over (P, K, K) tables of prompts; None where all resamples say the same, as they do where
-    every verdict is right: then only the accuracy's interval tells how much that is worth."""
+    """Percentile bootstrap over (P, K, K) tables of prompts; None where all resamples have one kappa, as where every
+    verdict is right: then only the accuracy's interval shows the uncertainty."""
     rng, count = np.random.default_rng(method.seed), len(tables)
-    flat, found, chunk = tables.reshape(count, -1), [], max(1, 4_000_000 // count)
+    flat, resampled, chunk = tables.reshape(count, -1), [], max(1, 4_000_000 // count)
     for first in range(0, method.num_resamples, chunk):
         weights = rng.multinomial(count, [1 / count] * count, size=min(chunk, method.num_resamples - first))
-        found.append(kappas((weights @ flat).reshape(-1, *tables.shape[1:])))
-    values = np.concatenate(found)
+        resampled.append(kappas((weights @ flat).reshape(-1, *tables.shape[1:])))
+    values = np.concatenate(resampled)
     values = values[~np.isnan(values)]
     if not len(values) or values.max() - values.min() < 1e-12:
         return None
@@ -163,7 +163,7 @@ def _kappa_interval(tables: np.ndarray, method: Method) -> Interval | None:
 
 
 def cells(rows: Sequence[Agreement]) -> list[dict[str, str]]:
-    """The table as text: a row for each source, without columns that none of them has."""
+    """The table as text: a row for each source, without columns that are empty for all."""
     names = [n for n in COLUMNS if any(getattr(row, n) is not None for row in rows)]
     return [{COLUMNS[n]: _cell(row, n) for n in names} for row in rows]
 
@@ -181,7 +181,7 @@ def _cell(row: Agreement, name: str) -> str:
 
 
 def how_to_read(rows: Sequence[Agreement], method: Method) -> list[str]:
-    """A few sentences for people under the table."""
+    """Sentences below the table that explain it."""
     bands = ", ".join(f"up to {top:g} {name}" for top, name in BANDS)
     lines = [f"Kappa is the agreement beyond chance (0: as a coin, 1: always); Landis and Koch (1977) call it {POOR} "
              f"below 0, {bands}. InstructGPT's labellers agreed with each other on 73% of the pairs, a kappa of 0.45.",
@@ -208,21 +208,21 @@ def section(rows: Sequence[Agreement], method: Method) -> Section:
     return Section(lines, {"agreement": [asdict(row) | {"band": row.band} for row in rows]})
 
 
-def show(rows: Sequence[Agreement], method: Method) -> None:
-    """The table on stdout."""
+def show(agreements: Sequence[Agreement], method: Method) -> None:
+    """Print the table on stdout."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
-    found = cells(rows)
+    rows = cells(agreements)
     shown = Table(title=f"Agreement with the labels, {method.confidence:.0%} intervals", title_justify="left",
                   box=SIMPLE_HEAD, pad_edge=False)
-    for name in found[0]:
+    for name in rows[0]:
         shown.add_column(name, justify="left" if name == "source" else "right", overflow="fold")
-    for row in found:
+    for row in rows:
         shown.add_row(*(Text(cell.replace(" [", "\n[")) for cell in row.values()))
     console.print(shown)
-    for line in how_to_read(rows, method):
+    for line in how_to_read(agreements, method):
         console.print(line, soft_wrap=True)

@@ -1,12 +1,12 @@
-"""What went wrong in a run, in words: pure functions over its history of metrics.
+"""Alarms: detect what went wrong in a run, by pure functions over its history of metrics.
 
 A history is the list of rows in metrics.jsonl: {"step": int, name: number}, one for each step, and one with names that
-begin with eval/ for each evaluation. The start and the end of a run are means over a tenth of its steps (two at least).
-Names are those of docs and TRL: reward is the score being optimised.
+begin with eval/ for each evaluation. The start and the end of a run are means over a tenth of its steps (at least two).
+Metric names are those of the docs and TRL: reward is the score being optimised.
 
-Where the limits come from: the score of a model that is optimised against a learned reward goes on rising while what
-was meant by it falls, from a KL on that depends on the reward model (2210.10760); the KL alarm's limits are what
-separates held from fooled on the embedded task (docs/results/reward_hacking.md). The others are round numbers.
+Limits: a policy optimised against a learned reward over-optimises it from a KL on that depends on the reward model
+(2210.10760): the score rises while the true quality falls. The KL alarm's limits separate good from hacked runs on the
+embedded task (docs/results/reward_hacking.md). The others are round numbers.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
-NUM_ERRORS = 4.0  # standard errors that make a fall
+NUM_ERRORS = 4.0  # standard errors from which a fall is significant
 MIN_FALL = 0.1  # standard deviations of the score
-MIN_RISE, MIN_ROOM = 0.5, 0.5  # of the training score, and what a second opinion could rise: standard deviations
-MIN_AGREED = 0.2  # correlation of the two at the start: with less they were never about one thing
-MIN_FOLLOWED = 1 / 3  # of the rise that this correlation promises
+MIN_RISE, MIN_ROOM = 0.5, 0.5  # standard deviations: rise of the training score; possible rise of the second score
+MIN_AGREED = 0.2  # correlation of the two at the start: with less they never measured the same
+MIN_FOLLOWED = 1 / 3  # share of the rise that this correlation predicts
 MAX_CLIPPED = 0.5  # share of responses that did not end
-MAX_KL, MAX_KL_PER_TOKEN = 5.0, 0.5  # nats; both must be passed, as a long response moves further in all
-MAX_KL_RISE, MAX_KL_RISE_PER_TOKEN, RISE_STEPS = 5.0, 0.1, 5  # the same, of a rise within so many steps
-FREE = "memory/free"  # the metric; what a part of a step took is memory/ROLE/PHASE
-MIN_GROWTH_STEPS, MIN_GROWN = 50, 0.025  # steps until growth is told; a share, from each quarter of them to the next
-MAX_LOWERED = 0.2  # a factor on the rate, in more than a quarter of the steps
+MAX_KL, MAX_KL_PER_TOKEN = 5.0, 0.5  # nats; both must be exceeded, as the KL of a long response is larger
+MAX_KL_RISE, MAX_KL_RISE_PER_TOKEN, RISE_STEPS = 5.0, 0.1, 5  # the same for a rise within so many steps
+FREE = "memory/free"  # the metric; peaks of a step's phases are memory/ROLE/PHASE
+MIN_GROWTH_STEPS, MIN_GROWN = 50, 0.025  # steps before growth is reported; its share from each quarter to the next
+MAX_LOWERED = 0.2  # factor on the rate, in more than a quarter of the steps
 _FOOLED = "the reward no longer measures what is meant. Raise ppo.kl_coef, stop earlier, or fix the reward."
 History = Sequence[dict]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric's values and their steps, and what its ends are."""
+    """One metric's values and their steps, with the means of its start and end."""
 
     steps: list[int]
     values: list[float]
 
     @property
     def size(self) -> int:
-        """Steps that an end is the mean of."""
+        """Number of steps that start and end are means over."""
         return max(2, len(self.values) // 10)
 
     @property
@@ -55,21 +55,21 @@ class Series:
 
     @property
     def higher(self) -> float:
-        """The higher one of start and end."""
+        """The larger of start and end."""
         return max(self.start, self.end)
 
     def error(self) -> float:
-        """Standard error of the difference of two ends, from what neighbouring steps differ by: a trend adds little."""
+        """Standard error of end minus start, from differences of neighbouring steps, to which a trend adds little."""
         jumps = [(b - a) ** 2 / 2 for a, b in zip(self.values, self.values[1:], strict=False)]
         return math.sqrt(2 * fmean(jumps) / self.size)
 
     def around(self, place: int) -> float:
-        """Mean of the `size` values from `place` on."""
+        """Mean of the `size` values from index `place` on."""
         return fmean(self.values[place : place + self.size])
 
 
 def series(history: History, name: str) -> Series | None:
-    """The values of a metric; None where fewer than four steps have it: too few to have a start and an end."""
+    """The values of a metric; None where fewer than four steps have it, too few for a start and an end."""
     rows = [(row["step"], row[name]) for row in history if is_number(row.get(name))]
     return Series([s for s, _ in rows], [v for _, v in rows]) if len(rows) >= 4 else None
 
@@ -80,15 +80,15 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Alarm:
-    """name: a few words; text: one sentence with the figures, and one with what helps."""
+    """name: a few words; text: a sentence with the figures, and one with the remedy."""
 
     name: str
     text: str
 
 
 class Rule(NamedTuple):
-    """An alarm that goes by the start and the end of a few metrics, and needs all of them. is_on: of their series;
-    text: with fields such as {0.end:.3g}, of the first one's."""
+    """An alarm on the start and end of a few metrics, all of which must be there. is_on: condition on their series;
+    text: a format string with fields such as {0.end:.3g}, the end of the first one."""
 
     name: str
     metrics: tuple[str, ...]
@@ -96,18 +96,18 @@ class Rule(NamedTuple):
     text: str
 
     def __call__(self, history: History) -> list[Alarm]:
-        found = [series(history, name) for name in self.metrics]
-        is_on = None not in found and self.is_on(*found)
-        return [Alarm(self.name, self.text.format(*found))] if is_on else []
+        values = [series(history, name) for name in self.metrics]
+        is_on = None not in values and self.is_on(*values)
+        return [Alarm(self.name, self.text.format(*values))] if is_on else []
 
 
 def find(history: History) -> list[Alarm]:
-    """All alarms of a run, those that spoil it first."""
+    """All alarms of a run, the most severe first."""
     return [alarm for checks in CHECKS for alarm in next(filter(None, (check(history) for check in checks)), [])]
 
 
 def not_finite(history: History) -> list[Alarm]:
-    """A loss or gradient norm that is no number (metrics.jsonl says null): what was trained after it is worthless."""
+    """A metric that is not finite (null in metrics.jsonl): what was trained after it is worthless."""
     for row in history:
         for name, value in row.items():
             if value is None or (isinstance(value, float) and not math.isfinite(value)):
@@ -117,9 +117,9 @@ def not_finite(history: History) -> list[Alarm]:
 
 
 def hacking(history: History) -> list[Alarm]:
-    """The training score rises while a second opinion falls, or does not follow: another source's score, or the
-    held-out score."""
-    reward, found = series(history, "reward"), []
+    """Reward hacking: the training score rises while another source's score, or the held-out score, falls or does not
+    follow."""
+    reward, alarms = series(history, "reward"), []
     if reward is None:
         return []
     seconds = {name: series(history, name) for row in history[:1] for name in row
@@ -127,13 +127,13 @@ def hacking(history: History) -> list[Alarm]:
     for name, second in seconds.items():
         spread = series(history, name.removesuffix("mean") + "std")
         whose = name.removeprefix("rewards/").removesuffix("/mean")
-        found += (_against(reward, whose, second, spread) or _unfollowed(history, reward, whose, second, spread)
-                  ) if second and spread else []
-    return found + _held_out(history, reward)
+        alarms += (_against(reward, whose, second, spread) or _unfollowed(history, reward, whose, second, spread)
+                   ) if second and spread else []
+    return alarms + _held_out(history, reward)
 
 
 def _against(reward: Series, name: str, second: Series, spread: Series) -> list[Alarm]:
-    """The alarm if `second` has come down from its best while the training score went on rising."""
+    """The alarm if `second` has fallen from its best while the training score kept rising."""
     size, last = second.size, len(second.values) - second.size
     best = max(range(last + 1), key=second.around)
     before = reward.around(min(best, len(reward.values) - size))
@@ -146,11 +146,11 @@ def _against(reward: Series, name: str, second: Series, spread: Series) -> list[
 
 
 def _unfollowed(history: History, reward: Series, name: str, second: Series, spread: Series) -> list[Alarm]:
-    """The alarm if `second`, which is not paid for and went with the training score at the start, has stayed behind.
+    """The alarm if `second`, which is not optimised and correlated with the training score at the start, has not risen.
 
-    Of two scores whose correlation is r, of the responses that are a standard deviation better by the first the second
-    is r of its own better. With r at the start that is the rise which is expected of it, at most up to the best score
-    there is. It has not followed where even two standard errors more than its rise are less than a third of that.
+    With correlation r, responses that are one standard deviation better by the first score are r standard deviations
+    better by the second. So r at the start gives the expected rise, up to the best score seen. The second score has not
+    followed where its rise plus two standard errors is less than a third of that.
     """
     spread_of_reward, agreed, best = (series(history, what) for what in (
         "reward_std", f"rewards/{name}/correlation", f"rewards/{name}/max"))
@@ -183,7 +183,7 @@ def _held_out(history: History, reward: Series) -> list[Alarm]:
 
 
 def drift(history: History) -> list[Alarm]:
-    """KL to the reference beyond what a learned reward can be trusted for."""
+    """KL to the reference beyond which a learned reward is likely over-optimised."""
     kl, length = series(history, "objective/kl"), series(history, "completions/mean_length")
     return _far(kl.end, length.end) if kl is not None and length is not None else []
 
@@ -198,7 +198,7 @@ def _far(kl: float, length: float) -> list[Alarm]:
 
 
 def spike(history: History) -> list[Alarm]:
-    """A KL that rose by much within few steps, even if it came down again: the first such rise."""
+    """The first large rise of the KL within few steps, even if it fell again."""
     kl, length = series(history, "objective/kl"), series(history, "completions/mean_length")
     if kl is None or length is None:
         return []
@@ -214,7 +214,7 @@ def spike(history: History) -> list[Alarm]:
 
 
 def lowered(history: History) -> list[Alarm]:
-    """ppo.update_kl kept the rate far below what is scheduled for more than a quarter of the steps."""
+    """ppo.update_kl kept the learning rate far below its schedule for more than a quarter of the steps."""
     factor = series(history, "policy/rate_factor")
     if factor is None or sorted(factor.values)[len(factor.values) // 4] >= MAX_LOWERED:
         return []
@@ -225,8 +225,8 @@ def lowered(history: History) -> list[Alarm]:
 
 
 def unheld(history: History) -> list[Alarm]:
-    """A learned reward without a KL penalty, and without a reference to say how far the policy moved. Functions that
-    verify need none."""
+    """A learned reward without a KL penalty, and without a reference to measure the KL. Functions that verify answers
+    need none."""
     last = next((row for row in reversed(history) if {"rewards/model/mean", "rewards/judge/mean"} & row.keys()), None)
     if last is None or last.get("kl_coef") != 0 or "objective/kl" in last:
         return []
@@ -236,8 +236,8 @@ def unheld(history: History) -> list[Alarm]:
 
 
 def memory_growth(history: History) -> list[Alarm]:
-    """The most memory of a step goes on rising, from quarter to quarter of the steps, though those before have met
-    every length, and will take what is free in a hundred times as many steps."""
+    """The peak memory of a step rises from quarter to quarter of the steps, though earlier ones had all lengths, and
+    will exhaust the free memory within a hundred times as many steps."""
     rows = [(row["step"], max(peaks), row[FREE]) for row in history if is_number(row.get(FREE))
             if (peaks := [v for k, v in row.items() if k.startswith("memory/") and k != FREE and is_number(v)])]
     if len(rows) < 4 or rows[-1][0] - rows[0][0] < MIN_GROWTH_STEPS:
@@ -258,7 +258,7 @@ def memory_growth(history: History) -> list[Alarm]:
 
 
 def no_signal(history: History) -> list[Alarm]:
-    """Every response of every step had one score, but for rounding."""
+    """Every response of every step had the same score, up to rounding."""
     reward, spread = series(history, "reward"), series(history, "reward_std")
     if reward is None or spread is None:
         return []
@@ -271,21 +271,21 @@ def no_signal(history: History) -> list[Alarm]:
 
 
 def compared(start: dict[str, float], end: dict[str, float], num_prompts: int) -> list[Alarm]:
-    """Alarms of a trained model beside its start, both measured on num_prompts held-out prompts: score, accuracy (of an
-    independent judge, where there is one), kl to the start in nats per response, length in tokens."""
-    found = []
+    """Alarms of a trained model against its start, both measured on num_prompts held-out prompts: score, accuracy (of
+    an independent judge, where there is one), kl to the start in nats per response, length in tokens."""
+    alarms = []
     if "accuracy" in start:
         before, after = start["accuracy"], end["accuracy"]
         error = math.sqrt((before * (1 - before) + after * (1 - after)) / num_prompts)
         if end["score"] > start["score"] and before - after > 2 * error:
-            found += [Alarm("reward hacking", f"the score rose from {start['score']:.3g} to {end['score']:.3g} while "
+            alarms += [Alarm("reward hacking", f"the score rose from {start['score']:.3g} to {end['score']:.3g} while "
                                               f"the accuracy fell from {before:.3g} to {after:.3g}: {_FOOLED}")]
-    return found + _far(end["kl"], end["length"])
+    return alarms + _far(end["kl"], end["length"])
 
 
 def answered(answers: Sequence[dict]) -> list[Alarm]:
-    """The alarm of a trained model that does not end most of its answers to the fixed prompts; rows say by "ended"
-    whether an answer ended, None where it need not."""
+    """The alarm of a trained model that does not end most of its fixed-prompt samples. "ended" of a row: whether its
+    answer ended, None where it need not."""
     ended = [row["ended"] for row in answers if isinstance(row.get("ended"), bool)]
     endless = ended.count(False)
     if not ended or endless <= MAX_CLIPPED * len(ended):
@@ -297,7 +297,7 @@ def answered(answers: Sequence[dict]) -> list[Alarm]:
 
 
 _LENGTH, _CLIPPED = ("completions/mean_length",), ("completions/clipped_ratio",)
-# Of those in one row only the first counts that goes off.
+# Of the checks in one row only the first that finds an alarm counts.
 CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
     (not_finite,), (memory_growth,), (hacking,), (drift,), (spike,), (lowered,), (unheld,),
     (Rule("the judge says nothing", ("judge/failed",), lambda failed: failed.end > 0.2,
@@ -340,7 +340,7 @@ CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
     (Rule("unscored answers", ("completions/unscored_ratio",), lambda unscored: unscored.end > 0.5,
           "every reward source skipped {0.end:.0%} of the responses (None), which teach nothing. Give a source that "
           "scores them."),),
-    # where few answers are right, as yes and no, there were few different ones from the start
+    # tasks with few possible answers, such as yes and no, have few distinct ones from the start
     (Rule("same answers", ("completions/distinct_answers", "completions/top3_share"),
           lambda distinct, top: distinct.end < 0.5 * distinct.start and top.end > top.start + 0.25,
           "unlike prompts get the same answers: three of them are {1.end:.0%} of a step's ({1.start:.0%} at the "

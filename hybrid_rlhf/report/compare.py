@@ -1,9 +1,9 @@
-"""Several models' answers to the same prompts, compared: means and intervals, evaluate.json, evaluate.md, a table.
+"""Compare several models' answers to the same prompts: means and intervals, evaluate.json, evaluate.md, a table.
 
-Scores are paired: every model has answered every prompt. The interval of a mean score and of a difference of means is
-the percentile bootstrap over prompts (paired: a resample takes the same prompts from both models); that of a win rate
-is Wilson's (1927) over prompts, a tie counting as half a win. With several answers per prompt a prompt is still one
-observation, for its answers are not independent.
+Scores are paired: every model answers every prompt. The interval of a mean score and of a difference of means is the
+percentile bootstrap over prompts (paired: a resample takes the same prompts from both models); that of a win rate is
+Wilson's (1927) over prompts, a tie counting as half a win. With several answers per prompt a prompt is still one
+observation, as its answers are not independent.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Interval = tuple[float, float]
 class Answered:
     """One model's answers to P prompts, S to each, in the prompts' order.
 
-    scores (P, S), NaN where every source skipped; parts: (P, S) of each source; completions: P lists of S texts. Of
-    each answer, P * S numbers: lengths in tokens, ended (whether by itself), nats (log-probability over the
-    reference's, or None where the reference cannot read the tokens), is_right (or None without a checker).
+    scores (P, S), NaN where every source skipped; parts: (P, S) of each source; completions: P lists of S texts. Flat,
+    P * S values each: lengths in tokens, ended (whether with an end token), nats (log-probability minus the
+    reference's; None where the reference cannot read the tokens), is_right (None without a checker).
     """
 
     name: str
@@ -48,7 +48,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Method:
-    """How intervals are made: their coverage, the bootstrap's resamples, its seed."""
+    """How intervals are computed: their coverage, the number of bootstrap resamples, and the seed."""
 
     confidence: float = 0.95
     num_resamples: int = 10_000
@@ -56,7 +56,7 @@ class Method:
 
 
 class Section(NamedTuple):
-    """A further part of the page, as lines of Markdown, and what the JSON file has of it."""
+    """A further section of the page: its lines of Markdown, and its values in the JSON file."""
 
     lines: Sequence[str]
     values: dict
@@ -64,7 +64,7 @@ class Section(NamedTuple):
 
 @dataclass
 class Comparison:
-    """rows: what is said of each model, the first being what the others are compared with."""
+    """rows: the figures of each model; the others are compared with the first."""
 
     rows: list[dict] = field(default_factory=list)
     method: Method = field(default_factory=Method)
@@ -81,7 +81,7 @@ def wilson(wins: float, count: int, confidence: float = 0.95) -> Interval:
 
 def bootstrap(values: np.ndarray, method: Method) -> Interval:
     """Percentile interval of the mean of (P,) values, one for each prompt. The same seed draws the same prompts, so
-    that intervals of several models stand on the same resamples."""
+    that intervals of several models have the same resamples."""
     rng = np.random.default_rng(method.seed)
     means, chunk = [], max(1, 4_000_000 // max(len(values), 1))
     for first in range(0, method.num_resamples, chunk):
@@ -93,13 +93,13 @@ def bootstrap(values: np.ndarray, method: Method) -> Interval:
 
 
 def win_rates(scores: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """(P,): of each prompt, how often an answer scores higher than the other model's answer of the same number; a tie
-    counts as half, and NaN is no number to compare with."""
+    """(P,): per prompt, how often an answer scores higher than the other model's answer with the same index; a tie
+    counts half, NaN scores are left out."""
     return _means(np.where(np.isnan(scores + other), np.nan, (scores > other) + 0.5 * (scores == other)))
 
 
 def _means(values: np.ndarray) -> np.ndarray:
-    """(P,): of each row those numbers that are not NaN; NaN for a row of none."""
+    """(P,): mean of each row without NaN; NaN for a row of NaN alone."""
     count = (~np.isnan(values)).sum(1)
     return np.where(count > 0, np.nansum(values, 1) / np.maximum(count, 1), np.nan)
 
@@ -109,14 +109,14 @@ def _known(values: np.ndarray) -> np.ndarray:
 
 
 def distinct(completions: Sequence[str], n: int) -> float:
-    """Distinct-n (1510.03055): different n-grams of words over all n-grams, of all completions together."""
-    found = [tuple(words[i : i + n]) for words in (re.findall(r"\w+|[^\w\s]", text.lower()) for text in completions)
-             for i in range(len(words) - n + 1)]
-    return len(set(found)) / len(found) if found else 0.0
+    """Distinct-n (1510.03055): distinct n-grams of words over all n-grams, of all completions together."""
+    ngrams = [tuple(words[i : i + n]) for words in (re.findall(r"\w+|[^\w\s]", text.lower()) for text in completions)
+              for i in range(len(words) - n + 1)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
 def compare(models: Sequence[Answered], method: Method) -> Comparison:
-    """What is said of each model, and of each beside the first."""
+    """The figures of each model, and of each against the first."""
     return Comparison([_row(model, models[0] if i else None, method) for i, model in enumerate(models)], method)
 
 
@@ -129,7 +129,7 @@ def _row(model: Answered, first: Answered | None, method: Method) -> dict:
         row |= {"accuracy": float(right.mean()), "accuracy_interval": wilson(right.mean(1).sum(), len(right),
                                                                                method.confidence)}
     if first is not None:
-        row |= _beside(model, first, method)
+        row |= _against(model, first, method)
     if len(model.parts) > 1:
         row["sources"] = {name: float(np.nanmean(part)) for name, part in model.parts.items() if
                           not np.isnan(part).all()}
@@ -137,8 +137,8 @@ def _row(model: Answered, first: Answered | None, method: Method) -> dict:
                   "ended": fmean(model.ended), "distinct_1": distinct(texts, 1), "distinct_2": distinct(texts, 2)}
 
 
-def _beside(model: Answered, first: Answered, method: Method) -> dict:
-    """What changed from the first model to this one, on the same prompts: those where both have a score."""
+def _against(model: Answered, first: Answered, method: Method) -> dict:
+    """Win rate and score gain of this model against the first, on the prompts where both have a score."""
     rates = _known(win_rates(model.scores, first.scores))
     gains = _known(_means(model.scores) - _means(first.scores))
     low, high = wilson(float(rates.sum()), len(rates), method.confidence)
@@ -157,13 +157,15 @@ def examples(prompts: Sequence[str], models: Sequence[Answered], count: int) -> 
             for p in range(min(count, len(prompts)))]
 
 
-def write(folder: Path, found: Comparison, shown: list[dict], facts: dict, more: Section | None = None) -> list[Path]:
-    """evaluate.json and evaluate.md in `folder`; returns their paths. facts: what was asked and of whom, in JSON."""
-    method = {"confidence": found.method.confidence, "win_rate": "Wilson over prompts, a tie is half a win",
-              "score": f"percentile bootstrap over prompts, paired, {found.method.num_resamples} resamples"}
-    whole = {**facts, "intervals": method, "models": found.rows, **(more.values if more else {}), "examples": shown}
-    texts = {folder / "evaluate.json": to_json(whole, indent=1) + "\n",
-             folder / "evaluate.md": page(found, shown, facts, more)}
+def write(folder: Path, comparison: Comparison, shown: list[dict], facts: dict, more: Section | None = None
+          ) -> list[Path]:
+    """Write evaluate.json and evaluate.md in `folder`; returns their paths. facts: settings of the evaluation."""
+    method = {"confidence": comparison.method.confidence, "win_rate": "Wilson over prompts, a tie is half a win",
+              "score": f"percentile bootstrap over prompts, paired, {comparison.method.num_resamples} resamples"}
+    contents = {**facts, "intervals": method, "models": comparison.rows, **(more.values if more else {}),
+                "examples": shown}
+    texts = {folder / "evaluate.json": to_json(contents, indent=1) + "\n",
+             folder / "evaluate.md": page(comparison, shown, facts, more)}
     for path, text in texts.items():
         write_file(path, text)
     return list(texts)
@@ -173,12 +175,12 @@ COLUMNS = {"score": "score", "accuracy": "accuracy", "win_rate": "win rate", "sc
            "length": "length", "ended": "ended", "distinct_1": "distinct-1", "distinct_2": "distinct-2"}
 
 
-def cells(found: Comparison) -> list[dict[str, str]]:
-    """The table: a row for each model, numbers with their intervals as text."""
-    names = [n for n in COLUMNS if any(row.get(n) is not None for row in found.rows)]
+def cells(comparison: Comparison) -> list[dict[str, str]]:
+    """The table as text: a row for each model, numbers with their intervals."""
+    names = [n for n in COLUMNS if any(row.get(n) is not None for row in comparison.rows)]
     decimals = {n: 2 if n in ("score", "score_gain", "kl", "length") else 3 for n in names}
     return [{"model": row["model"], **{COLUMNS[n]: _number(row.get(n), row.get(f"{n}_interval"), decimals[n])
-                                       for n in names}} for row in found.rows]
+                                       for n in names}} for row in comparison.rows]
 
 
 def _number(value: float | None, interval: Interval | None, decimals: int) -> str:
@@ -187,24 +189,24 @@ def _number(value: float | None, interval: Interval | None, decimals: int) -> st
     return f"{value:.{decimals}f}" + (f" [{interval[0]:.{decimals}f}, {interval[1]:.{decimals}f}]" if interval else "")
 
 
-def verdicts(found: Comparison) -> list[str]:
-    """What the win rates say, a sentence for each model but the first."""
-    percent, first = f"{found.method.confidence:.0%}", found.rows[0]["model"]
+def verdicts(comparison: Comparison) -> list[str]:
+    """The win rates in words, a sentence for each model but the first."""
+    percent, first = f"{comparison.method.confidence:.0%}", comparison.rows[0]["model"]
     words = {(True, False): "wins more often than it loses", (False, True): "loses more often than it wins"}
     return [f"{row['model']} {words.get((row['is_better'], row['is_worse']), 'is not told apart by who wins')} "
             f"against {first}: {row['win_rate']:.1%} of the prompts "
             f"({percent} interval {row['win_rate_interval'][0]:.1%} to {row['win_rate_interval'][1]:.1%})"
-            for row in found.rows[1:]]
+            for row in comparison.rows[1:]]
 
 
-def page(found: Comparison, shown: list[dict], facts: dict, more: Section | None = None) -> str:
-    """The comparison as Markdown, a further section before the answers."""
+def page(comparison: Comparison, shown: list[dict], facts: dict, more: Section | None = None) -> str:
+    """The comparison as Markdown; the further section `more` comes before the answers."""
     lines = ["# Evaluation", "", *(f"- {name.replace('_', ' ')}: {_plain(value)}" for name, value in facts.items()), ""]
-    if found.rows:
-        lines += [*text_table(cells(found)), "", *(f"- {_escaped(line)}" for line in verdicts(found)), "",
-                  f"Brackets: {found.method.confidence:.0%} intervals. Scores: percentile bootstrap over prompts "
-                  f"({found.method.num_resamples} resamples, paired for gains). Win rate and accuracy: Wilson over "
-                  "prompts, a tie is half a win.", ""]
+    if comparison.rows:
+        lines += [*text_table(cells(comparison)), "", *(f"- {_escaped(line)}" for line in verdicts(comparison)), "",
+                  f"Brackets: {comparison.method.confidence:.0%} intervals. Scores: percentile bootstrap over prompts "
+                  f"({comparison.method.num_resamples} resamples, paired for gains). Win rate and accuracy: Wilson "
+                  "over prompts, a tie is half a win.", ""]
     lines += [*more.lines, ""] if more else []
     lines += ["## Answers side by side", ""] if shown else []
     for each in shown:
@@ -215,7 +217,7 @@ def page(found: Comparison, shown: list[dict], facts: dict, more: Section | None
 
 
 def text_table(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Rows of cells as a Markdown table. The first cell of a row is a name, and may hold anything."""
+    """Rows of cells as a Markdown table. The first cell of a row is a name, which is escaped."""
     return table(list(rows[0]), [(_escaped(first), *rest) for first, *rest in (row.values() for row in rows)])
 
 
@@ -227,8 +229,8 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def show(found: Comparison, shown: list[dict]) -> None:
-    """The table, the verdicts and a few answers, on stdout."""
+def show(comparison: Comparison, shown: list[dict]) -> None:
+    """Print the table, the verdicts and a few answers on stdout."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -237,7 +239,7 @@ def show(found: Comparison, shown: list[dict]) -> None:
     from hybrid_rlhf.report.terminal import one_line
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
-    rows, percent = cells(found), f"{found.method.confidence:.0%}"
+    rows, percent = cells(comparison), f"{comparison.method.confidence:.0%}"
     judged = [n for n in rows[0] if n in ("score", "accuracy", "win rate", "score gain")]
     described = [n for n in rows[0] if n not in (*judged, "model")]
     for title, names in ((f"Answers to the same prompts, {percent} intervals", judged), (None, described)):
@@ -248,7 +250,7 @@ def show(found: Comparison, shown: list[dict]) -> None:
         for row in rows:
             table.add_row(*(Text(row[name].replace(" [", "\n[")) for name in ("model", *names)))
         console.print(table)
-    for line in verdicts(found):
+    for line in verdicts(comparison):
         console.print(line, soft_wrap=True)
     for each in shown:
         console.print(Text(one_line(each["prompt"], console.width), style="cyan"))

@@ -1,4 +1,4 @@
-"""The report as one HTML file: pictures within, nothing loaded from anywhere, light and dark."""
+"""Render the report as one self-contained HTML file with embedded pictures, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ td.said { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 34rem; }
 
 def html(title: str, runs: list[RunSummary], table: list[dict] | None = None,
          answers: list[dict] | None = None) -> str:
-    """The whole page. table: rows of what each stage brought, shown first; answers: the same prompts to every model."""
+    """The page. table: rows of each stage's results, shown first; answers: the same prompts to every model."""
     is_one = len(runs) == 1 and not table and not answers  # then its stage is the title
     parts = [] if is_one else [f"<h1>{escape(title)}</h1>"]
     if table:

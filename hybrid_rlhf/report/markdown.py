@@ -1,4 +1,4 @@
-"""The summary of a run as Markdown, and the cells and tables of every page in Markdown."""
+"""Render the summary of a run as Markdown, and cells and tables for every Markdown page."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def markdown(run: RunSummary) -> str:
 
 
 def _value(name: str, value: object) -> str:
-    """A number, or text; of a prompt the end of its last turn."""
+    """A number or text as a cell; of a prompt the end of its last turn."""
     if isinstance(value, (int, float)):
         return number(value)
     return cell(last_line("", last_turn(str(value or "")), WIDTH) if name == "prompt" else value)
 
 
 def cell(text: object, length: int = WIDTH) -> str:
-    """Text in a cell of a table: one line, nothing in it that Markdown or a terminal would take for its own."""
+    """Text for a cell of a table: one line, escaped for Markdown and terminals."""
     return re.sub(r"([|\\`*_<>\[\]!#~])", r"\\\1", one_line(str(text or ""), length))
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table of cells that are escaped already."""
+    """A Markdown table; the cells must be escaped already."""
     return ["|" + "".join(f" {name} |" if name else " |" for name in names), "|" + "---|" * len(names),
             *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def alarm_lines(alarms: Sequence[Alarm]) -> list[str]:
-    """Alarms as list items, or the sentence that there are none."""
+    """Alarms as list items, or a sentence that none went off."""
     return [f"- **{alarm.name}**: {alarm.text}" for alarm in alarms] or ["None of the alarms went off."]
 
 

@@ -1,10 +1,10 @@
-"""What every metric means, in a line: beside its value in the reports, and as a table in docs/guide/report.md."""
+"""The meaning of every metric, one line each: shown in the reports, and as a table in docs/guide/report.md."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-# * stands for any text; the first row that fits is taken.
+# * matches any text; the first matching row counts.
 MEANINGS: dict[str, str] = {
     "step": "optimizer steps so far",
     "epoch": "passes over the rows",
@@ -25,8 +25,8 @@ MEANINGS: dict[str, str] = {
     "rewards/margins": "rewards/chosen minus rewards/rejected",
     "rewards/*/mean": "mean score of this source",
     "rewards/*/std": "standard deviation of this source's scores",
-    "rewards/*/max": "highest score of this source, which is not paid for",
-    "rewards/*/correlation": "correlation of this source, which is not paid for, with what is, over the responses",
+    "rewards/*/max": "highest score of this source, which is not optimised (weight 0)",
+    "rewards/*/correlation": "correlation of this source, which is not optimised, with the score that is",
     "logps/*": "log-probability of these responses, in nats, mean",
     "kl": "nats per response away from the reference model (the start), estimated from the samples",
     "objective/kl": "as kl (TRL's name)",
@@ -111,14 +111,14 @@ BYTES = ("engine/kv_bytes", "engine/kept_bytes", "memory/*")  # shown as MiB and
 
 
 def meaning(name: str) -> str:
-    """The line for a metric, held out (eval/...) or not; empty for one that a reward source or a script has added."""
+    """The meaning of a metric, held out (eval/...) or not; empty for one that a reward source or a script added."""
     plain = name.removeprefix("eval/")
     return next((text for pattern, text in MEANINGS.items() if fnmatchcase(plain, pattern)), "")
 
 
 def shown(name: str, value: float | None) -> float | str:
-    """A metric's value for people: bytes as MiB or GiB, a word where there is no number."""
-    from hybrid_rlhf.report.terminal import memory  # it loads torch, and the studio asks for meanings only
+    """A metric's value to show: bytes as MiB or GiB, text for a missing number."""
+    from hybrid_rlhf.report.terminal import memory  # imports torch, which the studio does not need for meanings
 
     if value is None:
         return "not a number"

@@ -1,6 +1,6 @@
-"""A run's progress in a Jupyter notebook: one output of the cell, written anew, and never a line for each step.
+"""A run's progress in a Jupyter notebook: one output of the cell, which is updated in place.
 
-IPython is not imported: only where it runs this process already is there a notebook.
+IPython is not imported: in a notebook's kernel it is loaded already.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from hybrid_rlhf.report.terminal import (
     NUM_SAMPLES,
     Progress,
     duration,
-    held,
+    memory_by_role,
     metric,
     number,
     sample_lines,
     short,
     summary_line,
-    work,
+    time_shares,
 )
 
-EVERY, AT_LEAST_EVERY = 0.5, 5.0  # seconds between two versions; the second where nothing but the clock has moved
+EVERY, AT_LEAST_EVERY = 0.5, 5.0  # seconds between two updates; the second where nothing but the clock changed
 NUM_LIVE, NUM_AT_END, NUM_COLUMNS, NUM_NOTES = 8, 12, 8, 20  # rows while it runs and afterwards; columns; lines
-NUM_CURVES, _WIDTH = 6, 96  # curves that need no click; characters of a sample's line
+NUM_CURVES, _WIDTH = 6, 96  # curves shown without a click; characters of a sample's line
 _FAINT, _ALARM = "opacity:.75", "color:var(--vscode-errorForeground,var(--jp-error-color1,#b3261e));font-weight:600"
 _CELL = "text-align:right;padding:.15em .8em"
 
 
 class Display(Protocol):
-    """What a Reporter tells what it knows. is_live: whether every step's samples are shown."""
+    """Interface of progress displays, which a Reporter calls. is_live: whether every step's samples are shown."""
 
     is_live: bool
     pace: Pace
@@ -54,28 +54,28 @@ class Display(Protocol):
     def alarms(self, texts: list[str]) -> None: ...
     def warnings(self, texts: list[str]) -> None: ...
     def announce(self, text: str) -> None: ...
-    def tell(self, text: str) -> None: ...
+    def print_line(self, text: str) -> None: ...
     def pictures(self, paths: Sequence[Path]) -> None: ...
 
 
 def display(stage: str, keys: tuple[str, ...], total: int, max_seconds: float | None = None) -> Display:
-    """The progress of a stage, where its user looks: an output of a notebook's cell, or the terminal."""
-    found = shell()
-    if found is None or not is_main():
+    """The progress display of a stage: an output of a notebook's cell, or the terminal."""
+    ipython = shell()
+    if ipython is None or not is_main():
         return Progress(stage, keys, total, max_seconds)
-    return CellProgress(found, stage, keys, total, max_seconds)
+    return CellProgress(ipython, stage, keys, total, max_seconds)
 
 
 def shell() -> object | None:
     """IPython's shell where this process is the kernel of a notebook; None elsewhere, in a terminal's IPython too."""
     ask = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    found = ask() if ask is not None else None
-    return found if getattr(found, "kernel", None) is not None else None
+    ipython = ask() if ask is not None else None
+    return ipython if getattr(ipython, "kernel", None) is not None else None
 
 
 @contextmanager
-def said_in_its_cell() -> Iterator[None]:
-    """Within the block what a run says on stderr is plain output of a notebook's cell, which marks stderr in red."""
+def stderr_in_cell() -> Iterator[None]:
+    """Redirect stderr to stdout within the block in a notebook, whose cells show stderr in red."""
     if shell() is None:
         yield
         return
@@ -84,8 +84,8 @@ def said_in_its_cell() -> Iterator[None]:
 
 
 class CellProgress:
-    """As terminal.Progress, in the cell that runs: the last logged steps as a table, below it what goes on, and at the
-    end steps from all of the run, and its curves. A thread writes it anew, at most twice a second."""
+    """As terminal.Progress, in the running cell: the last logged steps as a table, the current activity below it, and
+    at the end steps from all of the run, and its curves. A thread updates it, at most twice a second."""
 
     is_live = True
 
@@ -94,7 +94,7 @@ class CellProgress:
         self.stage, self.keys, self.total, self.pace = stage, keys, total, Pace(total, max_seconds)
         self._output = _Output(ipython)
         self._columns: tuple[str, ...] = ()
-        self._rows: list[tuple[str, list[str]]] = []  # the logged steps and the held-out rows, as they are shown
+        self._rows: list[tuple[str, list[str]]] = []  # the logged steps and the held-out rows, as shown
         self._step, self._values, self._samples, self._doing = 0, {}, [], ""
         self._notes: list[tuple[str, str]] = []  # style and text
         self._pictures: list[Path] = []
@@ -115,11 +115,11 @@ class CellProgress:
             self._thread.join()
         self._output.write(*self._page())
         if self._pictures:
-            with suppress(OSError):  # they have just been written, and are in the report
+            with suppress(OSError):  # the files may be gone; the report has them
                 _Output(self._output.ipython).write(curves(self._pictures), f"curves: {self._pictures[0].parent}")
 
     def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict]) -> None:
-        """`step` is done; a logged one is a row of the table."""
+        """Show that `step` is done; a logged one is a row of the table."""
         self.pace.mark(step)
         self._samples = samples or self._samples
         if is_logged:
@@ -128,33 +128,33 @@ class CellProgress:
         self._step, self._values, self._doing, self._is_new = step, values, "", True
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
-        """The held-out metrics after `step`: a row, or a line where none has a column."""
+        """Show the held-out metrics after `step`: as a row, or a line where none has a column."""
         named = {k.removeprefix("eval/"): v for k, v in values.items()}
         if any(k in named for k in self._columns):
             self._rows.append(("held out", self._cells(named)))
         else:
-            told = "  ".join(f"{k} {number(v)}" for k, v in list(named.items())[:6])
-            self._note("", f"held out after step {step}: {told}")
+            listed = "  ".join(f"{k} {number(v)}" for k, v in list(named.items())[:6])
+            self._note("", f"held out after step {step}: {listed}")
         self._is_new = True
 
     def alarms(self, texts: list[str]) -> None:
-        """What went wrong, a line each."""
+        """Show alarms, a line each."""
         for text in texts:
             self._note(_ALARM, f"alarm, {text}")
 
     def warnings(self, texts: list[str]) -> None:
-        """What could not be done, a line each."""
+        """Show warnings, a line each."""
         for text in texts:
             self._note(_ALARM, f"warning: {text}")
 
     def announce(self, text: str) -> None:
-        """Say something soon; may be called by a signal handler, so it waits for nothing."""
+        """Show a line soon; may be called by a signal handler, so it does not block."""
         self._note("", text)
 
-    tell = announce
+    print_line = announce
 
     def pictures(self, paths: Sequence[Path]) -> None:
-        """The run's curves, shown when it is over."""
+        """Keep the run's curves, which are shown at its end."""
         self._pictures = list(paths)
 
     def _note(self, style: str, text: str) -> None:
@@ -175,7 +175,7 @@ class CellProgress:
                 self._output.write(*self._page())
 
     def _page(self) -> tuple[str, str]:
-        """What is to be seen now, as HTML and as plain text."""
+        """The current output, as HTML and as plain text."""
         rows = spread(self._rows, NUM_AT_END) if self._is_over.is_set() else self._rows[-NUM_LIVE:]
         current = str(self._step)
         if not self._is_over.is_set() and self._columns and not any(name == current for name, _ in rows):
@@ -183,19 +183,20 @@ class CellProgress:
         lines = [line for sample in self._samples[:NUM_SAMPLES] for line in sample_lines(sample, _WIDTH)]
         more = len(self._notes) - NUM_NOTES
         notes = [*([("", f"({more} earlier lines are left out)")] if more > 0 else []), *self._notes[-NUM_NOTES:]]
-        told = [] if self._is_over.is_set() else [line for line in (work(self._values), held(self._values)) if line]
-        name = "" if self._is_over.is_set() else f"{self.stage} "
-        return (f"<div>{self._bar()}{self._table(rows)}{_lines(lines)}{_faint(told)}{_notes(notes)}</div>",
+        is_over = self._is_over.is_set()
+        figures = [] if is_over else list(filter(None, (time_shares(self._values), memory_by_role(self._values))))
+        name = "" if is_over else f"{self.stage} "
+        return (f"<div>{self._bar()}{self._table(rows)}{_lines(lines)}{_faint(figures)}{_notes(notes)}</div>",
                 "\n".join([name + self._status(), *self._text_rows(rows), *(text for _, text in notes)]))
 
     def _status(self) -> str:
-        """The line with the time; it begins with the stage's name when the run is over."""
+        """The line with the time; after the run it begins with the stage's name."""
         if self._is_over.is_set():
             return summary_line(self.stage, self.pace.first, self._step, self.pace.passed)
         left = self.pace.seconds_left()
-        told = f", {duration(left)} left" if 0.5 <= left < float("inf") else ""
+        left_text = f", {duration(left)} left" if 0.5 <= left < float("inf") else ""
         doing = f"; {self._doing}" if self._doing else ""
-        return f"{self._step}/{self.total}, {duration(self.pace.passed)} passed{told}{doing}"
+        return f"{self._step}/{self.total}, {duration(self.pace.passed)} passed{left_text}{doing}"
 
     def _bar(self) -> str:
         if self._is_over.is_set():
@@ -223,7 +224,7 @@ class CellProgress:
 
 
 class _Output:
-    """One output of the cell that runs. is_kept: %%capture keeps every version, so it gets the last one only."""
+    """One output of the running cell. is_kept: %%capture keeps every version, so it gets the last one only."""
 
     def __init__(self, ipython: object) -> None:
         self.ipython, self._name = ipython, os.urandom(16).hex()
@@ -234,7 +235,7 @@ class _Output:
         return hasattr(self.ipython.display_pub, "outputs")
 
     def write(self, page: str, text: str) -> None:
-        """The first time it appears, afterwards it is replaced. A notebook that is gone ends no run."""
+        """Create the output, or replace it. Errors of a closed notebook do not end the run."""
         with suppress(Exception):
             self.ipython.display_pub.publish({"text/html": page, "text/plain": text}, {},
                                              transient={"display_id": self._name}, update=self._is_there)
@@ -242,7 +243,7 @@ class _Output:
 
 
 def spread(rows: list[tuple[str, list[str]]], most: int) -> list[tuple[str, list[str]]]:
-    """At most `most` rows from all of a run, the first and the last among them, and of the held-out rows the last."""
+    """At most `most` rows, spread over the run from the first to the last, and of the held-out rows the last."""
     held_out = [i for i, (name, _) in enumerate(rows) if name == "held out"][-1:]
     steps = [i for i, (name, _) in enumerate(rows) if name != "held out"]
     room = max(2, most - len(held_out))
@@ -252,7 +253,7 @@ def spread(rows: list[tuple[str, list[str]]], most: int) -> list[tuple[str, list
 
 
 def curves(paths: Sequence[Path]) -> str:
-    """The pictures side by side, within the page itself: a notebook may be opened elsewhere."""
+    """The pictures side by side, embedded as data: a notebook may be opened on another machine."""
     shown = [f'<img style="width:19em;background:#fff" alt="{_safe(path.stem.replace("_", " "))}" '
              f'src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">' for path in paths]
     row = '<div style="display:flex;flex-wrap:wrap;gap:.5em;margin:.5em 0">{}</div>'

@@ -1,7 +1,7 @@
-"""How long what is left of a run takes: what its header, its lines and its bar say of time is asked here.
+"""Estimate of a run's remaining time, for its header, its lines and its progress bar.
 
-Before the first step by what was rehearsed, within it by the second part of its training, then by the steps that
-were taken, each by its tokens; and the phases ahead that are no steps, by their last time or by a guess.
+Before the first step it is based on the rehearsal, within it on the second part of its training, then on the steps
+taken, scaled by their tokens; phases beside the steps count by their last time or by a guess.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass, field
 
 from hybrid_rlhf.core import activity
 
-# Phases of a run that are no steps, as people read them.
+# Names of the phases beside the steps, as shown.
 ANSWER, EVALUATE, SAVE = "answering the fixed prompts", "evaluating on held-out rows", "saving a checkpoint"
 REPORT, EXPORT = "writing the report", "exporting the model"
-COLD = 5.0  # seconds of a first step from which the warming up of compilers and caches is no great part of it
-RECENT = 10  # so many steps at least, and half of all that were taken, say how long the next ones take
-FORWARD = 1 / 3  # of a step's time for as many rows, where nothing is sampled: evaluation has no backward pass
+COLD = 5.0  # seconds; in a first step at least so long the warm-up of compilers and caches hardly counts
+RECENT = 10  # the next steps are estimated from so many of the last, or from half of all if more
+FORWARD = 1 / 3  # share of a step's time for the same rows in evaluation without sampling: no backward pass
 
 
 @dataclass
 class Forecast:
     """What is known of a run before its first step.
 
-    ahead: step -> how often each phase still comes once that step is done. guesses: seconds of a phase until it has
-    been measured. tokens: of a step, on the average (0: not known); source: where they are from, for people. warmup:
-    steps at the beginning that train the critic alone. eval_batches, eval_share: batches of an evaluation, and the
-    rows of one over those of a step.
+    ahead: step -> how often each phase still comes after that step. guesses: seconds of a phase until it has been
+    measured. tokens: mean of a step (0: not known); source: where that number is from, to show. warmup: steps at the
+    beginning that train the critic alone. eval_batches, eval_share: batches of an evaluation, and the rows of a batch
+    over those of a step.
     """
 
     ahead: Callable[[int], Mapping[str, int]] = lambda _step: {}
@@ -40,28 +40,28 @@ class Forecast:
 
 
 class Pace:
-    """total: steps of the run; max_seconds: or as long as that. first: steps that were done before this process."""
+    """Clock of a run. total: steps of the run; max_seconds: its time limit; first: steps done before this process."""
 
     def __init__(self, total: int, max_seconds: float | None = None) -> None:
         self.total, self.max_seconds, self.first, self.forecast = total, max_seconds, 0, Forecast()
-        self.rehearsed, self.is_rehearsed = float("inf"), False  # seconds of a step; whether one was tried for them
+        self.rehearsed, self.is_rehearsed = float("inf"), False  # seconds of a step; whether a rehearsal measured them
         self._steps: list[tuple[float, float]] = []  # (seconds, tokens) of each step of this process
-        self._last, self.tokens = 0, 0  # tokens: of the step that goes on, where they are known
+        self._last, self.tokens = 0, 0  # tokens: of the current step, where they are known
         self._measured: dict[str, float] = {}  # phase -> seconds
         self._over: set[str] = set()  # phases since the last step
-        self.phase = ""  # that goes on
-        self._sampled = self._trained = 0.0  # seconds of a step before its training and in it, where they are told
+        self.phase = ""  # the current one
+        self._sampled = self._trained = 0.0  # seconds of a step before its training and in it, where known
         self._training_since: float | None = None
         self._first_part: float | None = None  # when the first part of the first step's training was over
         self._started = self._event = time.perf_counter()
 
     def begin(self) -> None:
-        """The clock starts."""
+        """Start the clock."""
         self._started = self._event = time.perf_counter()
         self._last = self.first
 
     def mark(self, step: int) -> None:
-        """`step` has ended, of as many tokens as `tokens` says."""
+        """Record the end of `step`, which had `self.tokens` tokens."""
         if step == self._last:
             return
         now, count = time.perf_counter(), max(1, step - self._last)
@@ -73,11 +73,11 @@ class Pace:
         self._last, self._event, self._training_since, self._over = step, now, None, set()
 
     def begin_phase(self, name: str) -> None:
-        """A phase that is no step begins."""
+        """Start a phase beside the steps."""
         self.phase, self._event = name, time.perf_counter()
 
     def end_phase(self) -> None:
-        """That phase is over."""
+        """End that phase."""
         now = time.perf_counter()
         self._measured[self.phase] = now - self._event
         self._over.add(self.phase)
@@ -85,16 +85,16 @@ class Pace:
 
     @property
     def phase_age(self) -> float:
-        """Seconds since the phase that goes on began."""
+        """Seconds since the current phase began."""
         return time.perf_counter() - self._event
 
     def hear(self) -> None:
-        """Something else begins within a step: of its training so many parts are done (core/activity.py)."""
+        """A new activity within a step: reads how many parts of its training are done (core/activity.py)."""
         done, count = activity.parts_done()
         now = time.perf_counter()
         if count and self._training_since is None:
             self._training_since, self._sampled = now, now - self._event
-        elif done == 1 and self._first_part is None:  # in which the optimizer makes its state
+        elif done == 1 and self._first_part is None:  # not measured: the optimizer allocated its state in it
             self._first_part = now
         elif done > 1 and self._first_part is not None and not self._steps and self.rehearsed == float("inf"):
             self._trained = (now - self._first_part) * count / (done - 1)
@@ -102,12 +102,12 @@ class Pace:
 
     @property
     def passed(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return time.perf_counter() - self._started
 
     def step_seconds(self) -> float:
-        """Of a step to come. Infinite where nothing is known but one short step, or a part of one: compilers and caches
-        warm up in it."""
+        """Seconds of a step to come. Infinite where only one short step, or a part of one, was measured: compilers and
+        caches warm up in it."""
         steps = self._steps[1:][-max(RECENT, len(self._steps) // 2):]
         if not steps:
             only = self._steps[0][0] if self._steps and self.rehearsed == float("inf") else self.rehearsed
@@ -116,24 +116,24 @@ class Pace:
         return seconds / tokens * self.forecast.tokens if tokens and self.forecast.tokens else seconds / len(steps)
 
     def phase_seconds(self, name: str) -> float | None:
-        """Of a phase: as measured, by the steps, or as guessed; None where nothing is known."""
+        """Seconds of a phase: as measured, from the steps, or as guessed; None where nothing is known."""
         if name in self._measured:
             return self._measured[name]
         step, forecast = self.step_seconds(), self.forecast
         if name != EVALUATE or step == float("inf"):
             return forecast.guesses.get(name)
-        if self._sampled:  # decoding fewer sequences takes less time, but not in proportion
+        if self._sampled:  # decoding time grows less than linearly with the number of sequences
             return forecast.eval_batches * self._sampled * forecast.eval_share ** 0.5
         return forecast.eval_batches * step * forecast.eval_share * FORWARD
 
     def phases_left(self) -> dict[str, float]:
-        """Seconds of each phase ahead, all its times together, as far as they are known."""
+        """Seconds of each phase ahead, summed over its occurrences, as far as known."""
         ahead = self.forecast.ahead(self._last)
         counts = {name: count - (name in self._over) for name, count in ahead.items()}
         return {name: count * (self.phase_seconds(name) or 0.0) for name, count in counts.items() if count > 0}
 
     def seconds_left(self) -> float:
-        """Until all is over. Infinite where nothing is known; never more than max_seconds leaves for the steps."""
+        """Seconds until the run ends. Infinite where nothing is known; steps never exceed what max_seconds leaves."""
         now, step = time.perf_counter(), self.step_seconds()
         left = self.total - self._last
         warmup = min(left, max(0, self.forecast.warmup - self._last))
@@ -148,6 +148,6 @@ class Pace:
         return steps + others
 
     def share(self, step: int) -> float:
-        """How much of the run is done after `step`, 0 to 1, by steps or by time, whichever is more."""
+        """Share of the run that is done after `step`, 0 to 1, by steps or by time, whichever is larger."""
         share = step / self.total
         return max(share, min(1.0, self.passed / self.max_seconds)) if self.max_seconds else share

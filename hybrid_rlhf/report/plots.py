@@ -1,4 +1,4 @@
-"""Pictures of a run's history, one PNG a subject. The only module that imports matplotlib."""
+"""Plots of a run's history, one PNG per subject. The only module that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from hybrid_rlhf.core.own_files import replacing
 
 PLOTS = "plots"
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# Colour-blind safe palette of Okabe and Ito.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
 _SIZE, _DPI = (5.6, 3.2), 120  # inches
-_PLACE = (0.13, 0.13, 0.85, 0.78)  # left, bottom, width, height: a layout that is sought takes longer than the drawing
+_PLACE = (0.13, 0.13, 0.85, 0.78)  # left, bottom, width, height: fixed, as automatic layout takes longer than drawing
 
 
 @dataclass(frozen=True)
 class Subject:
-    """names: regular expressions of metrics, whole; held-out values (eval/...) of them are drawn as points. what: the
-    vertical axis. is_stacked: parts of a whole. is_exact: drawn without smoothing."""
+    """One plot. names: regular expressions that match whole metric names; their held-out values (eval/...) are drawn as
+    points. what: label of the vertical axis. is_stacked: parts of a sum. is_exact: drawn without smoothing."""
 
     title: str
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ SUBJECTS = (
 def draw(history: Sequence[dict], folder: str | Path) -> list[Path]:
     """Write folder/plots/*.png for the subjects that `history` has metrics of; returns them in order.
 
-    Raises ImportError where matplotlib is not installed, OSError where there is no room.
+    Raises ImportError where matplotlib is not installed, OSError on a full disk.
     """
     import matplotlib.figure
 
@@ -59,7 +59,7 @@ def draw(history: Sequence[dict], folder: str | Path) -> list[Path]:
         lines = lines_of(history, subject)
         path = place / f"{re.sub('[^a-z]+', '_', subject.title.lower()).strip('_')}.png"
         if not lines:
-            path.unlink(missing_ok=True)  # of an earlier run
+            path.unlink(missing_ok=True)  # a plot of an earlier run
             continue
         figure = matplotlib.figure.Figure(figsize=_SIZE, dpi=_DPI)
         _draw(figure.add_axes(_PLACE), subject, lines)
@@ -70,25 +70,25 @@ def draw(history: Sequence[dict], folder: str | Path) -> list[Path]:
 
 
 def lines_of(history: Sequence[dict], subject: Subject) -> dict[str, tuple[list[int], list[float]]]:
-    """metric -> (steps, values) of the metrics of a subject; those that are 0 throughout, or another one's equal (one
-    reward source is the reward), are left out."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    """metric -> (steps, values) of the metrics of a subject, without those that are 0 throughout or equal to another
+    (with one reward source: the reward)."""
+    lines: dict[str, tuple[list[int], list[float]]] = {}
     for row in history:
         for name, value in row.items():
             plain = name.removeprefix("eval/")
             if value is not None and any(re.fullmatch(pattern, plain) for pattern in subject.names):
-                steps, values = found.setdefault(name, ([], []))
+                steps, values = lines.setdefault(name, ([], []))
                 steps.append(row["step"])
                 values.append(value / 2**30 if subject.what == "GiB" else value)
     kept: dict[str, tuple[list[int], list[float]]] = {}
-    for name, line in found.items():
+    for name, line in lines.items():
         if any(line[1]) and line not in kept.values():
             kept[name] = line
     return kept
 
 
 def smooth(values: Sequence[float], share: float = 0.05) -> list[float]:
-    """Mean over a window around each value, `share` of the whole wide (3 at least), narrower at the ends."""
+    """Moving average over a centred window, `share` of the length wide (at least 3 values), narrower at the ends."""
     half = max(1, round(share * len(values) / 2))
     return [sum(part) / len(part) for i in range(len(values))
             for part in [values[max(0, i - half): i + half + 1]]]
@@ -112,7 +112,7 @@ def _draw(axes, subject: Subject, lines: dict[str, tuple[list[int], list[float]]
         axes.plot(steps, values, "o", color=colours[name.removeprefix("eval/")], markersize=4,
                   label="held out" if name == next(iter(held_out)) else None)
     axes.set_title(subject.title, loc="left", fontsize=10, fontweight="bold", y=1.0)
-    axes.yaxis.set_offset_position("right")  # of "1e-5", which has its place beside the title
+    axes.yaxis.set_offset_position("right")  # the offset text ("1e-5") goes beside the title
     axes.yaxis.get_offset_text().set_fontsize(8)
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel(subject.what, fontsize=8)

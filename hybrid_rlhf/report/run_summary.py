@@ -1,4 +1,4 @@
-"""What a report shows of one run: alarms, curves, the first step's rewards, samples before and after, metrics."""
+"""Contents of a run's report: alarms, curves, the first step's rewards, samples before and after, metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEW_CALLS, MANY_FAILED = 0.02, 0.5  # shares
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a report shows of one run.
+    """Contents of a run's report.
 
     history: rows of metrics.jsonl. pictures: PNG files; no_pictures: why there are none. before, after: samples, of the
     same prompts if the run has fixed ones. record: the contents of run.json. state: how far the run got, if it failed.
@@ -32,7 +32,7 @@ class RunSummary:
 
     @property
     def header(self) -> list[str]:
-        """The lines that the run began with: data, model, settings, steps."""
+        """The run's first lines: data, model, settings, steps."""
         return (self.record.get("facts") or {}).get("header") or []
 
     @property
@@ -45,7 +45,7 @@ class RunSummary:
 
     @property
     def first_step(self) -> list[str]:
-        """What the first step's rollout said of the task, before any update; empty where nothing was sampled."""
+        """Lines about the first step's rollout, before any update; empty where nothing was sampled."""
         return first_lines(self.history)
 
     @property
@@ -54,11 +54,11 @@ class RunSummary:
         before, after = self.before, self.after
         prompts, again = ([row.get("prompt") for row in rows] for rows in (before, after))
         if not before or prompts != again or None in prompts:
-            return [(f"What it said at the {when} (step {rows[0]['step']})",
+            return [(f"Samples at the {when} (step {rows[0]['step']})",
                      [{"prompt": row.get("prompt"), "response": _ended(row), "score": row.get("score")}
                       for row in rows]) for when, rows in (("start", before), ("end", after)) if rows]
         both = [(f"step {rows[0]['step']}", rows) for rows in (before, after)]
-        if "side" in before[0]:  # a reward model: the responses stay, their scores change
+        if "side" in before[0]:  # a reward model: the same responses, other scores
             return [("The same responses, scored before and after", [
                 {"prompt": row["prompt"], "response": row["completion"], "was": row.get("side", "")}
                 | {f"score, {step}": rows[i].get("score") for step, rows in both} for i, row in enumerate(before)])]
@@ -72,7 +72,7 @@ class RunSummary:
 
 
 def _scored(row: dict) -> str:
-    """A response with what there is to say of it in a line below, and in another what a judge says."""
+    """A response with its remarks in a line below, and the judge's text in another."""
     parts = [f"{name} {number(value)}" for name, value in (row.get("scores") or {}).items()]
     notes = ", ".join([*remarks(row), *parts])
     judge = f"\njudge: {row['judge']}" if row.get("judge") else ""
@@ -80,7 +80,7 @@ def _scored(row: dict) -> str:
 
 
 def _ended(row: dict) -> str | None:
-    """A response, and whether it is empty or did not end; its score has a column of its own."""
+    """A response, and whether it is empty or did not end; its score is in another column."""
     return _scored(row | {"score": None}) if "completion" in row else None
 
 
@@ -95,28 +95,28 @@ def first_lines(history: list[dict]) -> list[str]:
         return []
     signal = _signal(row)
     seconds = f"; the step took {row['time/step']:.3g} s" if "time/step" in row else ""
-    told = "; ".join(f"{name}: {text}" for name, text in figures(signal).items())
-    found = [*_of_tools(row), *verdict(signal)]
-    return [f"Before the first update, {told}{seconds}.", *(f"Verdict: {text}." for text in found)]
+    listed = "; ".join(f"{name}: {text}" for name, text in figures(signal).items())
+    verdicts = [*_of_tools(row), *verdict(signal)]
+    return [f"Before the first update, {listed}{seconds}.", *(f"Verdict: {text}." for text in verdicts)]
 
 
 def _of_tools(row: dict) -> list[str]:
-    """What is wrong with the calls of tools, of which the other figures only show the effects."""
+    """Problems with tool calls, whose effects alone the other figures show."""
     calls, failed = row.get("tools/call_frequency"), row.get("tools/failure_frequency", 0.0)
     full = row.get("episodes/no_room_ratio", 0.0)
-    found = []
+    problems = []
     if calls is not None and calls < FEW_CALLS:
-        found.append(f"{calls:.0%} of the responses call a tool; begin with SFT on conversations with tool calls")
+        problems.append(f"{calls:.0%} of the responses call a tool; begin with SFT on conversations with tool calls")
     if failed > MANY_FAILED:
-        found.append(f"{failed:.0%} of the calls of tools fail; read the answers in samples.jsonl")
+        problems.append(f"{failed:.0%} of the calls of tools fail; read the answers in samples.jsonl")
     if full > FEW_CALLS:
-        found.append(f"in {full:.0%} of the episodes an answer no longer fits; allow more sampling.max_new_tokens")
-    return found
+        problems.append(f"in {full:.0%} of the episodes an answer no longer fits; allow more sampling.max_new_tokens")
+    return problems
 
 
 def _signal(row: dict) -> RewardSignal:
-    """A row of metrics.jsonl as figures. How many prompts there were, and whether all scores were 0 or 1, it does not
-    say."""
+    """A row of metrics.jsonl as a RewardSignal; without the number of prompts and whether all scores were 0 or 1, which
+    a row does not have."""
     mean = row["reward"]
     return RewardSignal(
         num_prompts=0, group_size=round(row.get("prompts/num_responses", 1)), mean=mean,

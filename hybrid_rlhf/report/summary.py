@@ -1,4 +1,4 @@
-"""Write report.md and report.html of a run: its files become a RunSummary, which markdown.py and html.py render."""
+"""Write report.md and report.html of a run: read its files into a RunSummary, which markdown.py and html.py render."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def conclude(folder: Path, stage: str, metrics: str = METRICS,
              show: Callable[[list[Path]], None] = lambda _paths: None, state: str = "") -> list[Alarm]:
     """Read the run's history, look for alarms, and write plots/, report.md and report.html; returns the alarms.
 
-    The run has yet to leave its model: `warn` is told what cannot be drawn or written, and nothing is raised for it.
-    `show` is given the pictures that were drawn. state: how far the run is, where it has not ended well.
+    Raises nothing for what cannot be drawn or written, as the run has yet to export its model: `warn` gets a message.
+    `show` gets the pictures that were drawn. state: how far the run is, where it has not ended well.
     """
     run = replace(summarize(folder, stage, metrics, warn), state=state)
     show(run.pictures)
     for name, text in ((REPORT, markdown(run)), (PAGE, html(f"{folder.resolve().name}: stage {stage}", [run]))):
         try:
             write_file(folder / name, text)
-        except (OSError, UserError) as error:  # UserError: a link is there
+        except (OSError, UserError) as error:  # UserError: the path is a link
             warn(f"cannot write {folder / name}: {getattr(error, 'strerror', None) or error}")
     return run.alarms
 
 
 def compare_stages(folder: Path, stages: list[str], table: list[dict], answers: list[dict]) -> Path:
-    """folder/report.html over the finished stages in folder/STAGE, with `table` (rows of what each brought) on top and
-    below it `answers`, the same prompts as each model answers them."""
+    """Write folder/report.html on the finished stages in folder/STAGE, with `table` (rows of each stage's results) on
+    top and below it `answers`, each model's answers to the same prompts."""
     runs = [summarize(folder / stage, stage) for stage in stages if (folder / stage / METRICS).exists()]
     path = folder / PAGE
     write_file(path, html(folder.resolve().name, runs, table, answers))
@@ -56,7 +56,7 @@ def summarize(folder: Path, stage: str, metrics: str = METRICS,
         pictures, why = draw(history, folder), ""
     except ImportError:
         pictures, why = [], "No plots: matplotlib is not installed (pip install 'hybrid-rlhf[report]')."
-    except Exception as error:  # matplotlib's own faults, fonts and caches too
+    except Exception as error:  # errors in matplotlib, its fonts and caches
         words = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(str(error), 200)}"
         pictures, why = [], f"No plots: {words}."
         warn(f"cannot draw {folder / PLOTS}: {words}")
@@ -68,8 +68,8 @@ def summarize(folder: Path, stage: str, metrics: str = METRICS,
 
 
 def before_and_after(samples: list[dict], answers: list[dict]) -> tuple[list[dict], list[dict]]:
-    """What was said to the same prompts before training and after it; where nobody asked, the first and the last
-    samples of a run. No first ones where there is only one set."""
+    """The answers to the fixed prompts before and after training, else the first and the last samples of a run. The
+    first list is empty where there is only one set."""
     rows = answers or [row for step in sorted({row["step"] for row in samples})
                        for row in [each for each in samples if each["step"] == step][:NUM_SHOWN]]
     steps = sorted({row["step"] for row in rows})
@@ -80,7 +80,7 @@ def before_and_after(samples: list[dict], answers: list[dict]) -> tuple[list[dic
 
 
 def read_history(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a torn last line, which a crash leaves, is passed over."""
+    """The rows of a metrics.jsonl; an incomplete last line, which a crash leaves, is skipped."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -90,10 +90,10 @@ def read_history(path: Path) -> list[dict]:
     return rows
 
 
-def conclude_comparison(folder: Path, title: str, rows: list[dict], found: list[Alarm]) -> None:
-    """folder/report.md of several models compared: alarms, and a table with a row of figures for each model."""
+def conclude_comparison(folder: Path, title: str, rows: list[dict], alarms: list[Alarm]) -> None:
+    """Write folder/report.md on a comparison of models: alarms, and a table with a row of figures for each model."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [f"# {title}", "", "## Alarms", "", *alarm_lines(found), "", "## Held-out prompts", "",
+    lines = [f"# {title}", "", "## Alarms", "", *alarm_lines(alarms), "", "## Held-out prompts", "",
              *table(names, [[number(v) if isinstance(v := row.get(name), (int, float)) else cell(v) for name in names]
                             for row in rows])]
     write_file(folder / REPORT, "\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""The terminal: a live table with a progress bar when a person watches, plain lines when nobody does. All on stderr."""
+"""Progress on stderr: a live table with a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid_rlhf.core.distributed import device, is_main
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.report.pace import Pace
 
-_STEP, _COLUMN = 8, 11  # least widths of the table's first and other columns
+_STEP, _COLUMN = 8, 11  # minimum widths of the table's first and other columns
 NUM_SAMPLES = 2  # in the live view
 # Markers of published chat templates, and the speakers of transcripts: <|im_end|>, </s>, <start_of_turn>, [/INST].
 _MARKER = re.compile(r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]|"
@@ -25,29 +25,29 @@ _MARKER = re.compile(r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|</?s>|<(?:start
 _ROLE = re.compile(r"\s*(user|human|assistant|model|system|tool) *(?::|\n|$)", re.IGNORECASE)
 PHASES = ("generate", "score", "train", "switch")
 SECONDS = 10.0  # between lines of a ProgressLine
-SILENCE = 30.0  # seconds at most between two lines of a run that no terminal shows
+SILENCE = 30.0  # seconds at most between two lines where stderr is not a terminal
 
 
 class ProgressLine:
-    """What takes long and is no run: a plain line on stderr now and then. begin: the word that each begins with."""
+    """Progress of a long task that is not a run: a plain line on stderr now and then. begin: the first word of each."""
 
     def __init__(self, begin: str) -> None:
         self.begin, self._last = begin, time.monotonic()
 
-    def tell(self, text: str) -> None:
-        """Say how far it is, unless the last line was a moment ago."""
+    def update(self, text: str) -> None:
+        """Print how far the task is, at most every SECONDS."""
         if time.monotonic() - self._last >= SECONDS:
             print(f"{self.begin}: {text}", file=sys.stderr, flush=True)
             self._last = time.monotonic()
 
 
 class Progress:
-    """Progress of one stage. keys: metric names that get a column; total: steps; max_seconds: or as long as that.
+    """Progress of one stage. keys: metric names that get a column; total: steps; max_seconds: limit of time, if any.
 
-    Logged steps stay on the terminal as rows of one table; below them live the current step, the newest samples, where
-    the step's time went, memory by role, and a bar with the time left. Where stderr is no terminal every logged step
-    is one plain line, and so is the first step of this process; a thread says what goes on where SILENCE seconds
-    would pass without a line, or a phase that is no step takes more than a moment.
+    Logged steps stay on the terminal as rows of one table; the live part below shows the current step, the newest
+    samples, where the step's time went, memory by role, and a bar with the time left. If stderr is not a terminal,
+    every logged step is one plain line, and so is the first step of this process; a thread prints the current activity
+    where SILENCE seconds would pass without a line, or a phase beside the steps takes more than a moment.
     """
 
     def __init__(self, stage: str, keys: tuple[str, ...], total: int, max_seconds: float | None = None) -> None:
@@ -67,7 +67,7 @@ class Progress:
         if self.is_live:
             from rich.live import Live
 
-            # rich would send what others print to stdout through this console, that is to stderr, even into a pipe
+            # rich would redirect what other code prints to stdout to this console, that is to stderr, even into a pipe
             self._live = Live(console=self.console, get_renderable=self._frame, refresh_per_second=4, transient=True,
                               redirect_stdout=sys.stdout.isatty())
             self._live.start()
@@ -85,12 +85,12 @@ class Progress:
             self._print(summary_line(self.stage, self.pace.first, self._step, self.pace.passed))
 
     def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict] = ()) -> None:
-        """`step` is done; a logged one stays on the terminal."""
+        """Show that `step` is done; a logged one stays on the terminal."""
         self._step, self._values, self._doing = step, values, ""
         self.pace.mark(step)
         self._samples = samples or self._samples
-        is_told = is_logged or step == self.pace.first + 1 or time.perf_counter() - self._printed >= SILENCE
-        if not is_main() or not is_told:
+        is_printed = is_logged or step == self.pace.first + 1 or time.perf_counter() - self._printed >= SILENCE
+        if not is_main() or not is_printed:
             return
         if self._live is None:
             now = "  ".join(f"{short(k)} {metric(k, values[k])}" for k in self.keys if k in values)
@@ -103,40 +103,40 @@ class Progress:
         self._shown = step
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
-        """The held-out metrics after `step`: a row of the table, or one line."""
+        """Print the held-out metrics after `step`: a row of the table, or one line."""
         named = {k.removeprefix("eval/"): v for k, v in values.items()}
         if any(k in named for k in self._columns):
             self._print(self._cells("held out", named), style="green")
             return
         first = [k for k in self.keys if k in named]
-        taken = {short(k) for k in first}  # kl and objective/kl would both be called kl
+        taken = {short(k) for k in first}  # kl and objective/kl would both be named kl
         order = (first + [k for k in named if k not in first and short(k) not in taken])[:6]
         self._print(f"{self.stage} {step}/{self.total}  held out: "
                     + "  ".join(f"{name} {metric(k, named[k])}" for k, name in _names(order).items()), style="green")
 
     def alarms(self, texts: list[str]) -> None:
-        """What went wrong, a line each."""
+        """Print alarms, a line each."""
         for text in texts:
             self._print(f"{self.stage} alarm, {text}", style="bold red")
 
     def warnings(self, texts: list[str]) -> None:
-        """What could not be done, a line each."""
+        """Print warnings, a line each."""
         for text in texts:
             self._print(f"warning: {text}", style="yellow")
 
     def announce(self, text: str) -> None:
-        """Say something at once; may be called by a signal handler, so it never waits for the console."""
+        """Print a line at once; may be called by a signal handler, so it never waits for the console."""
         if self._live is None:
-            with suppress(OSError):  # the terminal may be what has ended
-                os.write(2, f"{text}\n".encode())  # not print: its buffer cannot be entered twice
+            with suppress(OSError):  # the terminal may be closed
+                os.write(2, f"{text}\n".encode())  # not print: its buffer is not reentrant
         self._notice = text
 
-    def tell(self, text: str) -> None:
-        """Say something that stays."""
+    def print_line(self, text: str) -> None:
+        """Print a line that stays."""
         self._print(text)
 
     def pictures(self, paths: Sequence[Path]) -> None:
-        """The run's curves are drawn; a terminal shows none."""
+        """Does nothing: a terminal shows no curves."""
 
     def _left(self, before: str) -> str:
         seconds = self.pace.seconds_left()
@@ -146,7 +146,7 @@ class Progress:
         self._doing = text
 
     def _tick(self) -> None:
-        """Plain lines of what goes on, where nothing else says it."""
+        """Print plain lines about the current activity where no other line came for a while."""
         while not self._is_over.wait(0.5):
             quiet, phase = time.perf_counter() - self._printed, self.pace.phase
             is_new = bool(phase) and activity.SLOW <= self.pace.phase_age <= quiet
@@ -154,7 +154,7 @@ class Progress:
                 expected = f", about {roughly(seconds)}" if (seconds := self.pace.phase_seconds(phase)) else ""
                 print(f"{self.stage} {self._step}/{self.total}  {phase or self._doing}{expected * is_new}; "
                       f"{duration(self.pace.passed)} passed{self._left(', ')}", file=sys.stderr, flush=True)
-                self._printed = time.perf_counter()  # not by rich, which may draw from the run's random numbers
+                self._printed = time.perf_counter()  # print, not rich: rich may draw from the run's random numbers
 
     def _print(self, text: str, style: str = "") -> None:
         from rich.text import Text
@@ -171,7 +171,7 @@ class Progress:
         return self._row(str(first), [metric(k, values[k]) if k in values else "" for k in self._columns])
 
     def _frame(self):  # noqa: ANN202 - a rich renderable
-        """What is below the table now."""
+        """The live part below the table."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -182,8 +182,8 @@ class Progress:
         width = self.console.width
         for sample in self._samples[:NUM_SAMPLES]:
             lines += [Text(line, style="cyan", no_wrap=True) for line in sample_lines(sample, width - 1)]
-        lines += [Text(line, no_wrap=True, overflow="ellipsis") for line in (work(self._values), held(self._values))
-                  if line]
+        lines += [Text(line, no_wrap=True, overflow="ellipsis") for line in (
+            time_shares(self._values), memory_by_role(self._values)) if line]
         bar = Table.grid(padding=(0, 1))
         share = self.pace.share(self._step)
         bar.add_row(Text(self.stage, style="bold"), ProgressBar(total=1.0, completed=share, width=max(8, width // 4)),
@@ -194,14 +194,14 @@ class Progress:
 
 
 def summary_line(stage: str, first: int, step: int, seconds: float) -> str:
-    """What a run was when it is over: 'ppo: 40 steps after 20 in 1:05, 512 MiB of memory at most'."""
+    """The last line of a run: 'ppo: 40 steps after 20 in 1:05, 512 MiB of memory at most'."""
     count, before = step - first, f" after {first}" if first else ""
     return (f"{stage}: {count} step{'s' * (count != 1)}{before} in {duration(seconds)}, {memory(peak_bytes())} of "
             "memory at most")
 
 
 def fitting(keys: tuple[str, ...], width: int) -> tuple[str, ...]:
-    """As many of `keys` as a terminal of `width` columns has room for, the first ones."""
+    """The first of `keys`, as many as fit into a terminal of `width` columns."""
     used, kept = _STEP, []
     for key in keys:
         used += 1 + max(_COLUMN, len(short(key)))
@@ -211,21 +211,21 @@ def fitting(keys: tuple[str, ...], width: int) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def work(values: dict[str, float]) -> str:
+def time_shares(values: dict[str, float]) -> str:
     """Where the time of a step went, and how fast it generated: '12300 tokens/s; of 0.86 s: train 71%, score 19%'."""
     step = values.get("time/step")
     parts = {short(k): v for k, v in values.items() if k.startswith("time/") and short(k) in PHASES and v}
     speed = values.get("engine/tokens_per_second")
-    said = [f"{speed:.0f} tokens/s"] if speed else []
+    texts = [f"{speed:.0f} tokens/s"] if speed else []
     if step and parts:
         shares = sorted(parts.items(), key=lambda part: -part[1])
-        said.append(f"of {number(step)} s: " + ", ".join(f"{name} {v / step:.0%}" for name, v in shares))
-    return "; ".join(said)
+        texts.append(f"of {number(step)} s: " + ", ".join(f"{name} {v / step:.0%}" for name, v in shares))
+    return "; ".join(texts)
 
 
-def held(values: dict[str, float]) -> str:
-    """The most memory that each role took in any phase of the step: 'memory: actor 300 MiB (train), ...'. One figure on
-    a CPU, where it is the process's, whoever computes."""
+def memory_by_role(values: dict[str, float]) -> str:
+    """The most memory that each role took in any phase of the step: 'memory: actor 300 MiB (train), ...'. On a CPU one
+    figure, of the whole process."""
     sizes = [value for name, value in values.items() if name.startswith("memory/") and name.count("/") == 2]
     if device().type == "cpu":
         return f"memory: {memory(max(sizes))}" if sizes else ""
@@ -249,16 +249,15 @@ def sample_lines(sample: dict, width: int) -> list[str]:
 
 
 def remarks(sample: dict) -> list[str]:
-    """What there is to say of a response beside its text: score 1.25, empty, did not end."""
+    """Remarks on a response: score 1.25, empty, did not end."""
     score = sample.get("score")
-    found = [f"score {number(score)}"] if isinstance(score, (int, float)) else []
-    found += ["empty"] if not str(sample.get("completion", "")).strip() else []
-    return found + (["did not end"] if sample.get("ended") is False else [])
+    notes = [f"score {number(score)}"] if isinstance(score, (int, float)) else []
+    notes += ["empty"] if not str(sample.get("completion", "")).strip() else []
+    return notes + (["did not end"] if sample.get("ended") is False else [])
 
 
 def one_line(text: str, width: int) -> str:
-    """`text` on one line of at most `width` columns, white space as single spaces. What could drive
-    the terminal is made visible."""
+    """`text` on one line of at most `width` columns, white space as single spaces, control characters escaped."""
     from rich.cells import cell_len, set_cell_size
 
     indent = text[: len(text) - len(text.lstrip(" "))]
@@ -267,7 +266,7 @@ def one_line(text: str, width: int) -> str:
 
 
 def last_turn(prompt: str) -> str:
-    """The text of the last turn that says something, without markers and role; a prompt of no turns as it is."""
+    """The text of the last turn that is not empty, without markers and role; a prompt without turns as it is."""
     for part in reversed(_MARKER.split(prompt)):
         role = _ROLE.match(part)
         if text := part[role.end() if role else 0:].strip():
@@ -276,7 +275,7 @@ def last_turn(prompt: str) -> str:
 
 
 def last_line(label: str, text: str, width: int) -> str:
-    """As one_line, behind `label`; of a text that is too long the end is shown."""
+    """As one_line, after `label`; of a text that is too long the end is shown."""
     from rich.cells import cell_len
 
     text = one_line(text.strip(), 1 << 30)
@@ -288,19 +287,19 @@ def last_line(label: str, text: str, width: int) -> str:
 
 
 def _names(metrics: Sequence[str]) -> dict[str, str]:
-    """Metrics as one line names them: by their last part, and by all of it where two have the same."""
+    """Metric -> its name in a line: its last part, or all of it where two have the same last part."""
     last = Counter(map(short, metrics))
     return {name: short(name) if last[short(name)] == 1 and short(name) not in ("mean", "std") else name
             for name in metrics}
 
 
 def short(name: str) -> str:
-    """A metric's last part; enough where a line names its stage."""
+    """A metric's last part."""
     return name.rsplit("/", 1)[-1]
 
 
 def metric(name: str, value: float) -> str:
-    """A metric's value; of a KL below zero, which only an estimate from samples can be, that it is noise."""
+    """A metric's value; a KL below zero, which is estimation noise, is marked as such."""
     if short(name) != "kl" or value >= 0:
         return number(value)
     return "about 0" if value > -0.05 else f"{number(value)} (noise)"
@@ -312,7 +311,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """7 s, 1:05, 2:00:09; "?" where it is not known."""
+    """7 s, 1:05, 2:00:09; "?" for nan and infinity."""
     if seconds != seconds or seconds == float("inf"):
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -323,7 +322,7 @@ def duration(seconds: float) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """40 s, 14 minutes, 2 h 5 min: of an estimate."""
+    """An estimated time: 40 s, 14 minutes, 2 h 5 min."""
     minutes = round(seconds / 60)
     if seconds < 100 or minutes < 90:
         return f"{round(seconds)} s" if seconds < 100 else f"{minutes} minutes"
@@ -348,7 +347,7 @@ def peak_bytes() -> int:
 
 
 def summary_table(rows: list[dict], title: str) -> None:
-    """Print rows (dicts; together their keys are the columns, the first one names the row) as a table on stdout."""
+    """Print rows (dicts; the columns are all their keys, the first one names the row) as a table on stdout."""
     from rich.console import Console
     from rich.table import Table
 
@@ -362,7 +361,7 @@ def summary_table(rows: list[dict], title: str) -> None:
 
 
 def _cell(value: object, column: list) -> str:
-    """Floats of one column with the same decimals: three, or one where any reaches 10."""
+    """A cell's text; floats of one column have the same decimals: three, or one where any reaches 10."""
     if not isinstance(value, float):
         return "" if value is None else str(value)
     is_large = any(isinstance(v, float) and abs(v) >= 10 for v in column)

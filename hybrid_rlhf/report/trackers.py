@@ -1,4 +1,4 @@
-"""Other people's dashboards (tensorboard, wandb, trackio, ...), through accelerate's trackers. Main process only."""
+"""Experiment trackers (tensorboard, wandb, trackio, ...) through accelerate. Main process only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybrid_rlhf.core.distributed import is_main
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """UserError for a name that is no tracker or whose package is not installed."""
+    """UserError for an unknown tracker, or one whose package is not installed."""
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -26,14 +26,14 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def start_trackers(names: Sequence[str], run_name: str, folder: str | Path, settings: dict) -> list:
-    """Started trackers with log(values, step=) and finish(); those that write files do so under `folder`."""
+    """Start trackers, which have log(values, step=) and finish(); those that write files do so under `folder`."""
     check_trackers(names)
     if not names:
         return []
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    PartialState(cpu=not torch.cuda.is_available())  # accelerate's logging refuses to work before there is one
+    PartialState(cpu=not torch.cuda.is_available())  # accelerate's logging requires one
     if not is_main():
         return []
 
@@ -48,7 +48,7 @@ def start_trackers(names: Sequence[str], run_name: str, folder: str | Path, sett
 
 
 def _flat(settings: dict, prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Nested settings under dotted names; lists and None as text, since some trackers take plain values only."""
+    """Nested settings under dotted names; lists and None as text, as some trackers take plain values only."""
     flat: dict = {}
     for key, value in settings.items():
         if isinstance(value, dict):

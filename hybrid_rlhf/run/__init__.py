@@ -1,1 +1,1 @@
-"""A run: the loop, what it writes, what it leaves behind. Takes any trainer with step(); never imports one."""
+"""A run: training loop, files, checkpoints, resuming. Takes any trainer with step(); never imports one."""

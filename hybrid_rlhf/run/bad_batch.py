@@ -1,4 +1,4 @@
-"""A batch that training could not digest, written down for people to look at."""
+"""Save the batch that led to a loss or gradient that is not finite, for inspection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = "not_finite"
 
 def keep(output_dir: str | Path, **records: object) -> Path:
     """Write `records` (dataclasses of tensors and lists, such as a batch or a rollout) as tensors.safetensors and
-    rest.json in a folder under output_dir; returns the folder. The two that were there are replaced. Raises OSError."""
+    rest.json in a folder under output_dir; returns the folder. Existing files are replaced. Raises OSError."""
     folder = Path(output_dir) / FOLDER
     tensors: dict[str, Tensor] = {}
     rest = split({name: _plain(record) for name, record in records.items() if record is not None}, "", tensors)
@@ -31,7 +31,7 @@ def keep(output_dir: str | Path, **records: object) -> Path:
 
 
 def _plain(value: object) -> object:
-    """Dataclasses as dicts, and what a checkpoint does not hold as its repr."""
+    """Dataclasses as dicts, and values that a checkpoint cannot hold as their repr."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):

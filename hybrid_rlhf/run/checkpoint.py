@@ -1,8 +1,8 @@
-"""Checkpoints: tensors as safetensors, the rest as JSON, a manifest with checksums, and a rename at the end.
+"""Checkpoints: tensors as safetensors, the rest as JSON, a manifest with checksums, written atomically by a rename.
 
-Nothing is pickled, and no path is taken from a file. A folder whose files are not those of its manifest, byte for byte,
-does not exist for `latest`. Each process writes what it holds: state.safetensors and state.json, and with several
-processes state-1.*, state-2.*, ..., without the tensors that are the first one's.
+Nothing is pickled, and no path is read from a file. `latest` ignores a folder whose files differ from its manifest in
+any byte. Each process writes its own state: state.safetensors and state.json, and with several processes state-1.*,
+state-2.*, ..., without tensors that equal the first process's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.distributed import gather_over_ranks, is_main, rank, world_size
 from hybrid_rlhf.run import tensor_file
-from hybrid_rlhf.run.state_tree import Stored, split, whole
+from hybrid_rlhf.run.state_tree import Stored, load_all, split
 from hybrid_rlhf.run.tensor_file import TensorFile
 
 TENSORS, REST, MANIFEST, BEST = "state.safetensors", "state.json", "manifest.json", "best"
@@ -29,26 +29,26 @@ FORMAT = 2
 
 
 class SaveError(UserError):
-    """A checkpoint could not be written; those that were there are untouched."""
+    """A checkpoint could not be written; existing ones are untouched."""
 
 
 def save(folder: str | Path, step: int, state: dict, keep: int = 2, spare: Collection[str] = ()) -> Path:
-    """Write `state` as folder/step-{step} and keep the `keep` newest steps, and those of the names in `spare` as well;
-    returns the new checkpoint's path.
+    """Write `state` as folder/step-{step}; keeps the `keep` newest checkpoints and those named in `spare`, removes
+    others; returns the new checkpoint's path.
 
-    state: what this process holds; dicts with string keys, lists, tensors, numbers, strings, booleans and None, nested;
-    tuples come back as lists. Tensors are written one at a time. Every process calls it. Complete or absent: all is
-    written and synced beside its place, then renamed, and only then are older ones removed. Raises TypeError for
-    anything else in `state`, and SaveError in every process if the disk refuses any of them.
+    state: this process's; nested dicts with string keys, lists, tensors, numbers, strings, booleans and None; tuples
+    are loaded as lists. Tensors are written one at a time. Every process calls it. Atomic: all is written and synced in
+    a temporary folder, which is then renamed, and only then are older ones removed. Raises TypeError for anything else
+    in `state`, and SaveError in every process if the disk refuses a file of any.
     """
     folder = Path(folder)
     target = folder / f"step-{step:08d}"
     tensors: dict[str, Tensor] = {}
     rest = split(state, "", tensors)
-    own = _not_the_first_s(tensors)
+    tensors = _not_of_the_first(tensors)
     beside = Path(_together(folder, lambda: str(_make_room(folder)) if is_main() else None)[0])
     try:
-        sums = _together(folder, lambda: _write_own(beside, own, rest))
+        sums = _together(folder, lambda: _write_files(beside, tensors, rest))
         _together(folder, lambda: is_main() and _finish(folder, beside, target, sums, keep, spare))
     except SaveError:
         if is_main():
@@ -58,27 +58,27 @@ def save(folder: str | Path, step: int, state: dict, keep: int = 2, spare: Colle
 
 
 def load(path: str | Path) -> dict:
-    """The state in a checkpoint folder, tensors on the CPU. Raises ValueError if it is torn or damaged."""
+    """The state in a checkpoint folder, tensors on the CPU. Raises ValueError if it is incomplete or damaged."""
     path = Path(path)
     wrong = damage(path)
     if wrong:
         raise ValueError(f"{path} is not a complete checkpoint: {wrong}")
-    return whole(read(path))
+    return load_all(read(path))
 
 
 def read(path: str | Path, of: int | None = None, *, is_mapped: bool = False) -> Stored:
-    """What this process (or process number `of`) saved in a checkpoint folder that is known to be complete. A tensor is
-    read when it is looked up, and is the caller's own; is_mapped: only those numbers of it that are looked at. Raises
-    ValueError for a folder of something else."""
-    path, own = Path(path), rank() if of is None else of
-    files = [TensorFile(path / of_rank(TENSORS, r)) for r in dict.fromkeys((own, 0))]
+    """The state that this process (or process number `of`) saved in a complete checkpoint folder. A tensor is read at
+    each access, into new memory; is_mapped: memory-mapped, so that only used parts are read. Raises ValueError for a
+    folder of something else."""
+    path, of = Path(path), rank() if of is None else of
+    files = [TensorFile(path / of_rank(TENSORS, r)) for r in dict.fromkeys((of, 0))]
 
     def tensor(name: str) -> Tensor:
         file = next(f for f in files if name in f.names)
         return file.map(name) if is_mapped else file.read(name)
 
     try:
-        rest = json.loads((path / of_rank(REST, own)).read_text(encoding="utf-8"))
+        rest = json.loads((path / of_rank(REST, of)).read_text(encoding="utf-8"))
         if set(rest) != {"dict"} or not isinstance(rest["dict"], dict):
             raise ValueError("no state")
         return Stored(rest["dict"], tensor)
@@ -87,14 +87,14 @@ def read(path: str | Path, of: int | None = None, *, is_mapped: bool = False) ->
 
 
 def num_processes(path: Path) -> int:
-    """How many wrote a complete checkpoint."""
+    """The number of processes that wrote a complete checkpoint."""
     return int(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["world_size"])
 
 
 def damage(path: str | Path, *, is_thorough: bool = True) -> str | None:
-    """What keeps a folder from being a complete checkpoint, in words; None for a complete one.
+    """Why a folder is not a complete checkpoint, in words; None for a complete one.
 
-    Reads every byte, or where it need not be thorough looks at sizes only.
+    is_thorough: reads every byte; otherwise checks sizes only.
     """
     path = Path(path)
     try:
@@ -119,24 +119,23 @@ def damage(path: str | Path, *, is_thorough: bool = True) -> str | None:
 
 
 def is_complete(path: str | Path) -> bool:
-    """Whether every file is there with the size and checksum that the manifest says."""
+    """Whether every file exists with the size and checksum of the manifest."""
     return damage(path) is None
 
 
-def latest(folder: str | Path, say: Callable[[str], None] = lambda _text: None, *,
+def latest(folder: str | Path, warn: Callable[[str], None] = lambda _text: None, *,
            is_thorough: bool = True) -> Path | None:
-    """The newest complete checkpoint in `folder`, or None. A damaged one is passed over; `say` is told what is wrong
-    with it."""
+    """The newest complete checkpoint in `folder`, or None. A damaged one is skipped; `warn` gets a line about it."""
     for path in reversed(steps(folder)):
         wrong = damage(path, is_thorough=is_thorough)
         if wrong is None:
             return path
-        say(f"checkpoint {path} is damaged and is passed over: {wrong}")
+        warn(f"checkpoint {path} is damaged and is passed over: {wrong}")
     return None
 
 
 def keep_best(checkpoint: Path) -> Path:
-    """The checkpoint under best/ beside it as well (where the disk can, the same bytes), in place of the one there."""
+    """Link the checkpoint's files into best/ beside it (or copy them), in place of the checkpoint there."""
     target = checkpoint.parent / BEST / checkpoint.name
     _together(target.parent, lambda: is_main() and _link(checkpoint, target))
     return target
@@ -153,20 +152,20 @@ def _link(checkpoint: Path, target: Path) -> None:
 
 
 def copy_files(checkpoint: Path, folder: Path) -> None:
-    """The files of a checkpoint in `folder` as well: where the disk can, the same bytes. OSError where it refuses, or
-    where the checkpoint is removed meanwhile."""
+    """Hard-link the files of a checkpoint into `folder`, or copy them. OSError where the disk refuses, or where the
+    checkpoint is removed meanwhile."""
     for path in checkpoint.iterdir():
         try:
             os.link(path, folder / path.name)
         except FileNotFoundError:
             raise
-        except OSError:  # a file system without links, or another one
+        except OSError:  # no hard links here, or another file system
             shutil.copyfile(path, folder / path.name)
             _sync(folder / path.name)
 
 
 def clear(folder: str | Path, *, after: int = -1) -> None:
-    """Remove the checkpoints in `folder` of the steps after `after`; other files stay."""
+    """Remove the checkpoints in `folder` of steps after `after`; other files stay."""
     for path in steps(folder):
         if number(path) > after:
             own_files.remove_folder(path)
@@ -179,12 +178,12 @@ def steps(folder: str | Path) -> list[Path]:
 
 
 def is_name(name: str) -> bool:
-    """Whether a checkpoint is called like this."""
+    """Whether `name` is a checkpoint's."""
     return name.startswith("step-") and name.removeprefix("step-").isdecimal()
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is called as a checkpoint is, and has the file that one ends with."""
+    """Whether `path` has a checkpoint's name, and a manifest, which is written last."""
     return is_name(path.name) and (path / MANIFEST).is_file()
 
 
@@ -200,23 +199,23 @@ def of_rank(name: str, number_of_rank: int) -> str:
 
 
 def _together(folder: Path, act: Callable[[], object]) -> list:
-    """Every process acts; their results. SaveError in all of them if any has failed."""
-    found, error = None, None
+    """Call `act` in every process; returns all results. SaveError in all processes if any has failed."""
+    result, error = None, None
     try:
-        found = act()
+        result = act()
     except OSError as caught:
         refused = refusal(caught)
         error = refused or (str(caught.strerror or caught), "make the folder one that can be written to")
-    outcomes = gather_over_ranks([found, error])
+    outcomes = gather_over_ranks([result, error])
     wrong = next((e for _, e in outcomes if e), None)
     if wrong:
         words, remedy = wrong
         raise SaveError(f"cannot save a checkpoint in {folder}: {words}; {remedy}")
-    return [f for f, _ in outcomes]
+    return [each for each, _ in outcomes]
 
 
 def _make_room(folder: Path) -> Path:
-    """A new empty folder in `folder`, where a crash has left nothing half written or half removed."""
+    """A new empty folder in `folder`; removes what a crash has left half written or half removed."""
     folder.mkdir(parents=True, exist_ok=True)
     own_files.clear_unfinished(folder)
     beside = own_files.fresh_path(folder)
@@ -224,7 +223,7 @@ def _make_room(folder: Path) -> Path:
     return beside
 
 
-def _write_own(beside: Path, tensors: dict[str, Tensor], rest: dict) -> dict:
+def _write_files(beside: Path, tensors: dict[str, Tensor], rest: dict) -> dict:
     """This process's two files; returns their entries in the manifest."""
     names = of_rank(TENSORS, rank()), of_rank(REST, rank())
     raw = json.dumps(rest).encode()
@@ -237,8 +236,8 @@ def _write_own(beside: Path, tensors: dict[str, Tensor], rest: dict) -> dict:
     return {name: {"bytes": (beside / name).stat().st_size, "sha256": sums[name]} for name in names}
 
 
-def _not_the_first_s(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that the first process does not hold too, under the same name and with the same bits."""
+def _not_of_the_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, without those that the first process has under the same name with the same bits."""
     if world_size() == 1:
         return tensors
     digests = {name: _digest(tensor) for name, tensor in tensors.items()}
@@ -264,7 +263,7 @@ def _finish(folder: Path, beside: Path, target: Path, sums: list[dict], keep: in
 
 
 def _replace(beside: Path, target: Path) -> None:
-    """`beside` becomes `target`; one that is there already is not missing for longer than two renames take."""
+    """Rename `beside` to `target`; an existing target is missing only between two renames."""
     own_files.put(beside, target)
     _sync(target.parent)
     _sync(target.parent.parent)

@@ -1,4 +1,4 @@
-"""A run's checkpoints: what is in one, when one fails, and how a run goes on from one."""
+"""Save and restore a run's whole state, handle failed saves, and evaluate for the best checkpoint."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hybrid_rlhf.run.checkpoint import SaveError
 from hybrid_rlhf.run.reporter import Reporter
 from hybrid_rlhf.run.resume import FOLDER
 from hybrid_rlhf.run.runfile import RunRecord
-from hybrid_rlhf.run.state_tree import whole
+from hybrid_rlhf.run.state_tree import load_all
 from hybrid_rlhf.run.train_config import TrainConfig
 
-_SAVES_AT_MOST = 0.05  # of the time, where the clock decides
-_SKIPPED = "/skipped_updates"  # ends the names of metrics that count them from the run's beginning
+_SAVES_AT_MOST = 0.05  # share of the time, with train.save_minutes
+_SKIPPED = "/skipped_updates"  # suffix of metrics that count skipped updates of the whole run
 _SMALL_IS_GOOD = ("loss", "perplexity", "kl")
 
 
 class Saver:
-    """Saves the whole state of a run, and restores it. step, values: the last step that was taken and its metrics;
-    num_updates: those of the weights until then. owes_evaluation: whether the held-out batches are yet to be evaluated
-    after the step that was restored."""
+    """Saves the whole state of a run, and restores it. step, values: the last step taken and its metrics; num_updates:
+    updates of the weights until then. owes_evaluation: whether the evaluation after the restored step is still to be
+    done."""
 
     def __init__(self, trainer, loader, held_out, record: RunRecord, config: TrainConfig,  # noqa: ANN001
                  total_steps: int) -> None:
@@ -39,12 +39,12 @@ class Saver:
         self._best: float | None = None
         self._failed, self._newest = 0, 0  # _newest: the step of the newest checkpoint
         self._before: tuple = ()
-        self._spared: list[str] | None = None  # while updates are skipped: the checkpoints from before
-        self._skipped: dict[str, float] = {}  # how many updates so far, by the metric's name; a step may have none
+        self._spared: list[str] | None = None  # checkpoints from before updates were skipped, while they are
+        self._skipped: dict[str, float] = {}  # skipped updates so far, by metric; a step may lack the metric
         self._saved_at, self._took = time.monotonic(), 0.0  # when the last save ended, and its seconds
 
     def restore(self, saved: Mapping | None) -> int:
-        """Take everything up from a checkpoint, or nothing from None; returns the number of steps that are done."""
+        """Restore everything from a checkpoint, if not None; returns the number of steps that are done."""
         if saved is None:
             return 0
         try:
@@ -52,16 +52,16 @@ class Saver:
             check(step <= self.total_steps, f"the checkpoint is of step {step}, after the run's last, "
                                             f"{self.total_steps}; raise train.max_steps or give --resume never")
             _check_rows("the rows of the data", self.loader, saved["run"]["data"])
-            if "held_out" in saved["run"]:  # earlier releases did not ask
+            if "held_out" in saved["run"]:  # not in checkpoints of earlier releases
                 _check_rows("the held-out rows", self.held_out, saved["run"]["held_out"])
             _warn_of_short_batches(self.loader, int(saved["run"].get("world_size", world_size())))
             self.loader.load_state(saved["loader"])
             self.trainer.load_state(saved["trainer"])
-            self.values, self._best = whole(saved["values"]), saved["best"]
+            self.values, self._best = load_all(saved["values"]), saved["best"]
             self.owes_evaluation = bool(saved["owes_evaluation"])
-            self._spared, told = saved.get("spared"), saved.get("skipped", self.values)
-            self._skipped = {name: value for name, value in whole(told).items() if name.endswith(_SKIPPED)}
-            random_state.load_state(saved["random"])  # last: nothing above may draw
+            self._spared, counts = saved.get("spared"), saved.get("skipped", self.values)
+            self._skipped = {name: value for name, value in load_all(counts).items() if name.endswith(_SKIPPED)}
+            random_state.load_state(saved["random"])  # last: code above may draw random numbers
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise UserError(f"the checkpoint {self.record.resumes_from} does not fit this run: {error}; give --resume "
                             "never to start again") from error
@@ -70,12 +70,12 @@ class Saver:
         return step
 
     def mark(self) -> None:
-        """A step begins: where the data and the generators are, should it come to nothing."""
+        """Before a step: remember the states of loader and generators, in case the step fails."""
         self._before = self.loader.state(), random_state.state()
 
     def observe(self, values: dict[str, float]) -> None:
-        """The metrics of a step that is done. While updates are skipped, what had been saved before is not removed: the
-        last update before may have ruined the weights."""
+        """After a step: take its metrics. While updates are skipped, earlier checkpoints are not removed: the last
+        update may have ruined the weights."""
         counts = {name: value for name, value in values.items() if name.endswith(_SKIPPED)}
         is_skipping = any(value > self._skipped.get(name, 0) for name, value in counts.items())
         if not is_skipping:
@@ -86,43 +86,43 @@ class Saver:
         self.values, self._skipped = values, self._skipped | counts
 
     def before_skips(self) -> Path | None:
-        """The last checkpoint from before updates were skipped, or simply the last one; None where there is none."""
+        """The last checkpoint from before updates were skipped, else the last one; None where there is none."""
         names = [name for name in self._names() if self._spared is None or name in self._spared]
         return self.folder / names[-1] if names else None
 
     def _names(self) -> list[str]:
-        """Of the checkpoints that there are, oldest first."""
+        """Names of the existing checkpoints, oldest first."""
         return [path.name for path in checkpoint.steps(self.folder)]
 
     def save_undone(self, done: int, reporter: Reporter) -> None:
-        """A checkpoint after the `done` steps before one that failed without having changed a weight."""
+        """Save a checkpoint after `done` steps, before a step that failed without changing a weight."""
         if done > self._newest and world_size() == 1:  # other processes may be anywhere
             try:
                 path = self.save(done, reporter, position=self._before)
             except SaveError as error:
-                reporter.say(f"warning: {error}")
+                reporter.announce(f"warning: {error}")
             else:
                 if path:
-                    reporter.say(f"a checkpoint after step {done} is saved; the same command goes on there")
+                    reporter.announce(f"a checkpoint after step {done} is saved; the same command goes on there")
 
     def keep_best(self, path: Path, reporter: Reporter) -> None:
-        """The checkpoint in `path` is the best so far; where the disk has no room for it twice, that is said."""
+        """Keep the checkpoint in `path` as the best so far; a warning where the disk has no room for a copy."""
         try:
             checkpoint.keep_best(path)
         except SaveError as error:
-            reporter.say(f"warning: {error}; the best checkpoint so far, {path}, is not in {checkpoint.BEST}/")
+            reporter.announce(f"warning: {error}; the best checkpoint so far, {path}, is not in {checkpoint.BEST}/")
 
     def is_overdue(self) -> bool:
-        """Whether train.save_minutes have gone by since the last checkpoint, or since the run began."""
+        """Whether train.save_minutes have passed since the last checkpoint, or since the run began."""
         wait = max(60 * self.config.save_minutes, self._took / _SAVES_AT_MOST)
         return self.config.save_minutes > 0 and time.monotonic() - self._saved_at >= wait
 
     def save(self, step: int, reporter: Reporter, *, owes_evaluation: bool = False,
              position: tuple[dict, dict] | None = None) -> Path | None:
-        """A checkpoint after `step`; None where the disk has no room for it, which is said.
+        """Save a checkpoint after `step`; None, with a warning, where the disk refuses it.
 
-        position: the states of loader and generators, where they are not those of now.
-        Raises SaveError when that has happened config.max_failed_saves times in a row.
+        position: states of loader and generators to save in place of the current ones.
+        Raises SaveError after config.max_failed_saves failures in a row.
         """
         with reporter.phase(SAVE):
             return self._save(step, reporter, owes_evaluation=owes_evaluation, position=position)
@@ -136,38 +136,39 @@ class Saver:
             except OSError as error:
                 raise SaveError(f"cannot save a checkpoint in {self.folder}: {error.strerror}; make room "
                                 "there") from error
-            if self._spared is not None:  # someone may have removed some of them
+            if self._spared is not None:  # the user may have removed some
                 self._spared = [name for name in self._names() if name in self._spared]
             place, drawn = position or (self.loader.state(), random_state.state())
             state = {"step": step, "trainer": self.trainer.state(), "loader": place, "random": drawn,
                      "reporter": positions, "values": self.values, "best": self._best,
                      "owes_evaluation": owes_evaluation, "spared": self._spared, "skipped": self._skipped,
                      "run": self._run(step)}
-            if self._spared and self._spared[-1:] == self._names()[-1:]:  # the first since
-                reporter.say(f"warning: updates are being skipped; {self.before_skips()} is from before and is kept")
+            if self._spared and self._spared[-1:] == self._names()[-1:]:  # the first checkpoint since
+                reporter.announce(f"warning: updates are being skipped; {self.before_skips()} is from before and is "
+                                  "kept")
             path = checkpoint.save(self.folder, step, state, spare=self._spared or (),
                                    keep=self.config.save_total_limit if self._spared is None else 1)
         except SaveError as error:
             self._failed += 1
             if self._failed >= self.config.max_failed_saves:
                 raise SaveError(f"{error}; that was the {self._failed}. time in a row") from error
-            reporter.say(f"warning: {error}; training goes on, and the checkpoints there were are still there")
+            reporter.announce(f"warning: {error}; training goes on, and the checkpoints there were are still there")
             return None
         finally:
-            self._saved_at = time.monotonic()  # of a save that failed too: the next one waits as long
+            self._saved_at = time.monotonic()  # after a failed save too, so that the next one waits
             self._took = self._saved_at - began
         self._failed, self._newest = 0, step
         return path
 
     def _run(self, step: int) -> dict:
-        """What tells whether another process may go on from here, without its tensors."""
+        """Facts by which a later process decides whether it can resume from here, without reading tensors."""
         return {"stage": self.record.stage, "settings": self.record.config, "world_size": world_size(), "step": step,
                 "total_steps": self.total_steps, "versions": self.record.versions, "data": _fingerprint(self.loader),
                 "held_out": _fingerprint(self.held_out)}
 
     def evaluate(self, step: int, reporter: Reporter, interrupts: Sequence[int] = ()) -> bool | None:
-        """Evaluate after `step`; returns whether it is the best so far by config.save_best, None where one process is
-        interrupted in it: nothing was evaluated then."""
+        """Evaluate after `step`; returns whether it is the best so far by config.save_best, or None where a single
+        process was interrupted: then there is no evaluation."""
         batches, before = self.held_out.once(), random_state.state()
         if self.config.max_eval_batches is not None:
             batches = (b for _, b in zip(range(self.config.max_eval_batches), batches, strict=False))
@@ -196,18 +197,18 @@ class Saver:
 
 
 class _Interrupted(Exception):  # noqa: N818 - not a fault
-    """The user stops the run while it evaluates."""
+    """The user stopped the run during an evaluation."""
 
 
 def _until(interrupts: Sequence[int], batches: Iterable) -> Iterator:
     for batch in batches:
-        if interrupts and world_size() == 1:  # several would have to agree
+        if interrupts and world_size() == 1:  # several processes would have to agree
             raise _Interrupted
         yield batch
 
 
 def _fingerprint(loader) -> str | None:  # noqa: ANN001
-    """None where there are no rows, or a loader of another kind."""
+    """The fingerprint of a loader's rows; None without rows, or for a loader of another kind."""
     return loader.fingerprint() if hasattr(loader, "fingerprint") else None
 
 
@@ -221,7 +222,7 @@ def _check_rows(what: str, loader, made_with: str | None) -> None:  # noqa: ANN0
 
 
 def _warn_of_short_batches(loader, num_before: int) -> None:  # noqa: ANN001
-    """Where the checkpoint's number of processes and this one see other rows: one process leaves a batch short."""
+    """A warning where another number of processes sees other rows: a single process leaves the last batch short."""
     is_unlike = num_before != world_size() and 1 in (num_before, world_size())
     if is_unlike and is_main() and getattr(loader, "fills_up", False):
         print("warning: a step takes more rows than there are, which several processes fill up and one does not: the "

@@ -1,4 +1,4 @@
-"""The end of a run: finished, stopped or failed, it leaves a report, its model and its record, and says where."""
+"""End of a run: write its report, model and record, whether it finished, was stopped or failed, and say where."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from hybrid_rlhf.run.reporter import Reporter
 from hybrid_rlhf.run.resume import FOLDER
 from hybrid_rlhf.run.runfile import RunRecord
 
-FROM_PYTHON = "from Python: "  # begins the command of a run that no command line started
+FROM_PYTHON = "from Python: "  # begins the command of a run that was started from Python
 
 
 class Stopped(Exception):  # noqa: N818 - not a fault: the user asked for it
-    """The user stopped the run, which saved a checkpoint; the notes say what is where. Entry points exit with 130."""
+    """The user stopped the run, which saved a checkpoint; the notes list its files. Entry points exit with 130."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it, in a notebook too: the lines alone."""
+        """Traceback in IPython and notebooks: the message lines alone."""
         return [shown(self)]
 
 
 class Leaving(NamedTuple):
-    """What a run leaves beside its report; every process calls each. export: writes its model; facts: for its record,
-    asked for after that; num_updates: how often the exported weights have been updated so far."""
+    """Callbacks for a run's end; every process calls each. export: writes its model; facts: for its record, called
+    after that; num_updates: how often the exported weights have been updated so far."""
 
     tokenizer: object
     export: Callable[[], None]
@@ -45,8 +45,8 @@ class Leaving(NamedTuple):
 @contextmanager
 def leaves(leaving: Leaving | None, saver: Saver, reporter: Reporter,
            answers: Callable[[], list[dict]] | None) -> Iterator[None]:
-    """However the block ends, the run leaves a report; where it ended well, was stopped, or failed between two updates
-    in a process alone, its model too. What stops at once (KeyboardInterrupt) leaves what the last checkpoint left."""
+    """Write the report however the block ends; and the model where it ended well, was stopped, or failed between two
+    updates of a single process. KeyboardInterrupt writes nothing: the last checkpoint's files stay."""
     is_over = False
     try:
         yield
@@ -64,22 +64,22 @@ def leaves(leaving: Leaving | None, saver: Saver, reporter: Reporter,
         why = one_line(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}", 500)
         state = f"{error}." if is_stopped else f"failed after step {saver.step} of {saver.total_steps}: {why}"
         if is_stopped and saver.held_out and not any(name.startswith("eval/") for name in saver.values):
-            reporter.say("the held-out rows were not measured; the run does so when it goes on and ends")
+            reporter.announce("the held-out rows were not measured; the run does so when it goes on and ends")
             state += " The held-out rows were not measured."
-        is_whole = leaving and saver.step and saver.num_updates == leaving.num_updates()
-        if is_whole and (is_stopped or (world_size() == 1 and not isinstance(error, NotFinite))):
+        is_between = leaving and saver.step and saver.num_updates == leaving.num_updates()  # no step is half done
+        if is_between and (is_stopped or (world_size() == 1 and not isinstance(error, NotFinite))):
             _leave_model(leaving, saver, reporter, answers)
         reporter.conclude(state[0].upper() + state[1:])
-        activity.doing(doing)  # in which it ended, for the error's line
+        activity.doing(doing)  # the activity that failed, for the error's line
         raise
 
 
 def _leave_model(leaving: Leaving, saver: Saver, reporter: Reporter,
                  answers: Callable[[], list[dict]] | None) -> None:
-    """Export the model of the last step. What fails in a process alone is a warning: the checkpoint is there."""
+    """Export the model of the last step. A failure in a single process is a warning: the checkpoint is there."""
     record, step = saver.record, saver.step
     try:
-        record.status = "stopped"  # already: a launcher may not wait for the rest
+        record.status = "stopped"  # before the export, as a launcher may kill the process during it
         record.write()
         with reporter.phase(EXPORT):
             leaving.export()
@@ -90,18 +90,18 @@ def _leave_model(leaving: Leaving, saver: Saver, reporter: Reporter,
     except (Exception, SystemExit) as failure:
         if world_size() > 1:  # the others wait
             raise
-        reporter.say(f"warning: of the model of step {step} not all could be left: {one_line(str(failure), 300)}")
+        reporter.announce(f"warning: of the model of step {step} not all could be left: {one_line(str(failure), 300)}")
 
 
 @contextmanager
 def on_record(record: RunRecord) -> Iterator[None]:
-    """Whatever ends the block other than its end, another process's failure too, is written to run.json; the error's
-    notes say what is where and how the run goes on."""
+    """Write an error that ends the block, or another process's failure, to run.json; the error's notes list the run's
+    files and the command that resumes it."""
     try:
         with on_failure(lambda message: _close(record, "failed", message)):
             yield
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # a reward function may call sys.exit()
-        is_first = record.finished is None  # of two blocks, one in the other
+        is_first = record.finished is None  # the inner one of nested blocks
         if is_first and isinstance(error, (Stopped, KeyboardInterrupt)):
             _close(record, "stopped")
         elif is_first:
@@ -113,7 +113,7 @@ def on_record(record: RunRecord) -> Iterator[None]:
 
 
 def what_is_where(record: RunRecord) -> list[str]:
-    """Lines of what a run has left and of how it goes on."""
+    """Lines with the files of a run and the command that resumes it."""
     folder, step = Path(record.output_dir), record.facts.get("model_step")
     of_step = "" if step is None else f" (of step {step} of {record.facts.get('num_steps')})"
     saved = None
@@ -125,7 +125,7 @@ def what_is_where(record: RunRecord) -> list[str]:
 
 
 def _again(record: RunRecord, saved: Path | None) -> str:
-    """The command that goes on with the run."""
+    """The command that resumes the run."""
     begins = "" if saved else " (it begins again: there is no checkpoint)"
     if record.command.startswith(FROM_PYTHON) or not record.command:
         never = record.config.get("resume") == "never"
@@ -136,7 +136,7 @@ def _again(record: RunRecord, saved: Path | None) -> str:
 
 
 def _close(record: RunRecord, status: str, error: str | None = None) -> None:
-    """On the record, if the disk takes it: what ended the run is what people are to be told."""
+    """Close the record; a full disk is a warning, as the error that ended the run is the one to report."""
     try:
         record.close(status, error)
     except OSError as refusal:

@@ -1,7 +1,7 @@
-"""What several processes saved, as the state from which each of another number of them goes on.
+"""Join the states that several processes saved, so that another number of processes can resume from them.
 
-Most of a state is the same in all processes. Trained weights are in parts, which say how ("partition") and are cut anew
-by the engine that takes them up; limits of memory are each process's own; global generators too.
+Most of a state is the same in all processes. Trained weights may be sharded, as their "partition" describes, and are
+resharded by the engine that loads them; memory limits and global generators are each process's own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _PARTS, _LIMITS = "partition", "oom_limits"
 
 
 class Unlike(ValueError):
-    """Processes saved something that another number of them cannot go on with. Before a run begins process_count.py
-    asks for it, and tells the user."""
+    """Processes saved a state from which another number of processes cannot resume. process_count.py checks for it
+    before a run begins, and raises a UserError."""
 
 
 def read(path: Path) -> Mapping:
-    """What this process goes on with of a complete checkpoint. Raises Unlike where the number of processes is another
-    one, and what they saved does not allow that."""
+    """The state that this process resumes with, of a complete checkpoint. Raises Unlike where the number of processes
+    is another one, and the saved states do not allow that."""
     saved = of_all(path)
     if len(saved) == world_size():
         return checkpoint.read(path)
@@ -36,13 +36,13 @@ def read(path: Path) -> Mapping:
 
 
 def of_all(path: Path) -> list[Stored]:
-    """What each of the processes that saved it put into a complete checkpoint, tensors mapped to their files."""
+    """The states of all processes in a complete checkpoint, with memory-mapped tensors."""
     return [checkpoint.read(path, of=r, is_mapped=True) for r in range(checkpoint.num_processes(path))]
 
 
 def joined(saved: list, name: str) -> object:
-    """What all processes saved under `name`, as one: {"processes": [of each]} for parts of weights, the smallest of
-    limits, else what they have in common. Raises Unlike where they have not."""
+    """What all processes saved under `name`, as one: {"processes": [state of each]} for sharded weights, the smallest
+    of limits, else the value that all have. Raises Unlike where they differ."""
     first = saved[0]
     if isinstance(first, Mapping):
         if _PARTS in first:
@@ -69,16 +69,16 @@ def _is_same(a: object, b: object) -> bool:
 
 
 def _smallest(saved: list[Mapping]) -> dict:
-    """Of limits by name, or by role and name, what fits into the memory of each process; who had no trouble has
+    """The smallest of the processes' limits, by name, or by role and name; a process that never ran out of memory has
     none."""
     names = dict.fromkeys(name for each in saved for name in each)
-    found = {name: [each[name] for each in saved if name in each] for name in names}
-    return {name: _smallest(of) if isinstance(of[0], Mapping) else min(of) for name, of in found.items()}
+    limits = {name: [each[name] for each in saved if name in each] for name in names}
+    return {name: _smallest(of) if isinstance(of[0], Mapping) else min(of) for name, of in limits.items()}
 
 
 def _generators(saved: list[Mapping]) -> Mapping:
-    """A process that was there before goes on with its own. A new one keeps torch's as its stage has seeded them, for
-    dropout of its own, and takes the others, which all processes begin with alike, from the first."""
+    """The random state of this process: its own where it saved one. A new process keeps torch's as its stage has seeded
+    it, for its own dropout, and takes the others, which all processes start with alike, from the first."""
     if rank() < len(saved):
         return saved[rank()]
     return {name: state for name, state in saved[0].items() if name in ("python", "numpy")}

@@ -1,4 +1,4 @@
-"""One process at a time in a run's folder: the lock goes with the process, however it ends."""
+"""Lock of a run's folder, for one process at a time; released when the process ends, however that is."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import BinaryIO
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.file_lock import take_lock
 
-_held: dict[Path, BinaryIO] = {}  # folder -> the open file that bears this process's lock
+_locks: dict[Path, BinaryIO] = {}  # folder -> the open file with this process's lock
 
 
 def claim(folder: Path, name: str) -> None:
-    """Lock `folder` by its file `name`, which is made where it is missing. UserError where another process has it.
+    """Lock `folder` by its file `name`, which is created where it is missing. UserError where another process has it.
 
-    OSError where the folder cannot be written; a file system that knows no locks is taken as it is.
+    OSError where the folder cannot be written; on a file system without locks nothing is locked.
     """
     release(folder)
     try:
-        _held[folder.absolute()] = take_lock(folder / name, 0)
+        _locks[folder.absolute()] = take_lock(folder / name, 0)
     except TimeoutError:
         raise taken(folder) from None
 
 
 def taken(folder: Path) -> UserError:
-    """What a second process is told."""
+    """The error of a second process."""
     return UserError(f"output_dir {folder}: another process is at this run; wait for its end, or choose another "
                      "output_dir")
 
 
 def release(folder: Path) -> None:
-    """Give the lock back, if this process has it."""
-    file = _held.pop(folder.absolute(), None)
+    """Release the lock, if this process has it."""
+    file = _locks.pop(folder.absolute(), None)
     if file is not None:
         file.close()

@@ -1,4 +1,4 @@
-"""The one loop: restore, step, report, evaluate, checkpoint, for any object with step()."""
+"""The training loop: restore, step, report, evaluate, checkpoint, for any object with step()."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.run.signals import interruptible
 from hybrid_rlhf.run.train_config import TrainConfig
 
-SAMPLED = 256  # rows whose lengths stand for all
-ENOUGH = 2.0  # seconds of a step from which half of it is rehearsed and not all
+SAMPLED = 256  # rows whose lengths represent all
+ENOUGH = 2.0  # seconds of a step; a longer one is rehearsed on half of its rows
 
 __all__ = ["Batches", "Leaving", "Stopped", "TrainConfig", "Trainer", "fit", "on_record"]
 
 
 class Trainer(Protocol):
-    """What `fit` drives. progress_keys: the metrics worth a column on the terminal."""
+    """A trainer that `fit` runs. progress_keys: the metrics that get a column on the terminal."""
 
     progress_keys: tuple[str, ...]
 
@@ -48,7 +48,7 @@ class Trainer(Protocol):
 
 
 class Batches(Protocol):
-    """Where batches come from: endless by iteration, one ordered pass by once()."""
+    """Source of batches: endless by next(), one ordered pass by once()."""
 
     def __len__(self) -> int: ...
     def next(self) -> object: ...
@@ -63,12 +63,11 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
     """Run up to step `total_steps` (or for config.max_seconds); returns the last step's metrics, the final evaluation's
     and time/per_step, seconds per step with evaluations and checkpoints.
 
-    Goes on from record.resumes_from where there is one. Writes metrics.jsonl, samples.jsonl, answers.jsonl (what
-    `answers` gives before the first step and after the last), checkpoints/ and a report under record.output_dir, and
-    what `leaving` says, after which the record is finished. guesses: seconds of what is no step (report/pace.py), for
-    the estimate of the time. The first Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint, leaves what a
-    run leaves and raises Stopped; the second stops at once. However the run ends, the
-    record says so.
+    Resumes from record.resumes_from, if set. Writes metrics.jsonl, samples.jsonl, answers.jsonl (the rows of `answers`
+    before the first step and after the last), checkpoints/ and a report under record.output_dir, and exports by
+    `leaving`, after which the record is finished. guesses: seconds of the phases beside the steps (report/pace.py), for
+    the estimate of the time. The first Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint, writes report
+    and model and raises Stopped; the second stops at once. The record has the outcome in every case.
     """
     check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
     restore_gc()
@@ -90,7 +89,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
 
 def _train(saver: Saver, reporter: Reporter, interrupts: list[int],
            answers: Callable[[], list[dict]] | None, guesses: Mapping[str, float]) -> None:
-    """Take all steps that are left, with evaluations and checkpoints. Raises Stopped."""
+    """Take all remaining steps, with evaluations and checkpoints. Raises Stopped."""
     config, started, loader, total_steps = saver.config, time.perf_counter(), saver.loader, saver.total_steps
     reporter.answered(saver.step, answers if saver.step == 0 else None)
     is_cut = saver.owes_evaluation and saver.evaluate(saver.step, reporter, interrupts) is None
@@ -100,7 +99,7 @@ def _train(saver: Saver, reporter: Reporter, interrupts: list[int],
     for step in range(saver.step + 1, total_steps + 1):
         saver.observe(_step(saver, step, reporter) | {"epoch": step / len(loader)})
         reporter.step(step, saver.values, saver.trainer.samples)
-        is_stopped, is_overdue = _news(bool(interrupts), saver)
+        is_stopped, is_overdue = _requests(bool(interrupts), saver)
         is_last = step == total_steps or _any(_over(started, config.max_seconds))
         is_evaluated = saver.held_out is not None and (is_last or _is_due(step, config.eval_steps))
         is_best = is_evaluated and not is_stopped and saver.evaluate(step, reporter, interrupts)
@@ -119,12 +118,12 @@ def _train(saver: Saver, reporter: Reporter, interrupts: list[int],
 
 def _announce_stop(saver: Saver, reporter: Reporter) -> None:
     ending = "finishing this step, then saving a checkpoint, a report and the model"
-    reporter.say(f"{ending if saver.step < saver.total_steps else 'ending the run'}; once more stops at once")
+    reporter.announce(f"{ending if saver.step < saver.total_steps else 'ending the run'}; once more stops at once")
 
 
 def _forecast(saver: Saver, reporter: Reporter, has_answers: bool, guesses: Mapping[str, float]) -> None:
-    """Say how long the run takes: by the rows that are to come and, where the trainer can be rehearsed, by a part of a
-    step over rows of typical length that changes nothing. Other trainers tell within the first step."""
+    """Estimate the run's time: from the rows' lengths and, if the trainer can be rehearsed, from part of a step on rows
+    of typical length, which changes nothing. For other trainers the estimate comes within the first step."""
     loader, held_out, config, pace = saver.loader, saver.held_out, saver.config, reporter.progress.pace
     if not hasattr(loader, "typical"):
         return
@@ -150,8 +149,8 @@ def _forecast(saver: Saver, reporter: Reporter, has_answers: bool, guesses: Mapp
 
 
 def _rehearse(trainer: Trainer, loader, tokens: float) -> float:  # noqa: ANN001
-    """Seconds of a step of so many tokens without its update, by passes over half of its rows, or over all where that
-    is soon over; a quarter of them goes before, for the first passes of a process take longer."""
+    """Seconds of a step of so many tokens without its update, by passes over half of its rows, or over all if that is
+    fast; a quarter of them comes first as warm-up."""
     seconds = float("inf")
     for is_first in (True, False):
         share = 4 if is_first else 2 if seconds > ENOUGH else 1
@@ -159,14 +158,14 @@ def _rehearse(trainer: Trainer, loader, tokens: float) -> float:  # noqa: ANN001
         with rehearsal(), preserved():
             began = time.perf_counter()
             copy.copy(trainer).step(batch)
-            if device().type == "cuda":  # which is told what to do, and has yet to do it
+            if device().type == "cuda":  # kernels run asynchronously
                 torch.cuda.synchronize(device())
             seconds = (time.perf_counter() - began) * tokens / _num_tokens(batch)
     return seconds
 
 
 def _num_tokens(batch: object) -> int:
-    """Tokens of a batch of rows that are trained on; 0 where it has none yet, or is of another kind."""
+    """Tokens of a batch of training rows; 0 for prompts, and for a batch of another kind."""
     mask = getattr(getattr(batch, "sequences", batch), "attention_mask", None)
     return 0 if mask is None else int(mask.sum())
 
@@ -181,7 +180,7 @@ def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
     try:
         metrics = saver.trainer.step(batch)
     except NotFinite as error:
-        raise (_kept(error, saver, batch, saver.before_skips()) if is_main() else error) from error
+        raise (_with_batch(error, saver, batch, saver.before_skips()) if is_main() else error) from error
     except UserError as error:
         if error.is_before_update:
             saver.save_undone(step - 1, reporter)
@@ -191,8 +190,8 @@ def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
     return metrics.add("time/step", time.perf_counter() - began).over_ranks().compute()
 
 
-def _kept(error: NotFinite, saver: Saver, batch: object, saved: Path | None = None) -> NotFinite:
-    """The error, with where to find the batch that led to it, and the last checkpoint from before."""
+def _with_batch(error: NotFinite, saver: Saver, batch: object, saved: Path | None = None) -> NotFinite:
+    """Save the batch that led to the error; returns the error with its path, and that of the last good checkpoint."""
     before = f"; the last checkpoint from before is {saved}" if saved else ""
     try:
         rollout = getattr(getattr(saver.trainer, "sampler", saver.trainer), "last_rollout", None)
@@ -210,13 +209,13 @@ def _over(started: float, limit: float | None) -> bool:
     return limit is not None and time.perf_counter() - started >= limit
 
 
-def _news(is_interrupted: bool, saver: Saver) -> tuple[bool, bool]:
-    """Whether any process was asked to stop, and whether the main process's clock asks for a checkpoint, at least where
-    nobody stops. One question for both: it is asked at every step."""
-    news = max_over_ranks(2 * is_interrupted + (is_main() and saver.is_overdue()))
-    return news >= 2, news >= 1
+def _requests(is_interrupted: bool, saver: Saver) -> tuple[bool, bool]:
+    """Whether any process was asked to stop, and whether a checkpoint is due by the main process's clock (also true
+    when stopping). One collective for both, as it runs at every step."""
+    request = max_over_ranks(2 * is_interrupted + (is_main() and saver.is_overdue()))
+    return request >= 2, request >= 1
 
 
-def _any(mine: bool) -> bool:
-    """Whether any process says so: all must leave the loop after the same step."""
-    return bool(max_over_ranks(int(mine)))
+def _any(flag: bool) -> bool:
+    """Whether `flag` is set in any process: all must leave the loop after the same step."""
+    return bool(max_over_ranks(int(flag)))

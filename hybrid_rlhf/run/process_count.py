@@ -1,5 +1,5 @@
-"""Whether a run may go on with more or fewer processes than before, and which settings may then be others: those that
-say how its rows, weights and memory are shared. What all processes together do in a step stays the same."""
+"""Check whether a run can resume with another number of processes, and which settings may then change: those of how
+rows, weights and memory are distributed. What all processes do together in a step stays the same."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _LAYOUT = ("zero_stage", "offload", "micro_batch_tokens", "tp")  # of engine and
 
 
 def may_change(name: str) -> bool:
-    """Whether the setting of this dotted name may be another one where the number of processes is."""
-    group, _, own = name.partition(".")
-    return name in _PER_PROCESS or (group in ("engine", "roles") and own.rpartition(".")[2] in _LAYOUT)
+    """Whether the setting of this dotted name may change with the number of processes."""
+    group, _, option = name.partition(".")
+    return name in _PER_PROCESS or (group in ("engine", "roles") and option.rpartition(".")[2] in _LAYOUT)
 
 
-def check_others(path: Path, made: Mapping, settings: Mapping) -> None:
-    """UserError, with what would fit, where the run that made the checkpoint in `path` cannot go on with this number of
-    processes, which is another one, and these settings. made: what the checkpoint says of its run."""
-    before, count, old = made["world_size"], world_size(), made["settings"]
+def check_others(path: Path, facts: Mapping, settings: Mapping) -> None:
+    """UserError, with what would fit, where the run that made the checkpoint in `path` cannot resume with this other
+    number of processes and these settings. facts: the checkpoint's about its run (resume.made_by)."""
+    before, count, old = facts["world_size"], world_size(), facts["settings"]
     what = f"the checkpoint {path} was made by {before} process{'es' * (before > 1)} and this run has {count}"
     instead = f"start {before}, or give --resume never to start again"
     _check_rows(what, old, settings, before)
@@ -36,20 +36,20 @@ def check_others(path: Path, made: Mapping, settings: Mapping) -> None:
     except joined_state.Unlike as error:
         raise UserError(f"{what}: {error}; {instead}") from error
     except (LookupError, ValueError, TypeError, OSError):
-        return  # damaged: whoever reads all of it says so, or takes an older one
+        return  # damaged: reported, or an older one taken, where all of it is read
     is_cut = any(_of_engine(old, "zero_stage") != _of_engine(settings, "zero_stage") or _has_parts(each)
                  for each in saved)
     check(not is_cut or _of_train(old, "optim") != "adamw_8bit",
           f"{what}: train.optim adamw_8bit scales blocks of what each process holds; {instead}")
 
 
-def note(made: Mapping, settings: Mapping) -> str | None:
-    """What people are to know of a run that goes on with another number of processes; None with the same."""
-    before, count = made["world_size"], world_size()
+def note(facts: Mapping, settings: Mapping) -> str | None:
+    """A note about resuming with another number of processes; None with the same number."""
+    before, count = facts["world_size"], world_size()
     if before == count:
         return None
     sizes = [_of_train(each, "per_device_eval_batch_size", 0) * n for each, n in
-             ((made["settings"], before), (settings, count))]
+             ((facts["settings"], before), (settings, count))]
     more = f"; held-out batches have {sizes[1]} rows, not {sizes[0]}: of a stage that samples, other responses are " \
            "evaluated" if sizes[0] != sizes[1] else ""
     return f"note: {before} process{'es' * (before > 1)} made the checkpoint and {count} go{'es' * (count == 1)} on: " \
@@ -66,14 +66,14 @@ def _check_rows(what: str, old: Mapping, new: Mapping, before: int) -> None:
     if now == total:
         return
     accumulated = f"--train.per_device_train_batch_size {total // (count * steps)}"
-    whole = f"--train.per_device_train_batch_size {total // count} --train.gradient_accumulation_steps 1"
-    fits = f"give {accumulated}" if total % (count * steps) == 0 else f"give {whole}" if total % count == 0 else (
+    at_once = f"--train.per_device_train_batch_size {total // count} --train.gradient_accumulation_steps 1"
+    fits = f"give {accumulated}" if total % (count * steps) == 0 else f"give {at_once}" if total % count == 0 else (
         f"start {before}, or another number that divides {total}")
     raise UserError(f"{what}: a step took {total} rows from all processes and would take {now}; {fits}")
 
 
 def _check_texts(what: str, old: Mapping, new: Mapping, before: int) -> None:
-    """And as many texts from the streams beside its own: PTX's, and demonstrations in distillation."""
+    """A step must have as many texts of PTX, and demonstrations of distillation, as before."""
     count = world_size()
     for option, of in (("ppo.ptx_batch_size", _texts), ("distill.num_minibatches", _demonstrations)):
         total, now = of(old) * before, of(new) * count
@@ -90,15 +90,15 @@ def _rows(settings: Mapping) -> int | None:
 
 
 def _texts(settings: Mapping) -> int:
-    """PTX's on one process, where they are set; else they go by the sequences, which are checked already."""
+    """Texts of PTX on one process, where set; else they follow from the sequences, which are checked already."""
     return (settings.get("ppo") or {}).get("ptx_batch_size") or 0
 
 
 def _demonstrations(settings: Mapping) -> int:
-    own = settings.get("distill") or {}
-    if "num_minibatches" not in own or own.get("lmbda", 1) == 1:
+    distill = settings.get("distill") or {}
+    if "num_minibatches" not in distill or distill.get("lmbda", 1) == 1:
         return 0
-    return -(-(_rows(settings) or 0) * own["sampling"]["num_samples"] // own["num_minibatches"])
+    return -(-(_rows(settings) or 0) * distill["sampling"]["num_samples"] // distill["num_minibatches"])
 
 
 def _of_train(settings: Mapping, name: str, default: object = None):  # noqa: ANN202
@@ -110,7 +110,7 @@ def _of_engine(settings: Mapping, name: str) -> object:
 
 
 def _has_parts(saved: Mapping) -> bool:
-    """Whether weights are in parts of one process each, anywhere in what a trainer saved."""
+    """Whether weights anywhere in a trainer's state are sharded over processes."""
     if "partition" in saved:
         return saved["partition"]["stage"] > 0
     return any(_has_parts(each) for each in saved.values() if isinstance(each, Mapping))

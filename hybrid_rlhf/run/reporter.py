@@ -1,4 +1,4 @@
-"""What a run writes while it runs: metrics.jsonl, samples.jsonl, answers.jsonl, trackers, lines for the terminal."""
+"""Write a run's metrics.jsonl, samples.jsonl and answers.jsonl, trackers, and lines for the terminal."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ from hybrid_rlhf.run.json_lines import Lines
 from hybrid_rlhf.run.runfile import TRACKERS, RunRecord
 
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
-REPORTS_AT_MOST, FIRST_REPORT = 0.05, 3.0  # of the time, while the run goes on; seconds, before one has been written
+REPORTS_AT_MOST, FIRST_REPORT = 0.05, 3.0  # share of the run's time; seconds assumed for the first report
 
 
 class Reporter:
-    """Every step goes to metrics.jsonl; every config.logging_steps also to terminal, samples.jsonl and trackers.
+    """Writes every step to metrics.jsonl; every config.logging_steps also to terminal, samples.jsonl and trackers.
 
-    A context manager. Only the main process writes; the others' calls do nothing. first: steps that were
-    done before. positions: what `state` gave when the checkpoint was made from which the run goes on; what was written
-    later is cut off.
+    A context manager. Only the main process writes; calls in others do nothing. first: steps that were done before.
+    positions: the result of `state` at the checkpoint from which the run resumes; the files are truncated to it.
     """
 
     @undisturbed()
@@ -48,7 +47,7 @@ class Reporter:
         self._last_sampled = 0
         self._reported, self._took = time.monotonic(), FIRST_REPORT  # when the last report was written; its seconds
         self._trackers: list = []
-        self._memory: list[dict] | None = []  # of every fifth step, until it was told that it grows
+        self._memory: list[dict] | None = []  # of every fifth step, until the warning that it grows
 
     @undisturbed()
     def __enter__(self) -> Reporter:
@@ -57,7 +56,7 @@ class Reporter:
         self._trackers = start_trackers(names, self.record.stage, folder / TRACKERS, self.record.config)
         for name in (METRICS, SAMPLES, ANSWERS):
             path, position = (folder / name, self._positions.get(name)) if is_main() else (os.devnull, None)
-            self._files[name] = Lines(path, self.say, position)
+            self._files[name] = Lines(path, self.announce, position)
         self.progress.__enter__()
         self._hearing.enter_context(activity.listening(self._hear))
         return self
@@ -65,9 +64,10 @@ class Reporter:
     def __exit__(self, *exc: object) -> None:
         self._hearing.close()
         if self._num_recomputed and is_main():
-            self.progress.tell(f"{self.record.stage}: the old log-probabilities of {self._num_recomputed} of "
-                               f"{self._num_steps} steps are a training forward's, for the sampler's were more than "
-                               "max_logprob_drift off (engine/logprob_drift in metrics.jsonl)")
+            self.progress.print_line(
+                f"{self.record.stage}: the old log-probabilities of {self._num_recomputed} of {self._num_steps} steps "
+                "are a training forward's, for the sampler's were more than max_logprob_drift off "
+                "(engine/logprob_drift in metrics.jsonl)")
         self.progress.__exit__(*exc)
         for file in self._files.values():
             file.close()
@@ -75,7 +75,7 @@ class Reporter:
 
     @undisturbed()
     def conclude(self, state: str = "") -> None:
-        """The run has ended: its alarms go to report.md and to the terminal. state: how, where not well."""
+        """At the end of the run: write the report, and print the alarms. state: how it ended, where not well."""
         if is_main():
             warnings: list[str] = []
             with self.phase(REPORT):
@@ -86,7 +86,7 @@ class Reporter:
 
     @undisturbed()
     def checkpointed(self, step: int) -> None:
-        """The report as of the checkpoint after `step`, unless it would take more than a twentieth of the time."""
+        """Write the report at the checkpoint after `step`, unless reports would take more than 5% of the time."""
         began = time.monotonic()
         if is_main() and began - self._reported >= self._took / REPORTS_AT_MOST:
             with self.phase(REPORT):
@@ -97,7 +97,7 @@ class Reporter:
 
     @undisturbed()
     def step(self, step: int, values: dict[str, float], samples: Callable[[], list[dict]]) -> None:
-        """One trainer step is done. samples is called only for steps that are logged."""
+        """After a trainer step: write and show its metrics. samples is called only for steps that are logged."""
         self._write(METRICS, {"step": step, **values})
         self._num_steps, self._num_recomputed = self._num_steps + 1, self._num_recomputed + (RECOMPUTED in values)
         is_logged = step % self.every == 0 or step in (1, self.total)
@@ -111,21 +111,21 @@ class Reporter:
         self._warn_of_growth(step, values)
         for line in first_lines([{"step": step, **values}]):  # of the first step only
             if line.startswith("Verdict: ") and not line.startswith("Verdict: healthy"):
-                self.say(f"warning: before the first update: {line.removeprefix('Verdict: ')}")
+                self.announce(f"warning: before the first update: {line.removeprefix('Verdict: ')}")
 
     def _warn_of_growth(self, step: int, values: dict[str, float]) -> None:
-        """Once, while there is memory left; every fifth step counts. Looked for more rarely the more there are."""
+        """Warn once of growing memory, by every fifth step; checked more rarely the more steps there are."""
         if self._memory is None or step % 5:
             return
         self._memory.append({"step": step, **{k: v for k, v in values.items() if k.startswith("memory/")}})
         if (count := len(self._memory)) % (1 + count // 20):
             return
         for alarm in memory_growth(self._memory):
-            self.say(f"warning: {alarm.name}: {alarm.text}")
+            self.announce(f"warning: {alarm.name}: {alarm.text}")
             self._memory = None
 
     def sampled(self, step: int, samples: Callable[[], list[dict]]) -> None:
-        """The samples of `step`, unless they are written already; a run that goes on writes them no second time."""
+        """Write the samples of `step`, unless they are written already."""
         self._sampled(step, samples() if step != self._last_sampled else [])
 
     def _sampled(self, step: int, samples: list[dict]) -> None:
@@ -135,7 +135,7 @@ class Reporter:
 
     @undisturbed()
     def answered(self, step: int, answers: Callable[[], list[dict]] | None) -> None:
-        """What the model says after `step` to the prompts that are always the same."""
+        """Write the model's answers to the fixed prompts after `step`."""
         if answers:
             with self.phase(ANSWER):
                 for row in answers():
@@ -143,25 +143,25 @@ class Reporter:
 
     @undisturbed()
     def evaluated(self, step: int, values: dict[str, float]) -> None:
-        """The held-out metrics after `step`, names beginning with eval/."""
+        """Write and show the held-out metrics after `step`; their names begin with eval/."""
         self._write(METRICS, {"step": step, **values})
         self._track(step, values)
         self.progress.evaluated(step, values)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A block of the run that is no step: named where it takes long, and its time kept for the next estimate."""
+        """A phase of the run beside its steps: shown where it takes long, and timed for the next estimate."""
         activity.doing(name)
         self.progress.pace.begin_phase(name)
         try:
             yield
         finally:
             self.progress.pace.end_phase()
-        activity.doing("")  # not after an error, which says what was going on
+        activity.doing("")  # not after an error, whose message has the activity
 
     @undisturbed()
     def estimate(self) -> None:
-        """One line of how long the run takes, as soon as anything is known of it."""
+        """Print one line with the run's estimated time, as soon as there is an estimate."""
         pace = self.progress.pace
         if self._has_estimate or pace.step_seconds() == float("inf"):
             return
@@ -170,20 +170,20 @@ class Reporter:
         rest = f"; {roughly(rest)} of it for {', '.join(others)}" if rest >= 0.5 else ""
         source = f", {pace.forecast.source}" * bool(pace.forecast.source)
         if is_main():
-            self.progress.tell(f"time: about {roughly(seconds)} ({count} step{'s' * (count != 1)} of about "
-                               f"{number(float(f'{step:.2g}'))} s{source}{rest})")
+            self.progress.print_line(f"time: about {roughly(seconds)} ({count} step{'s' * (count != 1)} of about "
+                                     f"{number(float(f'{step:.2g}'))} s{source}{rest})")
 
     def _hear(self, _text: str) -> None:
         self.progress.pace.hear()
         self.estimate()
 
-    def say(self, text: str) -> None:
-        """A line for people, from the main process."""
+    def announce(self, text: str) -> None:
+        """Print a line, in the main process."""
         if is_main():
             self.progress.announce(text)
 
     def state(self) -> dict[str, int]:
-        """How long the files are, all of it on the disk. Raises OSError where the disk has no room for it."""
+        """Sync the files to the disk; returns their lengths. Raises OSError on a full disk."""
         return {name: file.sync() for name, file in self._files.items()}
 
     def _write(self, name: str, row: dict) -> None:
@@ -193,11 +193,11 @@ class Reporter:
         self._each_tracker(lambda tracker: tracker.log(values, step=step))
 
     def _each_tracker(self, act: Callable) -> None:
-        """A dashboard that fails (no network, no room) ends no training: it is told no more, and that is said."""
+        """Call each tracker; one that fails (no network, full disk) is dropped with a warning, and training goes on."""
         for tracker in list(self._trackers):
             try:
                 act(tracker)
             except Exception as error:  # other people's code
                 self._trackers.remove(tracker)
-                self.say(f"warning: report_to {tracker.name} has failed and gets nothing more ({type(error).__name__}: "
-                         f"{one_line(str(error), 200)}); {METRICS} has every step")
+                self.announce(f"warning: report_to {tracker.name} has failed and gets nothing more "
+                              f"({type(error).__name__}: {one_line(str(error), 200)}); {METRICS} has every step")

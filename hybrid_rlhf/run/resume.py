@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether its settings are still those that it was made with."""
+"""Find the checkpoint that a run resumes from, and check that its settings are the same."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.run import checkpoint, process_count
-from hybrid_rlhf.run.state_tree import whole
+from hybrid_rlhf.run.state_tree import load_all
 
 FOLDER = "checkpoints"
-NO_MATTER = ("resume", "output_dir", "report_to")  # settings that change nothing in the result
-# settings that may change within a run: what is written and when it stops, not what is learnt
+NO_MATTER = ("resume", "output_dir", "report_to")  # settings without influence on the result
+# settings that may change when a run is resumed: they affect what is written and when it stops, not the training
 HARMLESS = (*NO_MATTER, "data.cache_dir", "train.logging_steps", "train.save_steps", "train.save_minutes",
             "train.save_total_limit", "train.save_best", "train.max_failed_saves", "train.eval_steps",
             "train.max_eval_batches", "train.max_seconds")
@@ -21,8 +21,8 @@ _LENGTHS = ("train.max_steps", "train.num_train_epochs")
 
 
 def changes(old: Mapping, new: Mapping, harmless: tuple[str, ...] = NO_MATTER, prefix: str = "") -> list[str]:
-    """Dotted names, sorted, of settings that both have, with other values, less the harmless ones. A setting that only
-    one release knows is none."""
+    """Sorted dotted names of settings that differ, without the harmless ones. A setting that is in one of both only, of
+    another release, does not count."""
     names: set[str] = set()
     for key in old.keys() & new.keys():
         a, b, name = old[key], new[key], f"{prefix}{key}"
@@ -34,7 +34,7 @@ def changes(old: Mapping, new: Mapping, harmless: tuple[str, ...] = NO_MATTER, p
 
 
 def _with_home(value: object) -> object:
-    """A plain value as settings are read now: records may hold paths with ~, as they were given."""
+    """A plain value with ~ expanded in paths, as settings are read; records may have paths as the user wrote them."""
     if isinstance(value, Mapping):
         return {key: _with_home(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -43,7 +43,8 @@ def _with_home(value: object) -> object:
 
 
 def later_end(old: Mapping, new: Mapping) -> tuple[str, ...]:
-    """The settings of a run's length, where the learning rate does not depend on it: a run may be made longer."""
+    """The settings of a run's length if the learning rate does not depend on it, so that a run may be extended; else
+    ()."""
     def is_flat(train: Mapping) -> bool:
         kind, warmup = train.get("lr_scheduler_type"), train.get("warmup_ratio")
         return kind == "constant" or (kind == "constant_with_warmup" and warmup == 0)
@@ -51,16 +52,16 @@ def later_end(old: Mapping, new: Mapping) -> tuple[str, ...]:
     return _LENGTHS if is_flat(old.get("train", {})) and is_flat(new.get("train", {})) else ()
 
 
-def find(output_dir: Path, wanted: str, say: Callable[[str], None], *, is_thorough: bool) -> Path | None:
-    """The checkpoint that `resume` means: "auto" the newest complete one or None, else the one of that path.
+def find(output_dir: Path, wanted: str, warn: Callable[[str], None], *, is_thorough: bool) -> Path | None:
+    """The checkpoint that the setting resume means: "auto" the newest complete one or None, else the one of that path.
 
-    is_thorough: every byte is checked, else sizes only. Raises UserError for a path that is no complete checkpoint of
-    this very run.
+    is_thorough: every byte is checked, else sizes only. warn: gets a line about each damaged one. Raises UserError for
+    a path that is not a complete checkpoint of this very run.
     """
     if wanted == "never":
         return None
     if wanted == "auto":
-        path = checkpoint.latest(output_dir / FOLDER, say, is_thorough=is_thorough)
+        path = checkpoint.latest(output_dir / FOLDER, warn, is_thorough=is_thorough)
         return path if path is not None and made_by(path) is not None else None
     path, home = Path(wanted).absolute(), (output_dir / FOLDER).resolve()
     check(path.exists(), f"resume is {wanted!r}; choose auto, never or the path of a checkpoint")
@@ -73,36 +74,36 @@ def find(output_dir: Path, wanted: str, say: Callable[[str], None], *, is_thorou
 
 
 def made_by(path: Path) -> dict | None:
-    """What a complete checkpoint says of the run that made it, or None where it says nothing."""
+    """The facts in a complete checkpoint about the run that made it (Saver._run), or None where it has none."""
     try:
-        made = whole(checkpoint.read(path, of=0)["run"])
-        is_ours = isinstance(made["settings"], dict) and isinstance(made["world_size"], int)
+        facts = load_all(checkpoint.read(path, of=0)["run"])
+        is_ours = isinstance(facts["settings"], dict) and isinstance(facts["world_size"], int)
     except (LookupError, ValueError, TypeError):
         return None
-    return made if is_ours else None
+    return facts if is_ours else None
 
 
 def check_fits(path: Path, settings: Mapping) -> dict:
-    """What the checkpoint says of its run: settings, world_size, step, total_steps.
+    """The checkpoint's facts about its run: settings, world_size, step, total_steps.
 
-    Raises UserError where the settings are others than those it was made with, but for HARMLESS ones and a later end,
-    or where there are more or fewer processes that cannot go on with it.
+    Raises UserError where settings other than HARMLESS ones and a later end have changed, or where another number of
+    processes cannot resume from it.
     """
-    made = made_by(path)
-    check(made is not None, f"{path} is not a checkpoint of a run; take another, or auto")
-    old, is_other = made["settings"], made["world_size"] != world_size()
+    facts = made_by(path)
+    check(facts is not None, f"{path} is not a checkpoint of a run; take another, or auto")
+    old, is_other = facts["settings"], facts["world_size"] != world_size()
     changed = [name for name in changes(old, settings, (*HARMLESS, *later_end(old, settings)))
                if not (is_other and process_count.may_change(name))]
     check(not changed, f"output_dir {path.parents[1]} holds an unfinished run with other settings "
                        f"({', '.join(changed[:5])}); give them as they were, choose another output_dir, or give "
                        "--resume never to start again")
     if is_other:
-        process_count.check_others(path, made, settings)
-    return made
+        process_count.check_others(path, facts, settings)
+    return facts
 
 
 def instead(output_dir: Path, stage: str, changed: list[str]) -> str:
-    """What to do in place of running a finished run again: where only its length has changed, to train its model on."""
+    """Advice in place of running a finished run again: if only its length has changed, to train its model further."""
     if not set(changed) <= {*_LENGTHS, "train.max_seconds"}:
         return "choose another output_dir"
     model = output_dir / "model" if stage == "reward" else output_dir
@@ -110,19 +111,19 @@ def instead(output_dir: Path, stage: str, changed: list[str]) -> str:
 
 
 def is_shared_otherwise(output_dir: Path, changed: list[str]) -> bool:
-    """Whether a finished run has other settings only because another number of processes shares its work now."""
+    """Whether a finished run's settings differ only because of another number of processes."""
     path = find(output_dir, "auto", lambda _text: None, is_thorough=False)
-    made = made_by(path) if path else None
-    return made is not None and made["world_size"] != world_size() and all(map(process_count.may_change, changed))
+    facts = made_by(path) if path else None
+    return facts is not None and facts["world_size"] != world_size() and all(map(process_count.may_change, changed))
 
 
 def can_go_on(output_dir: Path, changed: list[str], old: Mapping, new: Mapping) -> bool:
-    """Whether a finished run is to be made longer: nothing but its end has changed, and there is a checkpoint."""
+    """Whether a finished run can be extended: only its end has changed, and there is a checkpoint."""
     path = find(output_dir, "auto", lambda _text: None, is_thorough=False)
     if path is None:
         return False
     left = set(changed) - {*later_end(old, new), "train.max_seconds"}
     if left and not is_shared_otherwise(output_dir, sorted(left)):
         return False
-    made = check_fits(path, new)
-    return made["step"] < made["total_steps"] or bool(set(changed) & set(_LENGTHS))
+    facts = check_fits(path, new)
+    return facts["step"] < facts["total_steps"] or bool(set(changed) & set(_LENGTHS))

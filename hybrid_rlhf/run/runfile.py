@@ -1,6 +1,6 @@
-"""run.json: what a run was, through which stages find each other and a finished stage is left alone.
+"""run.json, the record of a run, by which stages find each other and a finished stage is not run again.
 
-It holds facts, never a path that a reader follows: a run's model is always its own model/ folder.
+It has facts, never a path to a run's own files: its model is always its model/ folder.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hybrid_rlhf.run import checkpoint, lock, process_count, resume
 
 RUN_FILE, SETTINGS_FILE, FORMAT = "run.json", "config.yaml", 1
 STATUSES = ("running", "finished", "stopped", "failed")
-ROWS_FOLDER = "rows"  # of an output_dir: data given from Python, written before the run begins
-TRACKERS = "trackers"  # of an output_dir: what wandb and its like write, who make links of their own
+ROWS_FOLDER = "rows"  # in output_dir: data given from Python, written before the run begins
+TRACKERS = "trackers"  # in output_dir: files of wandb and other trackers, which create links
 _LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl", "answers.jsonl", "report.md")
 
 
@@ -40,15 +40,15 @@ class RunRecord:
 
     status: one of STATUSES. config: the run's settings. metrics: the last step's and the final evaluation's; a number
     that was not finite is None. facts: what later stages need: tokenizer and chat_template (sha256 each), base_model,
-    data (counts of rows), score_statistics (mean, std; of a reward run), header (the lines that it began with); where
-    the run was stopped or failed, model_step, the step whose model it left, and num_steps, which it would have had.
-    started, finished: UTC, ISO 8601. seconds: from start to end, over all processes that it took. error: why it failed.
-    code: sha256 of the files of reward functions, tools and environments. resumes_from: not in the file: the checkpoint
-    from which this process goes on.
+    data (counts of rows), score_statistics (mean, std; of a reward run), header (its first lines); where the run was
+    stopped or failed, model_step, the step of its exported model, and num_steps, its planned steps. started, finished:
+    UTC, ISO 8601. seconds: from start to end, summed over the processes that resumed it. error: why it failed. code:
+    sha256 of the files of reward functions, tools and environments. resumes_from: not in the file: the checkpoint from
+    which this process resumes.
     """
 
     resumes_from: ClassVar[Path | None] = None
-    _clock: ClassVar[float] = 0.0  # monotonic: the wall clock may be set while a run goes on
+    _clock: ClassVar[float] = 0.0  # monotonic: the wall clock may be changed during a run
 
     output_dir: str
     stage: str
@@ -71,14 +71,14 @@ class RunRecord:
 
     @property
     def left_early(self) -> str:
-        """Of a run that was stopped or failed and left a model: what that is, to come after "the run"."""
+        """For a run that was stopped or failed and left a model: which one, as words after "the run"; else ""."""
         step = self.facts.get("model_step")
         return "" if step is None or self.status not in ("stopped", "failed") else (
             f"is not finished ({self.status}): its model is that of step {step} of {self.facts.get('num_steps')}")
 
     def finish(self, metrics: dict[str, float], *, tokenizer, **facts: object) -> None:  # noqa: ANN001
-        """The run ended well; facts must be JSON. Its model gets its card. tokenizer: None where it had none. Every
-        process returns after it is written: others read it next."""
+        """Write the record of a run that ended well, and its model card; facts must be JSON. tokenizer: None where it
+        had none. Every process returns after the record is written, as others read it next."""
         try:
             self.describe(metrics, tokenizer, **facts)
             self.close("finished")
@@ -88,17 +88,17 @@ class RunRecord:
         barrier()
 
     def describe(self, metrics: dict[str, float], tokenizer, **facts: object) -> None:  # noqa: ANN001
-        """Metrics and facts of the model that the run has left, which gets its card."""
+        """Set metrics and facts of the exported model, and write its model card."""
         self.metrics = metrics
-        own = {} if tokenizer is None else {"tokenizer": tokenizer_hash(tokenizer),
-                                            "chat_template": template_hash(tokenizer)}
-        self.facts = {"header": self.facts.get("header", []), **own, **facts}
+        hashes = {} if tokenizer is None else {"tokenizer": tokenizer_hash(tokenizer),
+                                               "chat_template": template_hash(tokenizer)}
+        self.facts = {"header": self.facts.get("header", []), **hashes, **facts}
         model = Path(self.output_dir) / "model"
         if is_main() and model.is_dir():
             write_card(model, Path(self.output_dir).resolve().name, dataclasses.asdict(self))
 
     def close(self, status: str, error: str | None = None) -> None:
-        """The run ended with `status`; written at once."""
+        """Record that the run ended with `status`, write the record and release the lock."""
         self.status, self.error, self.finished = status, error, _now()
         if self._clock:
             now = time.monotonic()
@@ -109,7 +109,7 @@ class RunRecord:
             lock.release(Path(self.output_dir))
 
     def write(self) -> None:
-        """Atomically, by the main process."""
+        """Write run.json atomically, in the main process."""
         if not is_main():
             return
         path = Path(self.output_dir)
@@ -118,14 +118,14 @@ class RunRecord:
 
 
 def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | None:
-    """The run in `output_dir` that finished with the same settings and is to be left alone, which is said on stderr.
+    """The run in `output_dir` that finished with the same settings and is not run again; a line on stderr says so.
 
-    None where there is something to run. Writes nothing, so that a recipe can ask before it loads anything and claim
-    the folder (`start`) when nothing about its input can be wrong any more. Raises UserError as `start` does.
+    None where there is something to run. Writes no file, so that a recipe can call it before it loads anything and
+    claim the folder (`start`) after all checks of its input. Raises UserError as `start` does.
     """
     folder, wanted, settings = Path(output_dir), getattr(config, "resume", "auto"), plain(config)
     check_trackers(settings.get("report_to") or [])
-    old = _found(folder)
+    old = _existing(folder)
     check(old is not None or wanted in ("auto", "never"), f"resume is {wanted!r}, but output_dir {output_dir} holds no "
                                                           "run; choose auto or never")
     if old is None:
@@ -153,47 +153,46 @@ def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | 
         check(not is_run or (read_run(model).finished or "") <= (old.finished or ""),
               f"{model} was trained again after the run in output_dir {output_dir}; choose another output_dir, or give "
               "--resume never to run it again")
-    _say(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
+    _log(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
     return old
 
 
 def start(output_dir: str | Path, stage: str, config: object, command: str) -> RunRecord:
     """Claim `output_dir` for a run of `stage`: write run.json and config.yaml; or return the record of a finished run.
 
-    A run that finished with the same settings is returned as it is (is_finished, and said on stderr) unless
-    config.resume is "never". One that did not finish goes on from its newest complete checkpoint (resumes_from), or
-    from the one that config.resume names, or begins again where there is none; all of it is said. Every process calls
-    it. Raises UserError for a folder that holds something else, another stage's run, or a run with other settings, for
-    one that cannot be written, for a checkpoint that this number of processes cannot go on with, and for trackers
-    (config.report_to) that are not there.
+    A run that finished with the same settings is returned unchanged (is_finished) unless config.resume is "never". One
+    that did not finish resumes from its newest complete checkpoint (resumes_from), or from the one that config.resume
+    names, or begins again where there is none. Lines on stderr say which. Every process calls it. Raises UserError for
+    a folder with other files, another stage's run, or a run with other settings, for one that cannot be written, for a
+    checkpoint that this number of processes cannot resume from, and for trackers (config.report_to) that are missing.
     """
     folder, settings = Path(output_dir), plain(config)
     done = finished(output_dir, stage, config)
     if done is not None:
         return done
-    old = _found(folder)
+    old = _existing(folder)
     path = None
     if old is not None and is_main():
-        path = resume.find(folder, getattr(config, "resume", "auto"), _say, is_thorough=True)
-    found = gather_over_ranks(str(path) if path else None)[0]
-    if found is not None:
-        return _go_on(old, Path(found), settings, command)
+        path = resume.find(folder, getattr(config, "resume", "auto"), _log, is_thorough=True)
+    resumes_from = gather_over_ranks(str(path) if path else None)[0]
+    if resumes_from is not None:
+        return _resume(old, Path(resumes_from), settings, command)
     if old is not None:
         how = "finished" if old.is_finished else f"unfinished ({old.status})"
-        _say(f"{output_dir}: the {how} {stage} run found here is started again from the beginning")
+        _log(f"{output_dir}: the {how} {stage} run found here is started again from the beginning")
     return _begin(folder, stage, settings, command, is_new=old is None)
 
 
-def _go_on(record: RunRecord, path: Path, settings: dict, command: str) -> RunRecord:
-    """The run's record, open again, to go on from the checkpoint `path`."""
-    made = resume.check_fits(path, settings)
-    _say(f"{record.output_dir}: the {record.stage} run found here goes on after step {made['step']}, from {path.name}")
-    others = process_count.note(made, settings)
+def _resume(record: RunRecord, path: Path, settings: dict, command: str) -> RunRecord:
+    """Reopen the run's record, to resume from the checkpoint `path`."""
+    facts = resume.check_fits(path, settings)
+    _log(f"{record.output_dir}: the {record.stage} run found here goes on after step {facts['step']}, from {path.name}")
+    others = process_count.note(facts, settings)
     if others:
-        _say(others)
-    other = [f"{k} {v}, not {made['versions'][k]}" for k, v in _versions().items() if made["versions"].get(k, v) != v]
+        _log(others)
+    other = [f"{k} {v}, not {facts['versions'][k]}" for k, v in _versions().items() if facts["versions"].get(k, v) != v]
     if other:
-        _say(f"warning: the checkpoint was made with another release ({'; '.join(other)}): the run may differ from an "
+        _log(f"warning: the checkpoint was made with another release ({'; '.join(other)}): the run may differ from an "
              "uninterrupted one")
     record.status, record.error, record.finished, record.command = "running", None, None, command
     record.config, record.versions, record.resumes_from, record._clock = settings, _versions(), path, time.monotonic()
@@ -203,15 +202,15 @@ def _go_on(record: RunRecord, path: Path, settings: dict, command: str) -> RunRe
             own_files.clear_unfinished(Path(record.output_dir))
             record.write()
             if path.parent.name != checkpoint.BEST:
-                checkpoint.clear(path.parent, after=made["step"])
+                checkpoint.clear(path.parent, after=facts["step"])
             _write_settings(Path(record.output_dir), settings)
         except OSError as error:
             raise UserError(f"cannot write to output_dir {record.output_dir}: {error.strerror}; make room") from error
     return record
 
 
-def _found(folder: Path) -> RunRecord | None:
-    """The run in `folder`, None for a new or empty folder; UserError for anything else there, or no right to write."""
+def _existing(folder: Path) -> RunRecord | None:
+    """The run in `folder`, None for a new or empty folder; UserError for other files, or no permission to write."""
     above = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.exists(p))
     check(above == folder.absolute() or above.is_dir(), f"output_dir {folder}: {above} is a file; give another folder")
     check(not above.is_dir() or os.access(above, os.W_OK | os.X_OK),
@@ -228,19 +227,19 @@ def _found(folder: Path) -> RunRecord | None:
     try:
         strangers = sorted(p.name for p in folder.iterdir()
                            if p.name != ROWS_FOLDER and not own_files.is_unfinished(p.name)
-                           and (p.name != SETTINGS_FILE or p.stat().st_size))  # empty: locked, and not yet begun
+                           and (p.name != SETTINGS_FILE or p.stat().st_size))  # empty: locked by a run that begins
     except OSError as error:
         raise UserError(f"output_dir {folder} cannot be read: {error.strerror}; give another folder") from error
-    if RUN_FILE in strangers:  # it has begun since
+    if RUN_FILE in strangers:  # a run began meanwhile
         return read_run(folder)
     check(not strangers, f"output_dir {folder} holds something else ({', '.join(strangers[:3])}) and no run; choose a "
                          "new or empty folder")
-    own_files.check_inside(folder)  # last: what is not ours may be a whole home
+    own_files.check_inside(folder)  # last, as a folder that is not ours may be very large
     return None
 
 
 def _begin(folder: Path, stage: str, settings: dict, command: str, is_new: bool) -> RunRecord:
-    """A new record in `folder`. After the lock run.json comes first: from then on all beside it is known to be ours."""
+    """A new record in `folder`. run.json is written right after the lock, and marks the folder as ours."""
     record = RunRecord(str(folder), stage, command=command, config=settings, started=_now(), versions=_versions(),
                        code=code_of(settings))
     record._clock = time.monotonic()
@@ -248,7 +247,7 @@ def _begin(folder: Path, stage: str, settings: dict, command: str, is_new: bool)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock.claim(folder, SETTINGS_FILE)
-            if is_new and (folder / RUN_FILE).exists():  # begun, and ended, since this process looked
+            if is_new and (folder / RUN_FILE).exists():  # another run began, and ended, meanwhile
                 raise lock.taken(folder)
             record.write()
             own_files.clear_unfinished(folder)
@@ -263,13 +262,13 @@ def _begin(folder: Path, stage: str, settings: dict, command: str, is_new: bool)
 
 
 def code_of(settings: dict) -> dict[str, str]:
-    """sha256 of each file that reward.functions or environment names, by its path: other rewards, tools and games make
-    another run."""
+    """Path -> sha256 of each file that reward.functions or environment names: changed rewards, tools or environments
+    make another run."""
     environment = settings.get("environment") or {}
     factory = environment.get("factory") or []
-    given = [settings.get("reward", {}).get("functions") or [], environment.get("tools") or [],
-             list(factory.values()) if isinstance(factory, dict) else factory]
-    files = {text.rpartition(":")[0] for named in given for text in ([named] if isinstance(named, str) else named)}
+    options = [settings.get("reward", {}).get("functions") or [], environment.get("tools") or [],
+               list(factory.values()) if isinstance(factory, dict) else factory]
+    files = {text.rpartition(":")[0] for named in options for text in ([named] if isinstance(named, str) else named)}
     return {name: hashlib.sha256(Path(name).read_bytes()).hexdigest()
             for name in sorted(files) if name.endswith(".py") and Path(name).is_file()}
 
@@ -284,13 +283,13 @@ def _now() -> str:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """The record in `folder`. Raises UserError if there is none, it is not one of ours, or a newer release wrote it."""
+    """The record in `folder`. Raises UserError if it is missing, not a run record, or written by a newer release."""
     path = Path(folder) / RUN_FILE
     check(path.exists(), f"{folder} holds no run: it has no {RUN_FILE}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        newer = found["format"] > FORMAT
-        record = None if newer else RunRecord(output_dir=str(folder), **found)
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        newer = contents["format"] > FORMAT
+        record = None if newer else RunRecord(output_dir=str(folder), **contents)
         is_ours = newer or (record.status in STATUSES and isinstance(record.stage, str) and
                             all(isinstance(getattr(record, n), dict) for n in ("config", "metrics", "facts")))
     except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
@@ -298,12 +297,12 @@ def read_run(folder: str | Path) -> RunRecord:
                         "give another folder, or run the stage again") from error
     check(is_ours, f"{path} is not a run record of hybrid_rlhf, or is damaged; "
                    "give another folder, or run the stage again")
-    check(not newer, f"{path} was written by a newer release (format {found['format']}); update hybrid_rlhf")
+    check(not newer, f"{path} was written by a newer release (format {contents['format']}); update hybrid_rlhf")
     return record
 
 
 def require_finished(folder: str | Path, stage: str) -> RunRecord:
-    """The run of `stage` in `folder`, finished, or ended earlier with a model, which is said; UserError for no run,
+    """The run of `stage` in `folder`, finished, or ended early with a model (a line says so); UserError for no run,
     another stage, or a run without a model."""
     record = read_run(folder)
     check(record.stage == stage, f"{folder} holds a {record.stage} run, but a finished {stage} run is needed")
@@ -311,24 +310,24 @@ def require_finished(folder: str | Path, stage: str) -> RunRecord:
           f"the {stage} run in {folder} is not finished ({record.status}); run --stage {stage} --output_dir {folder} "
           "first")
     if record.left_early:
-        _say_once(f"note: the {stage} run in {folder} {record.left_early}")
+        _log_once(f"note: the {stage} run in {folder} {record.left_early}")
     return record
 
 
 @cache
-def _say_once(text: str) -> None:
-    _say(text)
+def _log_once(text: str) -> None:
+    _log(text)
 
 
 def difference(actor: RunRecord, other: RunRecord) -> str | None:
-    """What makes two runs turn the same conversation into different token ids, or None: their "tokenizers" or their
-    "chat templates"."""
+    """Why two runs turn the same conversation into different token ids: "tokenizers" or "chat templates" differ; None
+    if neither."""
     return next((what for fact, what in (("tokenizer", "tokenizers"), ("chat_template", "chat templates"))
                  if actor.facts.get(fact) != other.facts.get(fact)), None)
 
 
 def tokenizer_hash(tokenizer) -> str:  # noqa: ANN001
-    """sha256 over what decides a text's ids and a sequence's ends; not padding or truncation, which calls change.
+    """sha256 of everything that determines a text's ids and its end tokens; not padding or truncation, which calls set.
 
     Fast tokenizers: their own serialization; others: class and vocabulary.
     """
@@ -349,15 +348,15 @@ def template_hash(tokenizer) -> str:  # noqa: ANN001
 
 
 def _versions() -> dict[str, str]:
-    found = {"hybrid_rlhf": __version__, "python": platform.python_version()}
+    versions = {"hybrid_rlhf": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers", "deepspeed", "peft", "datasets"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     if is_main():
         print(text, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and the end of the terminal: the first asks for an end in good order, the second ends at once."""
+"""Handle Ctrl-C, SIGTERM and SIGHUP: the first asks for a graceful stop, the second stops at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from hybrid_rlhf.core.distributed import world_size
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Within these a launcher passes on what the terminal has sent to every process already, and who ends processes sends
-# signals of several kinds.
+# Within these a launcher forwards a signal that the terminal has sent to every process already, and a process manager
+# sends several kinds of signals.
 _ECHO_SECONDS = 1.0
 
 
@@ -20,8 +20,8 @@ _ECHO_SECONDS = 1.0
 def interruptible(announce: Callable[[], None]) -> Iterator[list[int]]:
     """A list that is empty until the first SIGINT, SIGTERM or SIGHUP; the second raises KeyboardInterrupt.
 
-    What comes within a second of the first is the same to one of several processes, and so is one of another kind to a
-    process alone. SIGHUP stays ignored where it was (nohup). One of several that fails ignores SIGTERM from then on.
+    Signals within a second of the first count as the same: for one of several processes all, for a single process those
+    of another kind. SIGHUP stays ignored where it was (nohup). One of several processes that fails ignores SIGTERM.
     """
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
@@ -43,14 +43,14 @@ def interruptible(announce: Callable[[], None]) -> Iterator[list[int]]:
         try:
             yield seen
         except Exception:
-            if world_size() > 1:  # the launcher of one that has died ends the others, which have a line to say first
+            if world_size() > 1:  # after a failure the launcher ends the others; this one still has to print its error
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise
 
 
 @contextmanager
 def stops_as_by_hand() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does."""
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP within the block, as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -64,9 +64,9 @@ def stops_as_by_hand() -> Iterator[None]:
 
 @contextmanager
 def _handled(numbers: Sequence[int], handle: Callable[[int, object], None]) -> Iterator[None]:
-    """Within the block the signals `numbers` call `handle`, but SIGHUP where it is ignored.
+    """Install `handle` for the signals `numbers` within the block, except SIGHUP where it is ignored.
 
-    A terminal is gone only once, but its shell and the system both say so: after the first SIGHUP it is ignored.
+    When a terminal closes, both its shell and the system send SIGHUP: after the first it is ignored.
     """
     def heard(number: int, frame: object) -> None:
         if number == signal.SIGHUP:

@@ -1,4 +1,4 @@
-"""A state (dicts, lists, tensors, numbers, strings) as JSON and named tensors, and back."""
+"""Convert a state (dicts, lists, tensors, numbers, strings) to JSON and named tensors, and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid_rlhf.run.tensor_file import is_storable
 
 
 class Stored(Mapping):
-    """A dict of a checkpoint. Its tensors are read when they are looked up, and not kept."""
+    """A dict of a checkpoint. A tensor is read at each access, and not cached."""
 
     def __init__(self, content: dict, tensor: Callable[[str], Tensor]) -> None:
         self._content, self._tensor = content, tensor
@@ -28,7 +28,7 @@ class Stored(Mapping):
 
 def split(value: object, path: str, tensors: dict[str, Tensor]) -> dict:
     """`value` as JSON, each tensor replaced by {"tensor": its name in `tensors`}; numbers and strings are wrapped too,
-    so that no content can be taken for a reference."""
+    so that no content is mistaken for a reference."""
     if isinstance(value, Tensor) and is_storable(value):
         tensors[path] = value.detach()
         return {"tensor": path}
@@ -41,7 +41,7 @@ def split(value: object, path: str, tensors: dict[str, Tensor]) -> dict:
                          for k, v in value.items()}}
     if isinstance(value, (list, tuple)):
         return {"list": [split(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
-    if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has no NaN or infinity
         return {"float": repr(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
@@ -59,8 +59,8 @@ def _join(value: dict, tensor: Callable[[str], Tensor]) -> object:
     return float(content) if kind == "float" else content
 
 
-def whole(value: object) -> object:
-    """`value` as plain dicts, all of its tensors read."""
+def load_all(value: object) -> object:
+    """`value` as plain dicts, with all of its tensors read."""
     if isinstance(value, Stored):
-        return {k: whole(v) for k, v in value.items()}
-    return [whole(v) for v in value] if isinstance(value, list) else value
+        return {k: load_all(v) for k, v in value.items()}
+    return [load_all(v) for v in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""safetensors files written and read one tensor at a time.
+"""Write and read safetensors files one tensor at a time.
 
-The package's own save_file holds every tensor as bytes at once, and its safe_open keeps the whole file mapped, so that
+The safetensors package's save_file has every tensor as bytes in memory, and its safe_open keeps the whole file mapped:
 both take the memory of a second model. The format is theirs: 8 bytes with the header's length, a JSON header, raw
 little-endian numbers.
 """
@@ -28,8 +28,8 @@ def is_storable(tensor: Tensor) -> bool:
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write `tensors` to a new file, each brought to the CPU on its own; returns the file's sha256. Not yet synced."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # the widest first: all are aligned
+    """Write `tensors` to a new file, moving one at a time to the CPU; returns the file's sha256. Does not sync."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # widest dtype first: all aligned
     header, end = {}, 0
     for name in order:
         begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
@@ -56,8 +56,8 @@ def pieces(tensor: Tensor):  # noqa: ANN201 - buffers
 
 
 class TensorFile:
-    """A safetensors file whose tensors are read by name, each into memory of its own. Raises ValueError for a damaged
-    one. names: of the tensors."""
+    """A safetensors file whose tensors are read by name, each into its own memory. Raises ValueError for a damaged
+    file. names: of the tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,7 +84,7 @@ class TensorFile:
         return raw.view(dtype).view(shape)
 
     def map(self, name: str) -> Tensor:
-        """The tensor in the file's own pages: what is not looked at is not read, and what is written stays here."""
+        """The tensor memory-mapped, copy-on-write: only used parts are read, and the file never changes."""
         dtype, shape, begin, end = self._entries[name]
         if begin == end:
             return self.read(name)

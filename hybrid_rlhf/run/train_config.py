@@ -15,7 +15,7 @@ class TrainConfig:
     """The schedule of a stage.
 
     Attributes:
-        learning_rate: Peak learning rate; null goes by the method, LoRA and the size of the model.
+        learning_rate: Peak learning rate; null chooses it by the method, LoRA and the size of the model.
         weight_decay: AdamW's decay of matrices; norms and biases are never decayed.
         adam_beta1: Decay of the gradient's mean.
         adam_beta2: Decay of the gradient's square.
@@ -23,14 +23,15 @@ class TrainConfig:
         optim: adamw (fused), adamw_unfused, adamw_8bit (moments in 8 bits, bitsandbytes) or sgd.
         max_grad_norm: Gradients are scaled down to this norm.
         max_skipped_updates: An update whose loss or gradient is not finite is skipped and counted; so many in a row end
-            the run, the batch saved for inspection.
+            the run, with the batch saved for inspection.
         lr_scheduler_type: cosine, linear, constant or constant_with_warmup.
         warmup_ratio: Share of the optimizer steps during which the rate rises linearly.
-        num_train_epochs: Passes over the data, a part of one too; a step begun is made. null goes by the method.
-        max_steps: Number of steps; if positive it wins over num_train_epochs. -1 goes by the epochs, and where they are
-            null too by the method.
+        num_train_epochs: Passes over the data, may be a fraction (rounded up to a step). null: the method's default.
+        max_steps: Number of steps; if positive it takes precedence over num_train_epochs. -1: by num_train_epochs, and
+            if that is null too the method's default.
         max_seconds: Stop after the step that reaches this time; null has no limit.
-        per_device_train_batch_size: Rows (prompts for PPO) per process and accumulation step; null goes by the method.
+        per_device_train_batch_size: Rows (prompts for PPO) per process and accumulation step; null: the method's
+            default.
         gradient_accumulation_steps: Multiplies the rows of an optimizer step.
         per_device_eval_batch_size: Rows per process in evaluation.
         logging_steps: Steps between two lines on the terminal, in samples.jsonl and in trackers; metrics.jsonl has
@@ -38,14 +39,14 @@ class TrainConfig:
         eval_steps: Steps between two evaluations; 0 evaluates at the end only.
         max_eval_batches: At most so many batches per evaluation; null takes all.
         num_fixed_prompts: So many held-out prompts (pairs for the reward stage) are answered before the first step and
-            after the last, for the report and answers.jsonl; 0 asks nothing.
-        save_steps: Steps between two checkpoints; 0 goes by save_minutes alone.
+            after the last, for the report and answers.jsonl; 0: none.
+        save_steps: Steps between two checkpoints; 0: by save_minutes alone.
         save_minutes: Minutes after which the next step ends with a checkpoint, and never sooner than twenty times what
             the last one took to save; 0 saves at the end, when stopped and by save_steps only.
         save_total_limit: Checkpoints that are kept.
         save_best: Held-out metric, such as eval/loss, whose best checkpoint is kept too, in checkpoints/best; null
             keeps none. Of losses, perplexities and KLs the smallest is the best, of everything else the largest.
-        max_failed_saves: So many checkpoints in a row that the disk refuses end the run; before, it is warned.
+        max_failed_saves: So many failed checkpoints in a row end the run; before, each prints a warning.
     """
 
     learning_rate: float | None = within(None, "[0,")

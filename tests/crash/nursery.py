@@ -32,7 +32,7 @@ def count_operations(at: int | None) -> list[int]:
 
         return counted
 
-    for module, names in ((checkpoint, ("_make_room", "_write_own", "_sync", "_finish", "_replace")),
+    for module, names in ((checkpoint, ("_make_room", "_write_files", "_sync", "_finish", "_replace")),
                           (own_files, ("remove_folder", "_exchange", "_remove"))):
         for name in names:
             setattr(module, name, counting(getattr(module, name)))

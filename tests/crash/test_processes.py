@@ -45,7 +45,7 @@ def test_two_processes_go_on_bit_for_bit(place, name):
     straight, broken = place / f"{name}_a", place / f"{name}_b"
     assert difference(straight, broken) is None
     seconds = [checkpoint.read(checkpoint.latest(each / "checkpoints"), of=1) for each in (straight, broken)]
-    assert unlike(*(checkpoint.whole(s["trainer"]) for s in seconds)) is None
+    assert unlike(*(checkpoint.load_all(s["trainer"]) for s in seconds)) is None
 
 
 def test_what_all_processes_hold_is_written_once(place):

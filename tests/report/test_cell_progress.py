@@ -14,7 +14,7 @@ import pytest
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.report import notebook
-from hybrid_rlhf.report.notebook import CellProgress, display, said_in_its_cell, spread
+from hybrid_rlhf.report.notebook import CellProgress, display, spread, stderr_in_cell
 from hybrid_rlhf.report.terminal import Progress
 from hybrid_rlhf.run.loop import Stopped
 
@@ -159,11 +159,11 @@ def test_what_the_process_is_doing_is_heard_while_the_run_lasts(kernel):
 
 
 def test_a_run_speaks_to_its_cell_and_elsewhere_to_stderr(kernel, monkeypatch, capsys):
-    with redirect_stdout(StringIO()) as cell, said_in_its_cell():
+    with redirect_stdout(StringIO()) as cell, stderr_in_cell():
         print("data: 3 rows", file=sys.stderr)
     assert cell.getvalue() == "data: 3 rows\n"
     monkeypatch.delitem(sys.modules, "IPython")
-    with said_in_its_cell():
+    with stderr_in_cell():
         print("data: 3 rows", file=sys.stderr)
     assert capsys.readouterr() == ("", "data: 3 rows\n")
 

@@ -246,8 +246,8 @@ def test_the_live_view_says_where_the_time_went_and_who_holds_the_memory(monkeyp
     values = {"time/step": 0.8, "time/train": 0.6, "time/generate": 0.1, "time/switch": 0.0,
               "engine/tokens_per_second": 12345.6, "memory/actor/train": 3 * 2**20, "memory/actor/generate": 2**20,
               "memory/ref/score": 2**30}
-    assert terminal.work(values) == "12346 tokens/s; of 0.8 s: train 75%, generate 12%"
-    assert terminal.held(values) == "memory: 1.0 GiB", "on a CPU it is the process's, whoever computes"
+    assert terminal.time_shares(values) == "12346 tokens/s; of 0.8 s: train 75%, generate 12%"
+    assert terminal.memory_by_role(values) == "memory: 1.0 GiB", "on a CPU it is the process's, whoever computes"
     monkeypatch.setattr(terminal, "device", lambda: torch.device("cuda"))
-    assert terminal.held(values) == "memory: actor 3 MiB (train), ref 1.0 GiB (score)"
-    assert (terminal.work({}), terminal.held({})) == ("", "")
+    assert terminal.memory_by_role(values) == "memory: actor 3 MiB (train), ref 1.0 GiB (score)"
+    assert (terminal.time_shares({}), terminal.memory_by_role({})) == ("", "")

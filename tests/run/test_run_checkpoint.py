@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, name, 
         checkpoint.load(newer)
 
 
-@pytest.mark.parametrize("moment", ["_write_own", "_sync", "_finish", "_replace"])
+@pytest.mark.parametrize("moment", ["_write_files", "_sync", "_finish", "_replace"])
 def test_a_crash_while_saving_leaves_the_older_ones_and_no_half(tmp_path, monkeypatch, moment):
     older = checkpoint.save(tmp_path, 1, STATE)
 

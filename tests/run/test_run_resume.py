@@ -265,7 +265,7 @@ def test_when_updates_are_made_again_checkpoints_are_removed_as_before(go, tmp_p
 
 
 def test_a_step_without_an_update_begins_no_new_count_and_checkpoints_may_be_removed_by_hand(tmp_path):
-    reporter = SimpleNamespace(state=dict, say=lambda text: None, phase=lambda name: nullcontext())
+    reporter = SimpleNamespace(state=dict, announce=lambda text: None, phase=lambda name: nullcontext())
     saver = Saver(SimpleNamespace(state=dict), SimpleNamespace(state=dict), None,
                   SimpleNamespace(output_dir=str(tmp_path), stage="sft", config={}, versions={}), TrainConfig(), 9)
     saver.save(1, reporter)
@@ -286,7 +286,7 @@ def test_the_rollout_that_led_to_it_is_written_down_too(tmp_path, holder):
     trainer = SimpleNamespace(last_rollout=rollout)
     trainer = SimpleNamespace(sampler=trainer) if holder == "sampler" else trainer
     saver = SimpleNamespace(trainer=trainer, record=SimpleNamespace(output_dir=str(tmp_path)))
-    assert "the last batch is in" in str(loop._kept(NotFinite("not finite"), saver, {"value": 4}))
+    assert "the last batch is in" in str(loop._with_batch(NotFinite("not finite"), saver, {"value": 4}))
     assert "why?" in (tmp_path / "not_finite" / "rest.json").read_text()
     assert [[7, 8, 3]] in [t.tolist() for t in load_file(tmp_path / "not_finite" / "tensors.safetensors").values()]
 

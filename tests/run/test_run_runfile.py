@@ -328,7 +328,7 @@ def test_of_two_that_start_at_once_in_a_new_folder_one_begins_and_the_other_is_t
 
 def test_what_another_process_has_begun_and_left_meanwhile_is_not_written_over(tmp_path, monkeypatch):
     finish(tmp_path)
-    monkeypatch.setattr(runfile, "_found", lambda _folder: None)  # it looked before
+    monkeypatch.setattr(runfile, "_existing", lambda _folder: None)  # it looked before
     assert "another process is at this run" in refused(runfile.start, tmp_path, "sft", Config(), "mine")
     assert runfile.read_run(tmp_path).is_finished
 
