@@ -24,7 +24,7 @@ from hybrid_rlhf.rewards.judge import JudgeConfig, JudgeSource, open_judge
 from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, MAX_TOGETHER, RANKING
 from hybrid_rlhf.rewards.mixture import Mixture, Part, Scale
 from hybrid_rlhf.rewards.model import ModelSource
-from hybrid_rlhf.rewards.process import OPTIONS, ProcessSource
+from hybrid_rlhf.rewards.process_reward_model import OPTIONS, ProcessSource
 from hybrid_rlhf.rewards.service import ServiceSource
 from hybrid_rlhf.roles.sharing import RolesConfig
 from hybrid_rlhf.trainers.ppo_config import PPOConfig

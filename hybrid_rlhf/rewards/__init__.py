@@ -16,31 +16,31 @@ from hybrid_rlhf.rollout import Rollout
 
 
 class RewardSource(Protocol):
-    """Where the scores of an on-policy method come from. `name` is that of the metrics rewards/{name}/mean and /std."""
+    """A source of scores for an on-policy method. `name` stands in its metrics, rewards/{name}/mean and /std."""
 
     name: str
 
     def score(self, rollout: Rollout) -> Tensor | list:
-        """Scores of whole responses, higher is better: (B,) of a model, or the list that someone's code answered,
-        whose None skips a response."""
+        """Scores of whole responses, higher is better: a tensor (B,) from a model, or a list from a user's code, where
+        None skips a response."""
         ...
 
 
 @runtime_checkable
 class Reporting(Protocol):
-    """A source with figures of its own, such as what a judge has cost."""
+    """A source with metrics of its own, such as the cost of a judge."""
 
     def report(self, metrics: Metrics) -> None:
-        """Add what there is to say of the scores since the last report."""
+        """Add the metrics of the scores since the last report."""
         ...
 
 
 class BadScore(RuntimeError):
-    """A source answered with something that must not be trained on."""
+    """A source returned scores that must not be trained on."""
 
 
 class BadAnswer(BadScore, UserError):
-    """A source that is not ours (a function, a service) failed, or answered with what must not be trained on."""
+    """A user's source (a function, a service) failed, or returned scores that must not be trained on."""
 
 
 def checked_scores(source: RewardSource, rollout: Rollout) -> Tensor:
@@ -57,8 +57,8 @@ def checked_scores(source: RewardSource, rollout: Rollout) -> Tensor:
 def part_scores(source: RewardSource, rollout: Rollout) -> Tensor:
     """(B,) fp32 scores of one of several sources, NaN where it skipped a response (None) and nowhere else.
 
-    Raises BadScore for another number of scores, and for one that is no finite number. What someone's code answered is
-    a BadAnswer: the user's to fix.
+    Raises BadScore for a wrong number of scores, and for a score that is not finite; BadAnswer, a UserError, where a
+    user's code returned it.
     """
     answers = source.score(rollout)
     if isinstance(answers, Tensor):

@@ -1,4 +1,4 @@
-"""Reward functions worth having: `builtin:NAME` in reward.functions, their fields in reward.options.NAME."""
+"""Builtin reward functions: `builtin:NAME` in reward.functions, their fields in reward.options.NAME."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.demo import is_correct
 from hybrid_rlhf.rewards.reasoning_task import ReasoningTask
 
-# A sign counts where no word, number or bracket ends before it: "10-5" ends in 5. Thousands need groups of three.
+# A sign counts unless a word, number or bracket ends before it: "10-5" ends in 5. Thousands need groups of three.
 _NUMBER = re.compile(r"(?P<sign>(?<![\w)\].])[-\u2212+])?(?:[$\u20ac\u00a3\u00a5](?P<inner>[-\u2212])?\s?)?"
                      r"(?P<whole>(?<![0-9])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))"
                      r"(?P<rest>(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?)")
@@ -20,33 +20,33 @@ _NUMBER = re.compile(r"(?P<sign>(?<![\w)\].])[-\u2212+])?(?:[$\u20ac\u00a3\u00a5
 
 def last_number(text: str) -> Decimal | None:
     """The last number in `text`, or None: "so $1,234.50." is 1234.50, "-$5" and "$-5" are -5, "10-5" is 5."""
-    found = None
-    for found in _NUMBER.finditer(text):  # noqa: B007 - the last one is wanted
+    match = None
+    for match in _NUMBER.finditer(text):  # noqa: B007 - the last one is wanted
         pass
-    if found is None:
+    if match is None:
         return None
-    is_negative = "-" in (sign := (found["sign"] or "") + (found["inner"] or "")) or "\u2212" in sign
-    value = Decimal(found["whole"].replace(",", "") + found["rest"])
+    is_negative = "-" in (sign := (match["sign"] or "") + (match["inner"] or "")) or "\u2212" in sign
+    value = Decimal(match["whole"].replace(",", "") + match["rest"])
     return value.copy_negate() if is_negative else value
 
 
 def text_of(completion: str | list[dict]) -> str:
-    """What was said: a completion as text, or the content of the model's last message."""
+    """The completion itself if it is text, or the content of its last assistant message."""
     if isinstance(completion, str):
         return completion
     return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
 
 
 def after_marker(text: str, marker: str | None) -> str:
-    """What follows the last `marker`; nothing where it is missing. All of the text where no marker is asked for."""
+    """The text behind the last `marker`, empty where it is missing; all of the text if marker is None."""
     return text if marker is None else text.rpartition(marker)[2] if marker in text else ""
 
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """`correct` where the completion, without outer space, is the column's text, else `wrong`. None: no reference.
+    """`correct` where the stripped completion equals the column's text, else `wrong`; None without a reference.
 
-    marker: only what follows the last one of these counts, in the completion and, where it is there, in the reference.
+    marker: only the text behind its last occurrence counts, in the completion and, if it is there, in the reference.
     """
 
     column: str = "answer"
@@ -58,10 +58,10 @@ class ExactMatch:
     def __call__(self, completions: list, **columns: list) -> list[float | None]:
         return _judged(self, completions, columns, self._is_right)
 
-    def _is_right(self, said: str, reference: object) -> bool:
+    def _is_right(self, answer: str, reference: object) -> bool:
         wanted = str(reference)
         wanted = after_marker(wanted, self.marker) or wanted
-        pair = after_marker(said, self.marker).strip(), wanted.strip()
+        pair = after_marker(answer, self.marker).strip(), wanted.strip()
         return pair[0].casefold() == pair[1].casefold() if self.ignore_case else pair[0] == pair[1]
 
 
@@ -69,8 +69,8 @@ class ExactMatch:
 class NumericMatch:
     """`correct` where the completion's last number is that of the column (GSM8K's "... #### 72" too), else `wrong`.
 
-    None: no reference. marker: only what follows the last one of these in the completion counts. tolerance: how far the
-    two may be apart, as a share of the reference.
+    None without a reference. marker: only the text behind its last occurrence in the completion counts. tolerance: the
+    largest difference that is still correct, relative to the reference.
     """
 
     column: str = "answer"
@@ -86,13 +86,13 @@ class NumericMatch:
     def __call__(self, completions: list, **columns: list) -> list[float | None]:
         return _judged(self, completions, columns, self._is_right)
 
-    def _is_right(self, said: str, reference: object) -> bool:
-        wanted, found = last_number(str(reference)), last_number(after_marker(said, self.marker))
+    def _is_right(self, answer: str, reference: object) -> bool:
+        wanted, number = last_number(str(reference)), last_number(after_marker(answer, self.marker))
         if wanted is None:
             raise ValueError(f"no number in column {self.column}: {reference!r:.60}")
-        if found is None or found == wanted:
-            return found is not None
-        return self.tolerance > 0 and abs(float(found) - float(wanted)) <= self.tolerance * abs(float(wanted))
+        if number is None or number == wanted:
+            return number is not None
+        return self.tolerance > 0 and abs(float(number) - float(wanted)) <= self.tolerance * abs(float(wanted))
 
 
 def _judged(source: ExactMatch | NumericMatch, completions: list, columns: dict[str, list],
@@ -124,7 +124,7 @@ class LengthPenalty:
 
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """-penalty times the share of n-grams of words (lower case) that were there before: 1 - distinct / all, as in
+    """-penalty times the share of repeated n-grams of words (lower case): 1 - distinct / all, as in
     arXiv 2502.03373. 0 for a completion of fewer than n words."""
 
     n: int = 3
@@ -145,7 +145,7 @@ class RepetitionPenalty:
 class Format:
     """`correct` where the whole completion matches the regular expression (. matches line ends too), else `wrong`.
 
-    is_whole: false looks for it anywhere.
+    is_whole: false searches for it anywhere in the completion.
     """
 
     pattern: str
@@ -157,7 +157,7 @@ class Format:
         try:
             re.compile(self.pattern, re.DOTALL)
         except re.error as error:
-            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"pattern {self.pattern!r} is not a regular expression: {error}") from error
 
     def __call__(self, completions: list, **_: list) -> list[float]:
         pattern = re.compile(self.pattern, re.DOTALL)
@@ -167,8 +167,8 @@ class Format:
 
 @dataclass(frozen=True)
 class DemoCorrect:
-    """1 where the embedded task's checker finds the answer right, else 0. With weight 0 it is no part of the reward and
-    tells whether the reward model is being fooled."""
+    """1 where the demo task's checker finds the answer right, else 0. With weight 0 it leaves the reward as it is and
+    shows whether the policy exploits the reward model."""
 
     def __call__(self, prompts: list, completions: list, **_: list) -> list[float]:
         return [float(is_correct(p, text_of(c))) for p, c in zip(prompts, completions, strict=True)]
@@ -176,10 +176,10 @@ class DemoCorrect:
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """What a completion is worth as an answer to entry number `column` of a task of reasoning-gym, by the task's rules.
+    """The score of a completion as an answer to entry number `column` of a reasoning-gym task, by the task's own rules.
 
-    Rows are made by `reasoning_task.task_rows`, with the same settings. None: no number. tag: the answer is what stands
-    in the last <tag>...</tag>. allow_eval: use tasks whose scoring runs the answer as Python code.
+    Rows are made by `reasoning_task.task_rows`, with the same settings. None without a number. tag: the answer is the
+    text in the last <tag>...</tag>. allow_eval: allow tasks whose scoring runs the answer as Python code.
     """
 
     task: str
@@ -194,8 +194,8 @@ class ReasoningGym:
     def __call__(self, completions: list, **columns: list) -> list[float | None]:
         task: ReasoningTask = vars(self)["_task"]
         references = columns.get("answer") or [None] * len(completions)
-        return [None if index is None else task.score(text_of(said), task.entry(index, reference))
-                for said, index, reference in zip(completions, columns[self.column], references, strict=True)]
+        return [None if index is None else task.score(text_of(completion), task.entry(index, reference))
+                for completion, index, reference in zip(completions, columns[self.column], references, strict=True)]
 
 
 BUILTINS: dict[str, type[Any]] = {

@@ -32,7 +32,7 @@ class ClassifierSource:
     tokenizer's text pair, as cross-encoders take it) or completion (that alone). label: which of several labels is the
     score, by name or number: its log-odds against the others, log p / (1 - p); a model with one label, or with
     independent ones (multi_label_classification), gives its output. No weights are read before `open`.
-    raw: whether a string prompt stays as it is also where there is a chat template.
+    raw: whether a string prompt stays as it is even with a chat template.
     """
 
     path: str
@@ -50,7 +50,7 @@ class ClassifierSource:
         check(self.reads in READS, f"{option}: reads is {self.reads!r}; choose {', '.join(READS)}"
                                    f"{nearest(str(self.reads), READS)}")
         config = load.configuration(self._settings)
-        check(load.has_score(self.path), f"reward.models: {self.path} is no sequence-classification model, nor a "
+        check(load.has_score(self.path), f"reward.models: {self.path} is not a sequence-classification model, nor a "
                                          "token-classification one, which scores steps; give one with such a head, as "
                                          "a --stage reward run's model/ has")
         labels = [str(config.id2label[i]) for i in range(config.num_labels)]
@@ -70,7 +70,7 @@ class ClassifierSource:
     def score(self, rollout: Rollout) -> list[float]:
         prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
         rows = [self._ids(prompt, answer, whole, bool(ended)) for prompt, answer, whole, ended in
-                zip(prompts, rollout.completions, rollout.said(), rollout.has_eos, strict=True)]
+                zip(prompts, rollout.completions, rollout.responses(), rollout.has_eos, strict=True)]
         longest, limit = max((len(ids) for ids, _ in rows), default=0), load.max_positions(self.model)
         check(limit is None or longest <= limit,
               f"reward source {self.name}: a response of {longest} of its tokens, and it has {limit} positions; lower "
@@ -78,29 +78,30 @@ class ClassifierSource:
         out = torch.zeros(len(rows))
         for index in torch.tensor([len(ids) for ids, _ in rows]).argsort().split(self.batch_size) if rows else ():
             out[index] = self._scored([rows[i] for i in index.tolist()])
-        return out.tolist()  # a list is someone else's answer: a NaN in it is the user's to fix, not our fault
+        return out.tolist()  # a list: a NaN in it is a BadAnswer, the user's to fix
 
-    def _ids(self, prompt: Text, answer: str, whole: Text, is_ended: bool) -> tuple[list[int], list[int]]:
+    def _ids(self, prompt: Text, answer: str, episode: Text, is_ended: bool) -> tuple[list[int], list[int]]:
         """Token ids of one response as this model reads it, and their segments (0, or 1 for a pair's second part).
-        whole: an episode with all of its messages, for who has a chat template; others read the last answer."""
+        episode: all messages of an episode, for a tokenizer with a chat template; others read the last answer."""
         if self.reads == "text" and (hasattr(self.model, "score") or self.tokenizer.chat_template):
-            ids = read_by(self.tokenizer, prompt, whole if self.tokenizer.chat_template else answer, is_ended, self.raw)
+            shown = episode if self.tokenizer.chat_template else answer
+            ids = read_by(self.tokenizer, prompt, shown, is_ended, self.raw)
             return ids, [0] * len(ids)
         asked = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
         texts = {"text": (asked + answer if isinstance(prompt, str) else f"{asked}\n\n{answer}",),
                  "pair": (asked, answer), "completion": (answer,)}[self.reads]
-        found = self.tokenizer(*texts, split_special_tokens=True)  # an answer that says [SEP] says no more than that
-        return found["input_ids"], found.get("token_type_ids") or [0] * len(found["input_ids"])
+        encoded = self.tokenizer(*texts, split_special_tokens=True)  # [SEP] in an answer is text
+        return encoded["input_ids"], encoded.get("token_type_ids") or [0] * len(encoded["input_ids"])
 
     def _scored(self, rows: list[tuple[list[int], list[int]]]) -> Tensor:
         """(b,) scores of one batch, right-padded."""
         mask = length_mask(torch.tensor([len(ids) for ids, _ in rows]))
-        given = {"input_ids": pad_right([ids for ids, _ in rows], self.tokenizer.pad_token_id), "attention_mask": mask}
+        inputs = {"input_ids": pad_right([ids for ids, _ in rows], self.tokenizer.pad_token_id), "attention_mask": mask}
         if getattr(self.model.config, "type_vocab_size", 0) > 1:
-            given["token_type_ids"] = pad_right([segments for _, segments in rows], 0)
-        logits = self.model(**{k: v.to(self.model.device) for k, v in given.items()}).logits.float().cpu()
+            inputs["token_type_ids"] = pad_right([segments for _, segments in rows], 0)
+        logits = self.model(**{k: v.to(self.model.device) for k, v in inputs.items()}).logits.float().cpu()
         if logits.shape[1] == 1 or self.model.config.problem_type == "multi_label_classification":
-            return logits[:, self._index]  # of independent labels a logit is the log-odds
+            return logits[:, self._index]  # the logit of an independent label is its log-odds
         others = [i for i in range(logits.shape[1]) if i != self._index]
         return logits[:, self._index] - logits[:, others].logsumexp(1)
 
@@ -116,8 +117,8 @@ def open_model(path: str, settings: ModelConfig, load_model: Callable) -> tuple[
 
 
 def label_index(label: str | int | None, labels: list[str], path: str, option: str, meant: str = "") -> int:
-    """The number of a label of the model at `path`, given by name or number. UserError for none, or one that it does
-    not have; option: where it is given, meant: which one is."""
+    """The index of a label of the model at `path`, given by name or number. UserError for None or an unknown label.
+    option: the setting that gives it; meant: which label is meant, for the message."""
     check(label is not None, f"reward.models: {path} has the labels {', '.join(labels)}; give {option} "
                              f"{{label: {labels[-1]}}}{meant}")
     known = [*labels, *map(str, range(len(labels)))]

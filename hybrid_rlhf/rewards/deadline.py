@@ -1,4 +1,4 @@
-"""Calls of a user's code in this process that must end in time."""
+"""Timeouts for calls of a user's code in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EVERY, _PATIENCE = 0.1, 1.0  # seconds between two signals, and until they come
 
 
 class Overdue(TimeoutError):
-    """A call took longer than it may."""
+    """A call exceeded its timeout."""
 
 
 class _Expired(BaseException):
@@ -29,10 +29,10 @@ class _Expired(BaseException):
 def within(seconds: float, call: Callable[[], T]) -> T:
     """`call()`, or Overdue after `seconds` of wall time. What it raises is raised here.
 
-    In the main thread a timer signal (SIGALRM) ends the call, in the midst of a regular expression too, and comes again
-    and again for code that catches every exception. A call that takes that signal for itself loses this protection
-    while it has it, and one that returns too late is Overdue all the same. Elsewhere the call runs in a thread of its
-    own, which is left behind when its time is up.
+    In the main thread a timer signal (SIGALRM) interrupts the call, even inside a regular expression, and repeats for
+    code that catches every exception. A call that installs its own handler of SIGALRM loses this protection meanwhile;
+    if it returns too late, it is Overdue all the same. Elsewhere the call runs in a thread of its own, which is
+    abandoned at the timeout.
     """
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer") and not _has_loop():
         return _alarmed(seconds, call)
@@ -40,7 +40,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def _has_loop() -> bool:
-    """Whether an event loop runs in this thread (a notebook's): a second one cannot."""
+    """Whether an event loop runs in this thread, as in a notebook: a second one cannot run there."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -56,7 +56,7 @@ def _alarmed(seconds: float, call: Callable[[], T]) -> T:
             return  # no code of the call was interrupted
         if time.monotonic() - began > seconds + _PATIENCE:
             # Clean-up had its time. One of the next signals comes while `except:` handles this one, where nothing
-            # catches it; at equal distances they would all come in the midst of the same wait.
+            # catches it; at regular intervals they might all come during the same wait.
             signal.setitimer(signal.ITIMER_REAL, (1 + time.perf_counter_ns() % 20) * 1e-6, 1e-3)
         raise _Expired
 
@@ -76,7 +76,7 @@ def _alarmed(seconds: float, call: Callable[[], T]) -> T:
         is_over = True
         signal.setitimer(signal.ITIMER_REAL, *waiting)
         signal.signal(signal.SIGALRM, before)
-    if time.monotonic() - began > seconds:  # it has swallowed the signal, or switched it off
+    if time.monotonic() - began > seconds:  # it swallowed the signal, or disabled it
         raise Overdue(f"no answer within {seconds:g} s")
     return answer
 

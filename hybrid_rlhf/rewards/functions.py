@@ -52,21 +52,21 @@ class FunctionSource:
     def score(self, rollout: Rollout) -> list:
         if not len(rollout):
             return []
-        given = self._arguments(rollout)
+        arguments = self._arguments(rollout)
         try:
-            return self._answer(given, self.timeout)
+            return self._answer(arguments, self.timeout)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             i, cause = self._culprit(rollout, error)
             which = f"response {i} of {len(rollout)}" if i is not None else f"the {len(rollout)} responses together"
             ending = f": {shown(rollout, i)}" if i is not None else ""
-            names = ", ".join(name for name in given if name != "environments")
+            names = ", ".join(name for name in arguments if name != "environments")
             raise BadAnswer(f"reward source {self.name}: {self._described(cause)} for {which}{ending}; it was given "
                             f"{names}; fix the function, or give another") from error
 
-    def _answer(self, given: dict[str, list], seconds: float) -> Any:
-        who, named = f"reward source {self.name}", given | fresh(self.options)
+    def _answer(self, arguments: dict[str, list], seconds: float) -> Any:
+        who, named = f"reward source {self.name}", arguments | fresh(self.options)
         with unchanged(who):
             if isinstance(self.function, IsolatedFunction):
                 return self.function(who, named, seconds)
@@ -75,10 +75,10 @@ class FunctionSource:
     def _culprit(self, rollout: Rollout, error: BaseException) -> tuple[int | None, BaseException]:
         """The first response that fails alone as well, within as much time again, and how; None if none does."""
         deadline = time.monotonic() + self.timeout
-        given = self._arguments(rollout)
+        arguments = self._arguments(rollout)
         for i in range(len(rollout)):
             try:
-                self._answer({name: values[i : i + 1] for name, values in given.items()},
+                self._answer({name: values[i : i + 1] for name, values in arguments.items()},
                              max(deadline - time.monotonic(), 0.01))
             except KeyboardInterrupt:
                 raise
@@ -95,25 +95,25 @@ class FunctionSource:
         return f"no answer within {self.timeout:g} s (reward.timeout){ending}"
 
     def _arguments(self, rollout: Rollout) -> dict[str, list]:
-        """Copies of the inputs that the function takes; the environment of each episode, themselves, as TRL hands them
-        on, for a function that names them, or takes any keyword, in this process."""
+        """Copies of the inputs that the function takes. A function in this process that names `environments`, or takes
+        any keyword, also gets the environment object of each episode, as in TRL."""
         named, takes_all = parameters(self.function)
-        given = {k: v for k, v in inputs(rollout).items() if k not in self.options and (takes_all or k in named)}
+        arguments = {k: v for k, v in inputs(rollout).items() if k not in self.options and (takes_all or k in named)}
         is_taken = "environments" in named or (takes_all and not isinstance(self.function, IsolatedFunction))
         environments = [episode.environment for episode in rollout.episodes]
         if is_taken and any(each is not None for each in environments):
-            given["environments"] = environments
-        return given
+            arguments["environments"] = environments
+        return arguments
 
     def takes(self, column: str) -> bool:
-        """Whether the function is given a column of the data, and, if it is one of ours, reads it."""
+        """Whether the function receives a column of the data; for a builtin, whether it reads it."""
         named, takes_all = parameters(self.function)
         if type(self.function) in BUILTINS.values():
             named, takes_all = [getattr(self.function, "column", ""), "answer"], False
         return column not in self.options and (takes_all or column in named)
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """UserError for a function that needs a column which the data does not have. columns: those there are."""
+        """UserError if the function needs a column that the data does not have. columns: those of the data."""
         known = {*OURS, *columns, *self.options}
         needed = [n for n, p in inspect.signature(self.function).parameters.items()
                   if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -128,18 +128,18 @@ class FunctionSource:
 def inputs(rollout: Rollout) -> dict[str, list]:
     """prompts, completions, completion_ids and the dataset's columns as lists of B values, as TRL names them.
 
-    All of them are copies: the next function, and the other responses to a prompt, see what the data says.
+    All of them are copies: a function that changes them changes nothing for the next one or the next response.
     """
     prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
     lengths = rollout.response_mask.sum(1).tolist()
-    completions = [said(p, c) for p, c in zip(prompts, rollout.said(), strict=True)]
+    completions = [match_form(p, c) for p, c in zip(prompts, rollout.responses(), strict=True)]
     always = {"prompts": list(prompts), "completions": completions,
               "completion_ids": [row[:n] for row, n in zip(rollout.response_ids.tolist(), lengths, strict=True)]}
     return fresh({k: v for k, v in rollout.prompts.columns.items() if k != "prompt"} | always)
 
 
 def fresh(value: object) -> Any:
-    """A copy with no list or mapping in common with `value`, where it is one; strings and numbers are themselves."""
+    """A deep copy of lists and mappings; strings and numbers are returned as they are."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if type(value) is list:
@@ -147,8 +147,8 @@ def fresh(value: object) -> Any:
     return {k: fresh(v) for k, v in value.items()} if type(value) is dict else deepcopy(value)
 
 
-def said(prompt: Text, completion: Text) -> Text:
-    """The completion in the prompt's own form: text, or a list of one message; of an episode, all of its messages."""
+def match_form(prompt: Text, completion: Text) -> Text:
+    """The completion in the form of its prompt: text, or a list of one message; for an episode, all of its messages."""
     is_as_it_is = isinstance(prompt, str) or not isinstance(completion, str)
     return completion if is_as_it_is else [{"role": "assistant", "content": completion}]
 
@@ -160,68 +160,69 @@ def parameters(function: Callable) -> tuple[list[str], bool]:
 
 
 def _called(who: str, function: Callable, named: dict) -> Any:
-    """The function's answer; a tensor's or an array's numbers as lists."""
+    """The function's return value; a tensor or an array as a list."""
     with no_second_process(who):
         answer = function(**named)
         answer = asyncio.run(awaited(answer)) if inspect.isawaitable(answer) else answer
         return answer.tolist() if hasattr(answer, "tolist") else answer
 
 
-_given: dict[str, Callable] = {}  # functions that a Python program has handed over, by name
+_handed_over: dict[str, Callable] = {}  # functions that a Python program has handed over, by name
 
 
 @contextmanager
 def handed_over(functions: Mapping[str, Callable]) -> Iterator[None]:
-    """Within, `python:name` names these functions: they have no file that could be read again."""
-    before = dict(_given)
-    _given.update(functions)
+    """Inside the block `python:name` names these functions, which have no file to load them from."""
+    before = dict(_handed_over)
+    _handed_over.update(functions)
     try:
         yield
     finally:
-        _given.clear()
-        _given.update(before)
+        _handed_over.clear()
+        _handed_over.update(before)
 
 
 def from_python(name: str) -> Callable | None:
     """The function that a Python program has handed over by this name."""
-    return _given.get(name)
+    return _handed_over.get(name)
 
 
-def open_functions(given: list[str], options: dict[str, dict], timeout: float, isolate: bool = False
+def open_functions(specs: list[str], options: dict[str, dict], timeout: float, isolate: bool = False
                    ) -> list[FunctionSource]:
-    """The sources that each `path.py:name`, `builtin:name` or `python:name@version` (of those handed over) names;
-    options by name. A second one of a name is name_2.
+    """The sources that `specs` name: each `path.py:name`, `builtin:name` or `python:name@version` (a function that was
+    handed over). options: by name. A second one of a name is name_2.
 
-    A file is run once, with `isolate` in a process of its own. Raises UserError for what cannot be had.
+    A file is run once, with `isolate` in a process of its own. Raises UserError for a function that cannot be loaded.
     """
     modules: dict[str, ModuleType | SimpleNamespace] = {}
-    processes: dict[str, WorkerProcess] = {}  # of the modules that functions given from Python are imported from
-    found: list[FunctionSource] = []
-    for text in given:
+    processes: dict[str, WorkerProcess] = {}  # by module, of functions from Python
+    sources: list[FunctionSource] = []
+    for text in specs:
         path, _, name = text.partition("@")[0].rpartition(":") if text.startswith("python:") else text.rpartition(":")
         check(bool(path and name), f"reward.functions: {text!r} names no function; give path.py:name, or builtin:name "
                                    f"with one of {', '.join(BUILTINS)}")
-        count = sum(f.function_name == name for f in found) + 1
+        count = sum(f.function_name == name for f in sources) + 1
         source = name if count == 1 else f"{name}_{count}"
-        own = options.get(source, {})
+        own_options = options.get(source, {})
         if path == "builtin":
-            found.append(FunctionSource(source, _builtin(name, source, own), {}, timeout, name))
+            sources.append(FunctionSource(source, _builtin(name, source, own_options), {}, timeout, name))
             continue
         if path == "python":
-            check(name in _given, f"reward.functions: {name} was given from Python, and nothing gives it here; run it "
-                                  "from there, or put it into a file as path.py:name")
-            function = function_of_module(_given[name], name, processes) if isolate else _given[name]
-            found.append(FunctionSource(source, function, own, timeout, name))
+            check(name in _handed_over, f"reward.functions: {name} was given from Python, and nothing gives it here; "
+                                        "run it from there, or put it into a file as path.py:name")
+            function = function_of_module(_handed_over[name], name, processes) if isolate else _handed_over[name]
+            sources.append(FunctionSource(source, function, own_options, timeout, name))
             continue
         if path not in modules:
             modules[path] = functions_of_file(_python_file(path, "reward.functions")) if isolate else run_named(
                 path, "reward.functions")
-        found.append(FunctionSource(source, _function(modules[path], path, name, source, own), own, timeout, name))
+        function = _function(modules[path], path, name, source, own_options)
+        sources.append(FunctionSource(source, function, own_options, timeout, name))
     for key in options:
-        names = [f.name for f in found]
+        names = [f.name for f in sources]
         check(key in names, f"reward.options: {key} is none of reward.functions ({', '.join(names) or 'none given'})"
                             f"{nearest(key, names)}")
-    return found
+    return sources
 
 
 def _function(module: ModuleType | SimpleNamespace, path: str, name: str, source: str, options: dict) -> Callable:
@@ -253,12 +254,12 @@ def _builtin(name: str, source: str, options: dict) -> Callable:
 
 
 def _python_file(path: str, option: str) -> str:
-    check(Path(path).is_file() and path.endswith(".py"), f"{option}: {path} is no Python file; give path.py:name")
+    check(Path(path).is_file() and path.endswith(".py"), f"{option}: {path} is not a Python file; give path.py:name")
     return path
 
 
 def run_named(path: str, option: str) -> ModuleType:
-    """The module that the file of a `path.py:name` makes. UserError, with the line, for one that cannot be run."""
+    """Run the file of a `path.py:name` as a module. UserError, with the line, if it cannot be run."""
     _python_file(path, option)
     try:
         with unchanged(path):

@@ -1,5 +1,5 @@
 """The worker process that runs a user's code and is killed when a call takes too long (reward.isolate and
-environment.isolate). What it does there is in core/function_worker.py."""
+environment.isolate). Its code is core/function_worker.py."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from hybrid_rlhf.core.errors import UserError, check, present
 from hybrid_rlhf.rewards.deadline import Overdue
 
 _LATE = "whose time was up"
-_START_SECONDS = 10.0  # a new process has at least: no response is to blame for how long it takes
+_START_SECONDS = 10.0  # at least, for a new process: its start must not count against a response
 
 
-class CallFailed(Exception):  # noqa: N818 - the failure of another process's code, in words
-    """What became of a call in a worker process, in one line that follows the function's name."""
+class CallFailed(Exception):  # noqa: N818 - the failure of another process's code
+    """A call in a worker process failed; the message is one line that follows the function's name."""
 
     def __init__(self, what: str, is_type_error: bool = False) -> None:
         super().__init__(what)
@@ -37,7 +37,7 @@ class CallFailed(Exception):  # noqa: N818 - the failure of another process's co
 
 
 class Foreign:
-    """Stands for an answer that stayed in the worker process; it can only be shown."""
+    """Stands for an answer that stays in the worker process; it has a repr and nothing else."""
 
     def __init__(self, shown: str) -> None:
         self.shown = shown
@@ -50,7 +50,7 @@ class WorkerProcess:
     """A process that runs a user's files and modules; one call at a time.
 
     sources: ("file", path) or ("module", name) of each. option: the setting that asks for it, for messages.
-    generation: how often it was started. how_it_ended: why it runs no more.
+    generation: how often it was started. how_it_ended: why it no longer runs.
     """
 
     def __init__(self, sources: Sequence[tuple[str, str]], option: str) -> None:
@@ -65,8 +65,8 @@ class WorkerProcess:
         return self._process is not None
 
     def start(self, seconds: float | None = None) -> list:
-        """Start it; returns [name, parameters] of the first source's functions. Raises UserError where the code cannot
-        be run, and Overdue where that takes more than `seconds`, if given."""
+        """Start it; returns [name, parameters] of the first source's functions. Raises UserError if the code cannot be
+        run, and Overdue if that takes more than `seconds`, if given."""
         here, there = socket.socketpair()
         with there:
             self._process = subprocess.Popen(
@@ -82,8 +82,8 @@ class WorkerProcess:
             self.end()
             raise UserError(f"{self._option}: {what}; fix the file") from None
 
-    def ask(self, operation: str, seconds: float, **given: Any) -> Any:
-        """The answer of an operation of `function_worker._Worker`. Raises Overdue, or CallFailed with the reason."""
+    def ask(self, operation: str, seconds: float, **arguments: Any) -> Any:
+        """Run an operation of `function_worker._Worker`. Raises Overdue, or CallFailed with the reason."""
         if not self.is_running:
             limit = max(seconds, _START_SECONDS)
             try:
@@ -91,10 +91,10 @@ class WorkerProcess:
             except Overdue:
                 raise CallFailed(f"ended its process, and {self._sources[0][1]} did not run again in {limit:g} s"
                                  ) from None
-        return self._ask(operation, seconds, **given)
+        return self._ask(operation, seconds, **arguments)
 
     def end(self) -> str:
-        """End it and what it has started; returns how it ended."""
+        """Kill its process group; returns how it ended."""
         if self._process is None:
             return self.how_it_ended
         process, self._process = self._process, None
@@ -103,21 +103,21 @@ class WorkerProcess:
         code = present(process.returncode, "the exit code")
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
-    def _ask(self, operation: str, seconds: float | None, **given: Any) -> Any:
-        began, request = time.monotonic(), pickle.dumps((operation, seconds, given))
+    def _ask(self, operation: str, seconds: float | None, **arguments: Any) -> Any:
+        began, request = time.monotonic(), pickle.dumps((operation, seconds, arguments))
         try:
             self._connection.send_bytes(request)
             is_answered = self._connection.poll(seconds)
             reply = json.loads(self._connection.recv_bytes(), object_hook=_foreign) if is_answered else None
         except (EOFError, OSError):
             how = self.end()
-            if how == "SIGALRM" and seconds is not None and time.monotonic() - began > seconds:  # its own timer's
+            if how == "SIGALRM" and seconds is not None and time.monotonic() - began > seconds:  # of its own timer
                 self._end_early(_LATE)
                 raise Overdue(f"no answer within {seconds:g} s") from None
             what = f"ended its process ({how})"
             self.how_it_ended = f"an earlier call {what}"
             raise CallFailed(what) from None
-        except BaseException as error:  # an answer that was not read would be taken for that to the next request
+        except BaseException as error:  # an unread answer would be taken for that to the next request
             is_late = not isinstance(error, KeyboardInterrupt)  # by the clock of environments/calls.py
             self._end_early(_LATE if is_late else "which was interrupted")
             raise
@@ -134,7 +134,7 @@ class WorkerProcess:
 
 
 def _end(process: subprocess.Popen) -> None:
-    if process.returncode is None:  # not waited for yet: the number is still its own
+    if process.returncode is None:  # not waited for yet: the process id is still its own
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -147,7 +147,7 @@ def _foreign(value: dict) -> object:
 
 @dataclass(frozen=True)
 class IsolatedFunction:
-    """A reward function in a worker process, with the signature that it has there."""
+    """A reward function in a worker process, with its signature there."""
 
     process: WorkerProcess
     source: function_worker.Source
@@ -158,16 +158,16 @@ class IsolatedFunction:
 
 
 def functions_of_file(path: str) -> SimpleNamespace:
-    """The file's functions by name, in a process of their own. Raises UserError where it cannot be run."""
+    """The file's functions by name, in a process of their own. Raises UserError if it cannot be run."""
     process = WorkerProcess([("file", path)], "reward.functions")
     return SimpleNamespace(**{name: IsolatedFunction(process, ("file", path, name), signature_of(parameters))
                               for name, parameters in process.start()})
 
 
 def function_of_module(function: Callable, name: str, processes: dict[str, WorkerProcess]) -> IsolatedFunction:
-    """A function that a Python program has given, as another process imports it. UserError where it cannot.
+    """A function from a Python program, as another process imports it. UserError if it cannot be imported.
 
-    processes: those of the modules that were opened before, by name; a new one is added.
+    processes: the worker processes so far, by module; a new one is added.
     """
     module, path = importable(function, name, "reward.isolate", "function")
     if module not in processes:
@@ -177,7 +177,7 @@ def function_of_module(function: Callable, name: str, processes: dict[str, Worke
 
 
 def signature_of(parameters: list | None) -> inspect.Signature:
-    """parameters: as `function_worker.parameters_of` has them; an unknown signature takes everything."""
+    """parameters: as `function_worker.parameters_of` returns them; None accepts everything."""
     known: list[Any] = [["_", "VAR_KEYWORD", False]] if parameters is None else parameters
     one = inspect.Parameter
     return inspect.Signature([one(name, getattr(one, kind), default=None if has_default else one.empty)
@@ -185,14 +185,14 @@ def signature_of(parameters: list | None) -> inspect.Signature:
 
 
 def importable(function: Callable, name: str, option: str, kind: str) -> tuple[str, str]:
-    """The module of what a Python program has given, and the dotted name there. UserError where another process cannot
-    import it. option, kind: the setting and the kind of thing, for the message."""
+    """The module of a function or class from a Python program, and its dotted name there. UserError if another process
+    cannot import it. option, kind: the setting and the kind of thing, for the message."""
     module: str = getattr(function, "__module__", None) or "__main__"
     path: str = getattr(function, "__qualname__", "")
     value: Any = sys.modules.get(module)
     for part in path.split("."):
         value = getattr(value, part, None)
     check(module != "__main__" and value is function,
-          f"{option}: {name} is no {kind} that another process can import; put it into a file of its own and give "
+          f"{option}: {name} is not a {kind} that another process can import; put it into a file of its own and give "
           "path.py:name, or import it from a module")
     return module, path

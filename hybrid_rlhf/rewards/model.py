@@ -21,8 +21,8 @@ from hybrid_rlhf.rollout import Rollout
 
 @dataclass
 class ModelSource:
-    """The stage-2 model. It reads the actor's token ids, or, given a tokenizer of its own, the text: prompt and
-    response rendered by its own template and tokenized together, as stage 2 did. raw: data.raw of the run."""
+    """The stage-2 reward model. It reads the actor's token ids, or, with a tokenizer of its own, the text: prompt and
+    response rendered by its own template and tokenized together, as in stage 2. raw: data.raw of the run."""
 
     role: Reward
     name: str = "model"
@@ -34,7 +34,7 @@ class ModelSource:
             return self.role.score_rollout(rollout)
         prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
         rows = [read_by(self.tokenizer, prompt, answer, bool(ended), self.raw) for prompt, answer, ended in
-                zip(prompts, rollout.said(), rollout.has_eos, strict=True)]
+                zip(prompts, rollout.responses(), rollout.has_eos, strict=True)]
         longest, limit = max(map(len, rows)), self._positions()
         check(limit is None or longest <= limit,
               f"a response of {longest} tokens of the reward model's, which has {limit} positions; lower "
@@ -48,21 +48,21 @@ class ModelSource:
 
 
 def read_by(tokenizer: Tokenizer, prompt: Text, answer: Text, is_ended: bool, raw: bool = False) -> list[int]:
-    """Prompt and answer, or the messages of an episode, as `tokenizer` writes them; an answer that did not end has
-    neither end marker nor EOS. raw: a string prompt stays as it is also where there is a chat template. Raises
-    UserError for a template that cannot write the messages."""
+    """Token ids of prompt and answer, or of the messages of an episode, by `tokenizer`; an answer that did not end has
+    neither end marker nor EOS. raw: a string prompt stays as it is even with a chat template. Raises UserError for a
+    template that cannot render the messages."""
     try:
-        whole = chat.compose(tokenizer, chat.as_turn(tokenizer, prompt, raw), answer)
+        rendered = chat.compose(tokenizer, chat.as_turn(tokenizer, prompt, raw), answer)
     except chat.SkipRow as error:
         raise UserError(f"a reward model cannot read a response: {error}; give one whose chat template shows it, or "
                         "reward.functions") from error
     answer = answer if isinstance(answer, str) else answer[-1]["content"] if answer[-1]["role"] == "assistant" else ""
     if is_ended or not answer:
-        return chat.encode_all(tokenizer, [whole])[0].ids
-    start = whole.spans[-1][0]
-    words = answer if whole.is_plain else broken(tokenizer, answer, is_own=True)
-    end = next((at + len(w) for w in (words, words.strip()) if (at := whole.text.rfind(w, start)) >= 0), None)
-    cut = whole.text if end is None else whole.text[:end]
-    ids = chat.encode_all(tokenizer, [Rendered(cut, [(start, len(cut))], whole.is_plain)], append_eos=False)[0].ids
-    ends = () if whole.is_plain else (tokenizer.eos_token_id, *turn_ends(tokenizer))
+        return chat.encode_all(tokenizer, [rendered])[0].ids
+    start = rendered.spans[-1][0]
+    text = answer if rendered.is_plain else broken(tokenizer, answer, is_own=True)
+    end = next((at + len(w) for w in (text, text.strip()) if (at := rendered.text.rfind(w, start)) >= 0), None)
+    cut = rendered.text if end is None else rendered.text[:end]
+    ids = chat.encode_all(tokenizer, [Rendered(cut, [(start, len(cut))], rendered.is_plain)], append_eos=False)[0].ids
+    ends = () if rendered.is_plain else (tokenizer.eos_token_id, *turn_ends(tokenizer))
     return ids[:-1] if ids[-1] in ends else ids

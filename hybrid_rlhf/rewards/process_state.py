@@ -1,4 +1,4 @@
-"""Restores what a user's code changes of this process: torch's settings, the working directory, random generators."""
+"""Restore process state after a user's code: torch's settings, the working directory, random generators."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ _GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callabl
 
 @contextmanager
 def unchanged(who: str) -> Iterator[None]:
-    """Restore the _SETTINGS after the block, with a warning, once, for each that it has changed.
+    """Restore the _SETTINGS after the block, and warn once about each that it has changed.
 
-    A random generator that the block has drawn from, or seeded, goes on from a seed that it draws itself: training does
-    not repeat the block's draws, and the block's next draws are others.
+    A random generator that the block drew from, or seeded, is restored and reseeded by its own next draw: training does
+    not repeat the block's draws, and the next block draws other numbers.
     """
     settings, states = _settings(), _states()
     try:
@@ -83,7 +83,7 @@ def unchanged(who: str) -> Iterator[None]:
 
 
 def _settings() -> dict[str, Any]:
-    """What can be read: torch refuses to tell a precision in the older way once it was set in the newer one."""
+    """The readable settings: torch refuses to read a precision by its old API once it was set by the new one."""
     values = {}
     for name, (read, _) in _SETTINGS.items():
         with suppress(Exception):
@@ -97,7 +97,7 @@ def _restore(who: str, before: dict[str, Any]) -> None:
         try:
             _SETTINGS[name][1](before[name])
             restored.append(name)
-        except Exception as error:  # which must not replace the answer of the block
+        except Exception as error:  # it must not replace the result of the block
             _log.warning("warning: %s changes %s for the whole process, and it cannot be restored: %s", who, name,
                          error)
     new = [name for name in restored if (who, name) not in _warned]

@@ -1,4 +1,4 @@
-"""A task of reasoning-gym: its questions by number, and what an answer to one is worth."""
+"""A task of reasoning-gym: its questions by number, and the scores of answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid_rlhf.core.function_worker import one_line
 
 _log = logging.getLogger(__name__)
 
-# Tasks of reasoning-gym 0.1.25 whose scoring hands the answer to eval, their own or sympy's: the model's text would run
+# Tasks of reasoning-gym 0.1.25 whose scoring passes the answer to eval, Python's or sympy's: the model's text would run
 # as code in this process.
 EVALUATES = frozenset({
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
@@ -25,8 +25,8 @@ INSTRUCTION = "Give your final answer between <answer> and </answer>."
 class ReasoningTask:
     """Entries of `task` made with `settings` (its own options, seed among them), and their scores.
 
-    tag: the answer is what stands in the last <tag>...</tag> of a text; None: all of the text, without outer space.
-    allow_eval: whether one of EVALUATES may be used. Raises UserError without reasoning-gym and for what it refuses.
+    tag: the answer is the text in the last <tag>...</tag>; None: all of the text, stripped.
+    allow_eval: whether one of EVALUATES may be used. Raises UserError without reasoning-gym and for bad settings.
     """
 
     task: str
@@ -54,8 +54,8 @@ class ReasoningTask:
                             "settings") from error
 
     def entry(self, index: object, reference: object = None) -> dict:
-        """Question, answer and metadata of number `index`. UserError for no number, and where `reference`, the answer
-        that the data has for it, is another one."""
+        """Question, answer and metadata of entry `index`. UserError if that is not a number, or if `reference`, the
+        answer in the data, differs."""
         check(isinstance(index, int) and index >= 0,
               f"reasoning_gym: a row's index is {index!r:.40}; it must be the number of an entry, from 0 on")
         entry = self._dataset[index]
@@ -65,14 +65,14 @@ class ReasoningTask:
         return entry
 
     def score(self, text: str, entry: dict) -> float:
-        """What `text` is worth as an answer to `entry`, mostly from 0 to 1.
+        """The score of `text` as an answer to `entry`, mostly from 0 to 1.
 
-        An answer that the task's own scoring fails on (some do, for what is no number or no board) is worth 0; the
-        first such failure is said.
+        An answer that makes the task's own scoring fail (one that does not parse as a number or a board) scores 0; the
+        first such failure is logged.
         """
         try:
             return float(self._dataset.score_answer(final_answer(text, self.tag), entry))
-        except Exception as error:  # of the model's text, and not of anything that the user could fix
+        except Exception as error:  # caused by the model's text: nothing for the user to fix
             if not self._has_failed:
                 _log.warning("warning: the scoring of reasoning_gym's %s fails on an answer (%s); such answers are "
                              "worth 0", self.task, one_line(error))
@@ -81,11 +81,11 @@ class ReasoningTask:
 
 
 def final_answer(text: str, tag: str | None) -> str | None:
-    """What stands between the last pair of <tag> and </tag>, or None; without a tag all of the text."""
+    """The text between the last pair of <tag> and </tag>, or None; without a tag all of the text."""
     if tag is None:
         return text.strip()
-    found = re.findall(rf"<{re.escape(tag)}>((?:(?!<{re.escape(tag)}>).)*?)</{re.escape(tag)}>", text, re.DOTALL)
-    return found[-1].strip() if found else None
+    answers = re.findall(rf"<{re.escape(tag)}>((?:(?!<{re.escape(tag)}>).)*?)</{re.escape(tag)}>", text, re.DOTALL)
+    return answers[-1].strip() if answers else None
 
 
 def task_rows(task: str, num_rows: int, settings: dict | None = None, instruction: str = INSTRUCTION,
@@ -95,7 +95,7 @@ def task_rows(task: str, num_rows: int, settings: dict | None = None, instructio
     Columns: prompt (messages), index, answer. Entries first to first + num_rows - 1, so that a test set can begin where
     the training set ends.
     """
-    made = ReasoningTask(task, settings or {}, allow_eval=True)  # no answer of a model is scored here
-    entries = {index: made.entry(index) for index in range(first, first + num_rows)}
+    dataset = ReasoningTask(task, settings or {}, allow_eval=True)  # no answer of a model is scored here
+    entries = {index: dataset.entry(index) for index in range(first, first + num_rows)}
     return [{"prompt": [{"role": "user", "content": f"{entry['question']}\n{instruction}".strip()}], "index": index,
              "answer": str(entry["answer"])} for index, entry in entries.items()]

@@ -25,9 +25,9 @@ TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # too busy or gone fo
 class ServiceSource:
     """Scores of a service, `batch_size` responses per request; prompts and completions in the form of `FunctionSource`.
 
-    A score may be null: the response is skipped. A request that is not answered within `timeout` seconds, or with one
-    of the statuses that mean "later", is made again up to `retries` times after back_off, 2 back_off, 4 back_off ...
-    seconds. Anything else, and the last failure, is BadAnswer with the service and the responses.
+    A score may be null: the response is skipped. A request without an answer in `timeout` seconds, or with a status of
+    TRY_AGAIN, is retried up to `retries` times after back_off, 2 back_off, 4 back_off ... seconds. Any other failure,
+    and the last one, is BadAnswer with the service and the responses.
     """
 
     url: str
@@ -44,9 +44,9 @@ class ServiceSource:
         self._shown = f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
 
     def score(self, rollout: Rollout) -> list:
-        given, out = inputs(rollout), []
+        columns, out = inputs(rollout), []
         for first in range(0, len(rollout), self.batch_size):
-            part = {name: given[name][first : first + self.batch_size] for name in ("prompts", "completions")}
+            part = {name: columns[name][first : first + self.batch_size] for name in ("prompts", "completions")}
             out += self._asked(part, first)
         return out
 
@@ -59,10 +59,10 @@ class ServiceSource:
             except urllib.error.HTTPError as error:
                 if error.code not in TRY_AGAIN or attempt >= self.retries:
                     self._fail(f"answered status {error.code} ({error.reason})", first, size, attempt)
-            except (OSError, HTTPException) as error:  # refused, reset, no such host, no answer in time, half of one
+            except (OSError, HTTPException) as error:  # refused, reset, unknown host, timeout, half an answer
                 if attempt >= self.retries:
                     self._fail(one_line(error), first, size, attempt)
-            except Exception as error:  # no HTTP, no JSON
+            except Exception as error:  # not HTTP, not JSON
                 self._fail(f"{type(error).__name__}: {one_line(error)}", first, size, attempt)
             else:
                 return self._scores_of(answer, first, size, attempt)
@@ -80,7 +80,7 @@ class ServiceSource:
     def _post(self, part: dict[str, list]) -> object:
         request = urllib.request.Request(self.url, json.dumps(part).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-            return json.loads(read_whole(answer))
+            return json.loads(read_body(answer))
 
     def _fail(self, what: str, first: int, size: int, attempt: int) -> NoReturn:
         tries = f" after {attempt + 1} tries" if attempt else ""
@@ -88,11 +88,11 @@ class ServiceSource:
                         f"response {first} on; fix the service, then run the same command again") from None
 
 
-def read_whole(answer: HTTPResponse, most: int | None = None) -> bytes:
-    """The answer, without outer space; at most `most` + 1 bytes are read. ConnectionResetError for a part of one."""
+def read_body(answer: HTTPResponse, most: int | None = None) -> bytes:
+    """The body, stripped; at most `most` + 1 bytes are read. ConnectionResetError for an incomplete one."""
     text = answer.read() if most is None else answer.read(most + 1)
     is_cut = most is not None and len(text) > most  # by us
     text = text.strip()
-    if not text or (text.startswith(b"{") and not text.endswith(b"}") and not is_cut):  # of one that tells no length
+    if not text or (text.startswith(b"{") and not text.endswith(b"}") and not is_cut):  # of one without Content-Length
         raise ConnectionResetError("the connection was closed in the midst of the answer")
     return text

@@ -126,7 +126,7 @@ class Rollout:
         """Response i for people: its text, or all that was said in the episode."""
         return readable(self.episodes[i].messages) if self.episodes else self.completions[i]
 
-    def said(self) -> list[str | list[dict]]:
+    def responses(self) -> list[str | list[dict]]:
         """Each response as its text, or as the messages of its episode."""
         return [episode.messages for episode in self.episodes] if self.episodes else list(self.completions)
 

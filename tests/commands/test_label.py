@@ -307,7 +307,7 @@ BAD = [
     (["--data", "ROWS", "--output", "OUT", "--judge.url", "URL", "--model", "MODEL", "--max_new_tokens", "300"],
      "max_new_tokens is 300, and"),
     (["--data", "ROWS", "--output", "OUT", "--judge.url", "URL", "--model", "NONE"], "NONE"),
-    (["--data", "ROWS", "--output", "OUT", "--reward_model", "MODEL"], "is no sequence-classification model"),
+    (["--data", "ROWS", "--output", "OUT", "--reward_model", "MODEL"], "is not a sequence-classification model"),
     (["--data", "ROWS", "--output", "OUT", "--judge.url", "http://127.0.0.1:9/v1", "--judge.http_retries", "0"],
      "0 of 4 prompts are judged"),
     (["--data", "ROWS", "--output", "OUT", "--judge.url", "URL", "--keep", "some"], "keep is 'some'"),

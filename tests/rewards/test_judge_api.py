@@ -237,7 +237,7 @@ def test_a_key_that_is_missing_or_none_is_said_without_it(monkeypatch, value, wh
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x/y", "file:///etc/passwd", "http:///v1",
                                  "https://me:secret@host/v1"])
 def test_an_address_that_is_none_is_refused_at_the_start_and_no_password_shown(url):
-    with pytest.raises(UserError, match=r"reward\.judge\.url is no http address") as caught:
+    with pytest.raises(UserError, match=r"reward\.judge\.url is not an http address") as caught:
         open_judge(JudgeConfig(url=url))
     assert "secret" not in str(caught.value)
 

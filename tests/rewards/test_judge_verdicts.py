@@ -37,7 +37,7 @@ def test_the_last_object_of_a_reply_is_the_verdict_and_what_stands_before_it_the
 @pytest.mark.parametrize("reply, what", [
     ("", "no JSON object"), ("yes", "no JSON object"), ('{"right": "yes", "clear": 5', "no JSON object"),
     ('["yes", 5]', "no JSON object"), ('{"right": "yes"}', "has no clear"),
-    ('{"right": "yes", "clear": 5, "more": 1}', '"more", which nobody asked for'),
+    ('{"right": "yes", "clear": 5, "more": 1}', '"more", which was not asked for'),
     ('{"right": "yes", "clear": 5} I think', "words behind"),
     ('{"right": "maybe", "clear": 5}', '"right" is "maybe"; it must be "yes" or "no"'),
     ('{"right": 1, "clear": 5}', '"right" is 1;'), ('{"right": "yes", "clear": 11}', '"clear" is 11; .* from 0 to 10'),

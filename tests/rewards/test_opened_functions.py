@@ -40,7 +40,7 @@ def test_functions_are_opened_from_a_file_and_named_apart(tmp_path):
 
 @pytest.mark.parametrize("given, options, message", [
     ("lengths", {}, "'lengths' names no function; give path.py:name"),
-    ("PLACE/none.py:lengths", {}, "none.py is no Python file"),
+    ("PLACE/none.py:lengths", {}, "none.py is not a Python file"),
     ("PLACE/pay.py:length", {}, r"has no function length \(did you mean lengths"),
     ("PLACE/pay.py:strict", {"strict": {"x": 1}}, "takes no x"),
     ("PLACE/pay.py:strict", {"strickt": {}}, r"strickt is none of reward.functions \(strict\) \(did you mean strict"),
@@ -50,7 +50,7 @@ def test_functions_are_opened_from_a_file_and_named_apart(tmp_path):
     ("builtin:numeric_mach", {}, r"no builtin:numeric_mach \(did you mean numeric_match"),
     ("builtin:format", {"format": {"patern": "x"}}, r"there is no patern \(did you mean pattern"),
     ("builtin:format", {}, "pattern"),
-    ("builtin:format", {"format": {"pattern": "("}}, r"pattern '\(' is no regular expression"),
+    ("builtin:format", {"format": {"pattern": "("}}, r"pattern '\(' is not a regular expression"),
     ("builtin:length_penalty", {"length_penalty": {"max_tokens": 5, "buffer": 9}}, "buffer is 9"),
     ("builtin:repetition_penalty", {"repetition_penalty": {"n": "x"}}, "repetition_penalty"),
 ])

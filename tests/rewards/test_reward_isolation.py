@@ -210,7 +210,7 @@ def test_a_function_of_a_module_is_imported_there_and_one_that_is_nowhere_is_ref
 
     with handed_over({"pay": Of.pay, "here": lambda completions: [0.0] * len(completions)}):
         assert checked_scores(open_functions(["python:pay@1"], {}, 20.0, True)[0], rollout()).tolist() == [3, 8, 3]
-        with pytest.raises(UserError, match=r"reward\.isolate: here is no function that another process can import"):
+        with pytest.raises(UserError, match=r"reward\.isolate: here is not a function that another process can import"):
             open_functions(["python:here@1"], {}, 20.0, True)
 
 

@@ -10,7 +10,7 @@ import torch
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards import part_scores
 from hybrid_rlhf.rewards.mixture import Mixture, Part
-from hybrid_rlhf.rewards.process import ProcessSource, Step, last_tokens, step_ids, steps_of
+from hybrid_rlhf.rewards.process_reward_model import ProcessSource, Step, last_tokens, step_ids, steps_of
 from hybrid_rlhf.rollout import Prompts, Rollout
 from tests.factories.prm import save_prm
 from tests.factories.tiny import tiny_tokenizer

@@ -211,9 +211,9 @@ def test_an_episode_for_people_and_its_last_word():
                 {"role": "tool", "name": "add", "content": "2"}, {"role": "user", "content": ""}]
     assert readable(messages) == "[assistant] Well add(a=1, b='x') add(a=1, b='x')\n[add] 2\n[user] "
     made = record([5])
-    assert (made.shown(0), made.said()) == ("5 ", ["5 "])
+    assert (made.shown(0), made.responses()) == ("5 ", ["5 "])
     made.episodes = [Episode(messages=messages)]
-    assert made.shown(0) == readable(messages) and made.said() == [messages]
+    assert made.shown(0) == readable(messages) and made.responses() == [messages]
     assert made.episodes[0].said_last == " Well " and Episode().said_last == ""
 
 

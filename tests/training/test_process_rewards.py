@@ -13,7 +13,7 @@ import torch
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.rewards.mixture import Mixture, Part
-from hybrid_rlhf.rewards.process import ProcessSource, steps_of
+from hybrid_rlhf.rewards.process_reward_model import ProcessSource, steps_of
 from hybrid_rlhf.roles import Actor, Roles
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer

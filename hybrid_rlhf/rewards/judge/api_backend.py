@@ -22,23 +22,23 @@ from hybrid_rlhf.core.function_worker import one_line
 from hybrid_rlhf.rewards.deadline import within
 from hybrid_rlhf.rewards.judge.judge_backend import Arriving, Budget, Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
-from hybrid_rlhf.rewards.service import TRY_AGAIN, read_whole
+from hybrid_rlhf.rewards.service import TRY_AGAIN, read_body
 
 T = TypeVar("T")
 
-OF_ONE_CHAT = (400, 413, 422)  # what is wrong with this request (too long?) need not be with the next
+OF_ONE_CHAT = (400, 413, 422)  # the fault of one request (too long?), perhaps not of the next
 MAX_BYTES = 4 << 20  # of an answer
 MAX_WAIT = 60.0  # seconds before a request is made again
-TOP_WORDS = 20  # likeliest words that an address is asked for, the most of OpenAI's
+TOP_LOGPROBS = 20  # candidates of the first token that are requested: OpenAI's maximum
 PATH = "/chat/completions"
 
 
 class _Wrong(Exception):  # noqa: N818 - never leaves this file
-    """An answer that is no chat completion; the message says how."""
+    """An answer that is not a chat completion; the message says why."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The key goes to the address that was given and to no other."""
+    """Follow no redirect: the key goes to the configured address only."""
 
     def redirect_request(self, *_: object, **__: object) -> None:
         return None
@@ -48,10 +48,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 class ApiBackend:
     """Replies of `model` at `url` (with or without /chat/completions at its end).
 
-    A request without an answer within `timeout` seconds, or with a status that means "later", is made again up to
-    `retries` times after back_off, 2 back_off, 4 back_off ... seconds, or after as many as the address asks for. What
-    fails all the same is a Failure of that chat alone, unless nobody else would be answered either. key_env: the
-    variable that holds the key, which is read at `open` and shown nowhere.
+    A request without an answer in `timeout` seconds, or with a status of TRY_AGAIN, is retried up to `retries` times
+    after back_off, 2 back_off, 4 back_off ... seconds, or after the server's Retry-After. What still fails is a Failure
+    of that chat alone, and a fatal one if every other request would fail too. key_env: the variable that holds the
+    key, which is read when this is made and never shown.
     """
 
     url: str
@@ -69,7 +69,7 @@ class ApiBackend:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         check(parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.username,
-              "reward.judge.url is no http address without a name or password in it; give one such as "
+              "reward.judge.url is not an http address without a name or password in it; give one such as "
               "http://localhost:8000/v1, and the key by reward.judge.api_key_env")
         path = parts.path.rstrip("/")
         path = path if path.endswith(PATH) else path + PATH
@@ -81,25 +81,26 @@ class ApiBackend:
             self._key = _key_of(self.key_env)
 
     def open(self) -> None:
-        """There is nothing to load."""
+        """Nothing to load."""
 
     def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> Arriving[str]:
         return self._all(chats, {"max_tokens": max_new_tokens, "seed": seed}, self._text)
 
     def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> Arriving[list[float]]:
-        return self._all(chats, {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP_WORDS},
+        return self._all(chats, {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS},
                          lambda choice: _probabilities(choice, words))
 
-    def _all(self, chats: Sequence[Chat], asked: dict[str, object], read: Callable[[dict[str, Any]], T]) -> Arriving[T]:
-        """What `read` finds in the answer to each chat, several at a time; after a fatal failure nobody is asked any
-        more."""
+    def _all(self, chats: Sequence[Chat], fields: dict[str, object], read: Callable[[dict[str, Any]], T]
+             ) -> Arriving[T]:
+        """What `read` makes of the answer to each chat, several requests at a time; none is sent after a fatal
+        failure."""
         ended = Event()
 
         def one(chat: Chat) -> T | Failure:
-            found = self._tried(chat, asked, read, ended)
-            if isinstance(found, Failure) and found.is_fatal:
+            result = self._tried(chat, fields, read, ended)
+            if isinstance(result, Failure) and result.is_fatal:
                 ended.set()
-            return found
+            return result
 
         if not chats:
             return
@@ -112,9 +113,9 @@ class ApiBackend:
             ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _tried(self, chat: Chat, asked: dict[str, object], read: Callable[[dict[str, Any]], T],
+    def _tried(self, chat: Chat, fields: dict[str, object], read: Callable[[dict[str, Any]], T],
                ended: Event) -> T | Failure:
-        found, most = Failure("not asked, as others failed"), self._most_tokens(chat, asked)
+        failure, most = Failure("not asked, as others failed"), self._most_tokens(chat, fields)
         for attempt in range(self.retries + 1):
             if ended.is_set():
                 break
@@ -122,38 +123,38 @@ class ApiBackend:
             with self.budget.call(*most) as spent:
                 if spent is not None:
                     return spent
-                if ended.is_set():  # while it waited for the others' costs
+                if ended.is_set():  # while it waited for the budget
                     break
                 try:
-                    return within(self.timeout, lambda: read(self._choice(chat, asked)))
+                    return within(self.timeout, lambda: read(self._choice(chat, fields)))
                 except urllib.error.HTTPError as error:
-                    found, is_final, wait = self._refused(error, wait)
-                except (OSError, HTTPException) as error:  # refused, reset, no such host, late, or half an answer
-                    found, is_final = Failure(self._clean(one_line(error)), is_fatal=_is_nobody(error)), False
+                    failure, is_final, wait = self._refused(error, wait)
+                except (OSError, HTTPException) as error:  # refused, reset, unknown host, timeout, half an answer
+                    failure, is_final = Failure(self._clean(one_line(error)), is_fatal=_is_unreachable(error)), False
                 except _Wrong as error:
-                    found, is_final = Failure(self._clean(str(error))), True
-                except Exception as error:  # no HTTP at all
-                    found, is_final = Failure(f"{type(error).__name__}: {self._clean(one_line(error))}"), True
+                    failure, is_final = Failure(self._clean(str(error))), True
+                except Exception as error:  # not HTTP
+                    failure, is_final = Failure(f"{type(error).__name__}: {self._clean(one_line(error))}"), True
             if is_final or attempt == self.retries:
                 break
             time.sleep(min(wait, MAX_WAIT))
-        return found
+        return failure
 
     def _refused(self, error: urllib.error.HTTPError, wait: float) -> tuple[Failure, bool, float]:
-        """The failure that a status is, whether to leave it at that, and the seconds to wait else."""
+        """The failure of an HTTP status, whether it is final, and the seconds to wait if not."""
         with error:
             what = f"status {error.code} ({self._clean(str(error.reason))[:60]})"
             if error.code in OF_ONE_CHAT:
-                what += self._clean(_said_of(error))[:152]  # cut behind that: no part of the key is left
+                what += self._clean(_error_message(error))[:152]  # masked before it is cut: no part of the key is left
         if error.code in TRY_AGAIN:
             return Failure(what), False, max(wait, _seconds(error.headers.get("Retry-After")))
         cure = (f"set the variable that reward.judge.api_key_env names{' to another key' * bool(self._key)}"
                 if error.code in (401, 403) else "give another reward.judge.url or reward.judge.api_model")
         return Failure(what, error.code not in OF_ONE_CHAT, cure), True, wait
 
-    def _choice(self, chat: Chat, asked: dict[str, object]) -> dict[str, Any]:
-        """The one choice of the answer to a chat, which is paid for."""
-        body = {"model": self.model, "messages": chat, "temperature": self.temperature, **asked} | self.options
+    def _choice(self, chat: Chat, fields: dict[str, object]) -> dict[str, Any]:
+        """The one choice of the answer to a chat; its tokens go to the budget."""
+        body = {"model": self.model, "messages": chat, "temperature": self.temperature, **fields} | self.options
         answer = self._post({name: value for name, value in body.items() if value is not None})
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -164,10 +165,10 @@ class ApiBackend:
         self.budget.pay(_tokens(usage, "prompt_tokens", chat), _tokens(usage, "completion_tokens", choices))
         return choices[0]
 
-    def _most_tokens(self, chat: Chat, asked: dict[str, object]) -> tuple[int, int | None]:
-        """Tokens that a request may read and write: each that is read has a byte, and what is written has a bound,
-        unless api_options leaves it out (None)."""
-        body = asked | self.options
+    def _most_tokens(self, chat: Chat, fields: dict[str, object]) -> tuple[int, int | None]:
+        """The most tokens that a request may read and write: one per byte of the chat, and the bound of the reply, None
+        if api_options leaves it out."""
+        body = fields | self.options
         bounds = [n for n in (body.get("max_completion_tokens"), body.get("max_tokens")) if isinstance(n, int)]
         return len(json.dumps(chat, ensure_ascii=False).encode("utf-8", "replace")), min(bounds, default=None)
 
@@ -185,7 +186,7 @@ class ApiBackend:
             {"Authorization": f"Bearer {self._key}"} if self._key else {})
         request = urllib.request.Request(self._address, strict_json.to_json(body).encode(), headers)
         with self._opener.open(request, timeout=self.timeout) as answer:
-            text = read_whole(answer, MAX_BYTES)
+            text = read_body(answer, MAX_BYTES)
         if len(text) > MAX_BYTES:
             raise _Wrong(f"answered more than {MAX_BYTES >> 20} MiB")
         try:
@@ -194,7 +195,7 @@ class ApiBackend:
             raise _Wrong(f"answered no JSON ({strict_json.why(error)})") from None
 
     def _clean(self, text: str) -> str:
-        """The text without the key, should the address say it."""
+        """The text with the key masked, in case the server echoes it."""
         return text.replace(self._key, "[key]") if self._key else text
 
 
@@ -208,8 +209,8 @@ def _key_of(variable: str) -> str:
     return key
 
 
-def _is_nobody(error: BaseException) -> bool:
-    """Whether there is nobody at the address."""
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether no server listens at the address."""
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     return isinstance(reason, ConnectionRefusedError) or type(reason).__name__ == "gaierror"
 
@@ -223,39 +224,39 @@ def _seconds(text: str | None) -> float:
     return seconds if math.isfinite(seconds) else 0.0
 
 
-def _said_of(error: urllib.error.HTTPError) -> str:
-    """What an address says is wrong with a request, on one line: OpenAI's error.message, or else the answer itself."""
+def _error_message(error: urllib.error.HTTPError) -> str:
+    """The server's explanation of an error, on one line: OpenAI's error.message, or else the answer itself."""
     try:
         text = error.read(10_000).decode("utf-8", "replace")
     except (OSError, HTTPException):
         return ""
     try:
-        found = json.loads(text)["error"]
-        said = str(found["message"] if isinstance(found, dict) else found)
+        fault = json.loads(text)["error"]
+        message = str(fault["message"] if isinstance(fault, dict) else fault)
     except (ValueError, LookupError, TypeError, RecursionError):
-        said = text  # vLLM, Mistral and Google have other forms
-    words = "".join(letter if letter.isprintable() else " " for letter in said).split()
+        message = text  # vLLM, Mistral and Google have other forms
+    words = "".join(letter if letter.isprintable() else " " for letter in message).split()
     return f": {' '.join(words)}" if words else ""
 
 
 def _tokens(usage: object, name: str, content: object) -> int:
-    """Tokens that an address counts; of one that counts none, a quarter of the characters."""
+    """The server's count of tokens; without one, a quarter of the characters."""
     count = usage.get(name) if isinstance(usage, dict) else None
     return count if isinstance(count, int) and count >= 0 else len(json.dumps(content)) // 4
 
 
 def _probabilities(choice: dict[str, Any], words: Sequence[str]) -> list[float]:
-    """Of each word among the likeliest first tokens, spaces around them aside; 0 for one that is not among them."""
+    """The probability of each word, summed over the top first tokens, stripped; 0 for one that is not among them."""
     try:
         tops = choice["logprobs"]["content"][0]["top_logprobs"]
-        found = [(str(each["token"]).strip(), float(each["logprob"])) for each in tops]
+        candidates = [(str(each["token"]).strip(), float(each["logprob"])) for each in tops]
     except (KeyError, IndexError, TypeError, ValueError):
         raise _Wrong("answered without top_logprobs, which reward.judge.score probability needs") from None
-    if any(math.isnan(value) for _, value in found):
-        raise _Wrong("answered with a log-probability that is no number")
-    return [sum(math.exp(min(value, 0.0)) for token, value in found if _begins(token, word)) for word in words]
+    if any(math.isnan(value) for _, value in candidates):
+        raise _Wrong("answered with a log-probability that is not a number")
+    return [sum(math.exp(min(value, 0.0)) for token, value in candidates if _begins(token, word)) for word in words]
 
 
 def _begins(token: str, word: str) -> bool:
-    """Whether a first token says the word, or is its beginning where that is several: yes, Y (but no a for A)."""
+    """Whether a first token is the word or, if it has several letters, its beginning: yes, Y (but not a for A)."""
     return token == word or (len(word) > 1 and bool(token) and word.lower().startswith(token.lower()))

@@ -1,4 +1,4 @@
-"""Questions to a judge: each asked once, read strictly, asked again where it cannot be read, cached and counted."""
+"""Questions to a judge: cached, counted, and asked again after a reply that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from hybrid_rlhf.rewards.judge.verdicts import Unreadable
 
 T = TypeVar("T")
 SHOWN = 80  # characters of a reply
-KEPT = 20_000  # replies in memory, where no folder is given
+KEPT = 20_000  # replies in memory, without a cache folder
 
 
 def _end(reply: str) -> str:
-    """What a message shows of a reply: its last words, where the verdict should stand."""
+    """The end of a reply, for a message: the verdict should stand there."""
     words = escape_control(" ".join(reply.split()))
     return words if len(words) <= SHOWN else f"...{words[-SHOWN:]}"
 
 
 @dataclass(frozen=True)
 class Question(Generic[T]):
-    """A chat, and what reads the judge's reply to it (raising Unreadable)."""
+    """A chat, and the parser of the judge's reply to it (which raises Unreadable)."""
 
     chat: Chat
     read: Callable[[str], T]
@@ -44,8 +44,8 @@ class Question(Generic[T]):
 
 @dataclass
 class Counts:
-    """What became of questions: asked in all, answered by the cache, asked again as the reply could not be read, and
-    without an answer in the end."""
+    """Numbers of questions: in all, answered by the cache, asked again after an unreadable reply, and without an answer
+    in the end."""
 
     questions: int = 0
     cached: int = 0
@@ -55,7 +55,7 @@ class Counts:
 
 @dataclass
 class Asker:
-    """What a backend answers, through a cache. retries: how often it is told that its reply cannot be read."""
+    """Asks a backend, through a cache. retries: how often it is asked again after a reply that cannot be read."""
 
     backend: Backend
     cache: AnswerCache
@@ -66,38 +66,38 @@ class Asker:
     counts: Counts = field(default_factory=Counts)
 
     def verdicts(self, questions: Sequence[Question[T]]) -> list[T | Failure]:
-        """What the judge says to each, as read. Raises BadAnswer where nobody answers any more, once all that was
-        answered is in the cache."""
+        """The parsed reply to each question. Raises BadAnswer after a fatal failure, when all replies are in the
+        cache."""
         keys = [key_of(self.backend.identity, self.max_new_tokens, self.seed, q.chat) for q in questions]
-        found = self._known(keys, lambda i, reply: questions[i].read(reply) if isinstance(reply, str) else None)
-        waiting = {key: (questions[i], questions[i].chat) for i, key in enumerate(keys) if key not in found}
+        results = self._known(keys, lambda i, reply: questions[i].read(reply) if isinstance(reply, str) else None)
+        waiting = {key: (questions[i], questions[i].chat) for i, key in enumerate(keys) if key not in results}
         for attempt in range(self.retries + 1):
             self.counts.again += len(waiting) * (attempt > 0)
-            waiting = self._round(waiting, found)
-        return self._all(keys, found)
+            waiting = self._round(waiting, results)
+        return self._all(keys, results)
 
     def probabilities(self, chats: Sequence[Chat], words: Sequence[Sequence[str]]) -> list[list[float] | Failure]:
-        """For each chat the probability of each of its words as the reply's beginning. Raises BadAnswer as above."""
+        """For each chat the probability that the reply begins with each word. Raises BadAnswer as `verdicts`."""
         keys = [key_of(self.backend.identity, "choose", of, chat) for chat, of in zip(chats, words, strict=True)]
-        found = self._known(keys, lambda i, reply: _numbers(reply, len(words[i])))
+        results = self._known(keys, lambda i, reply: _numbers(reply, len(words[i])))
         for kind in dict.fromkeys(map(tuple, words)):
             asked = {key: chat for key, chat, of in zip(keys, chats, words, strict=True)
-                     if key not in found and tuple(of) == kind}
+                     if key not in results and tuple(of) == kind}
             places = list(asked)
             with closing(self.backend.choose(list(asked.values()), kind)) as answers:
                 for i, answer in answers:
-                    found[places[i]] = answer
+                    results[places[i]] = answer
                     if isinstance(answer, Failure):
                         continue
                     if sum(answer) > 0:
                         self.cache.put(places[i], answer)
                     else:
-                        found[places[i]] = Failure(f"none of {', '.join(kind)} is likely to be said")
-        return self._all(keys, found)
+                        results[places[i]] = Failure(f"none of {', '.join(kind)} is likely to be said")
+        return self._all(keys, results)
 
     def _known(self, keys: list[str], read: Callable) -> dict:
-        """What the cache knows, by key."""
-        found = {}
+        """The cached results, by key."""
+        results = {}
         for i, key in enumerate(keys):
             reply = self.cache.get(key)
             try:
@@ -105,14 +105,14 @@ class Asker:
             except Unreadable:  # the file was edited
                 value = None
             if value is not None:
-                found[key] = value
+                results[key] = value
         self.counts.questions += len(set(keys))
-        self.counts.cached += len(found)
-        return found
+        self.counts.cached += len(results)
+        return results
 
-    def _round(self, waiting: dict[str, tuple[Question, Chat]], found: dict) -> dict[str, tuple[Question, Chat]]:
-        """Ask once; returns what is to be asked again, and in which chat. A reply is in the cache as soon as it is
-        there: whatever ends the process in the midst of a round, nobody pays for it twice."""
+    def _round(self, waiting: dict[str, tuple[Question, Chat]], results: dict) -> dict[str, tuple[Question, Chat]]:
+        """Ask once; returns the questions to ask again, each with its next chat. Each reply is cached as it arrives, so
+        that it is not paid for twice if the process dies during a round."""
         if not waiting:
             return {}
         again, places = {}, list(waiting)
@@ -121,29 +121,29 @@ class Asker:
             for i, reply in replies:
                 key, question = places[i], waiting[places[i]][0]
                 if isinstance(reply, Failure):
-                    found[key] = reply
+                    results[key] = reply
                     continue
                 try:
-                    found[key] = question.read(reply)
+                    results[key] = question.read(reply)
                 except Unreadable as error:
-                    found[key] = Failure(f"the reply cannot be read: {error}; it ends {_end(reply)!r}")
+                    results[key] = Failure(f"the reply cannot be read: {error}; it ends {_end(reply)!r}")
                     again[key] = (question, correction(question.chat, reply, str(error)))
                 else:
                     self.cache.put(key, reply)
         return {key: again[key] for key in places if key in again}  # in the order of the questions, not of arrival
 
-    def _all(self, keys: list[str], found: dict) -> list:
-        failures = [found[key] for key in dict.fromkeys(keys) if isinstance(found[key], Failure)]
+    def _all(self, keys: list[str], results: dict) -> list:
+        failures = [results[key] for key in dict.fromkeys(keys) if isinstance(results[key], Failure)]
         self.counts.failed += len(failures)
         fatal = next((each for each in failures if each.is_fatal), None)
         if fatal is not None:
             raise BadAnswer(f"reward source {self.name} at {self.backend.name}: {fatal.what}; {fatal.cure}, then run "
                             "the same command again")
-        return [found[key] for key in keys]
+        return [results[key] for key in keys]
 
 
 def _numbers(reply: object, count: int) -> list[float] | None:
-    """Cached probabilities, if they are such."""
+    """Cached probabilities, or None if they are not valid."""
     if not isinstance(reply, list) or len(reply) != count:
         return None
     is_fine = all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in reply) and sum(reply) > 0
@@ -151,13 +151,13 @@ def _numbers(reply: object, count: int) -> list[float] | None:
 
 
 def key_of(*content: object) -> str:
-    """The name of a question: whoever changes model, rubric, template or response asks another one."""
+    """The cache key of a question: another model, rubric, template or response gives another key."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:40]
 
 
 class AnswerCache:
-    """Replies that could be read, by `key_of` the question. folder: where they are kept in `judge.jsonl`, one a line,
-    which several processes may append to; None: the newest KEPT of them last while the process does."""
+    """Replies that could be read, by `key_of` the question. folder: where `judge.jsonl` keeps them, one a line; several
+    processes may append to it. None: the newest KEPT replies are kept in memory."""
 
     def __init__(self, folder: str | None = None) -> None:
         self._known: OrderedDict[str, object] = OrderedDict()

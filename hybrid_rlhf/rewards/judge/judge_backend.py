@@ -1,4 +1,4 @@
-"""The protocol of judges: a model here (local_backend.py) or behind an address (api_backend.py); and their budget."""
+"""The protocol of judge backends: a local model (local_backend.py) or an HTTP API (api_backend.py); their budget."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Failure:
-    """A question without an answer. is_fatal: whether the next one would have none either (no such address, a key that
-    is refused, a budget that is spent). cure: what to do then."""
+    """A question without an answer. is_fatal: whether every later question would fail too (unknown address, refused
+    key, spent budget). cure: what the user can do then."""
 
     what: str
     is_fatal: bool = False
     cure: str = "see to that"
 
 
-Arriving = Generator[tuple[int, T | Failure], None, None]  # each chat's number and its answer, as soon as it is there
+Arriving = Generator[tuple[int, T | Failure], None, None]  # a chat's index and its answer, as it arrives
 
 
 class Backend(Protocol):
-    """name: for messages. identity: what makes its answers what they are, as JSON, for the cache.
+    """name: for messages. identity: all that its answers depend on, as JSON, for the cache's keys.
 
-    Answers are told one by one, in any order, so that whoever pays for them can keep each at once; `close` of the
-    generator ends what has not been asked yet.
+    Answers are yielded one by one, in any order, so that the caller can cache each at once; `close` of the generator
+    cancels the requests that are not sent yet.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Backend(Protocol):
         ...
 
     def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> Arriving[list[float]]:
-        """For each chat the probability of each word as the beginning of the reply, before anything else is said."""
+        """For each chat the probability that the reply begins with each word."""
         ...
 
 
 @dataclass
 class Budget:
-    """Calls and costs of one process; safe for threads. None: no bound. Prices are for a million tokens.
+    """Calls and costs of one process; thread-safe. None: no bound. Prices are per million tokens.
 
-    What a call may cost at most is set aside while it is in flight, and one that does not fit beside the others waits
-    for them, in the end until it is alone: so max_cost is passed by less than that one call.
+    The most that a call may cost is reserved while it is in flight. A call that does not fit beside the others waits
+    for them, in the end until it is alone: so max_cost is exceeded by less than that one call.
     """
 
     max_calls: int | None = None
@@ -65,15 +65,14 @@ class Budget:
     cost: float = 0.0
     num_input: int = 0
     num_output: int = 0
-    _longest: int = field(default=0, repr=False)  # answer so far, in tokens
-    _in_flight: list[float] = field(default_factory=list, repr=False)  # what each call may cost
+    _longest: int = field(default=0, repr=False)  # tokens of the longest answer so far
+    _in_flight: list[float] = field(default_factory=list, repr=False)  # the most that each call may cost
     _lock: threading.Condition = field(default_factory=threading.Condition, repr=False)
 
     @contextmanager
     def call(self, most_input: int = 0, most_output: int | None = 0) -> Iterator[Failure | None]:
-        """The block of one more call of at most so many tokens, where `pay` is told what it was; with the failure that
-        says so where the budget has none left. most_output: None where there is no bound; as the longest answer so
-        far."""
+        """Reserve one more call of at most so many tokens for the block, in which `pay` records its tokens; yields a
+        Failure if the budget is spent. most_output: None if there is no bound: the longest answer so far counts."""
         spent, most = self._take(most_input, most_output)
         try:
             yield spent
@@ -84,7 +83,7 @@ class Budget:
                     self._lock.notify_all()
 
     def pay(self, num_input: int, num_output: int) -> None:
-        """The tokens of one answer."""
+        """Record the tokens of one answer."""
         with self._lock:
             self.num_input += num_input
             self.num_output += num_output

@@ -1,4 +1,4 @@
-"""The settings of a judge: who it is, what it looks at, and what it may cost."""
+"""The settings of a judge: its model or address, its rubric and mode, its budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODES = (ABSOLUTE, PAIRWISE, RANKING)
 VERDICT, PROBABILITY = "verdict", "probability"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ON_FAILURE = ("mean", "skip", "stop")
-MAX_TOGETHER = 26  # responses that are shown under one letter each
+MAX_TOGETHER = 26  # responses in one prompt: one letter each
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class JudgeConfig:
         score: verdict (the judge writes its verdict) or probability (that of the verdict's word; nothing is written).
         opponents: With pairwise, how many others of its group each response meets at least; null: all of them.
         max_new_tokens: Longest reply, in tokens.
-        temperature: Of the judge's replies; 0 takes the likeliest words.
+        temperature: Of the judge's replies; 0 is greedy decoding.
         retries: How often a judge whose reply cannot be read is told so and asked again.
         on_failure: What a response without a verdict gets: mean (that of the others of its prompt, or else of all),
             skip (no score from the judge) or stop (the run ends).
@@ -43,9 +43,9 @@ class JudgeConfig:
         batch_size: Replies that model writes at once.
         concurrency: Requests to url at a time.
         timeout: Seconds that one request to url may take.
-        http_retries: How often a request to url that found nobody, or one too busy, is made again, each time after
+        http_retries: How often a request to url that is refused, or answered "too busy", is retried, each time after
             twice the wait.
-        max_calls: Most questions that one process asks in a run, second ones counted; null: no bound.
+        max_calls: Most questions that one process asks in a run, repeated ones counted; null: no bound.
         max_cost: Most that one process may spend in a run, in the unit of the next two; null: no bound.
         cost_per_1m_input: Price of a million tokens that url reads.
         cost_per_1m_output: Price of a million tokens that url writes.
@@ -83,7 +83,7 @@ class JudgeConfig:
         check_values(self, "reward.judge.")
         # not shown: it may be the key itself
         check(self.api_key_env is None or re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", self.api_key_env) is not None,
-              "reward.judge.api_key_env is no name of an environment variable in capitals; give the name, such as "
+              "reward.judge.api_key_env is not the name of an environment variable in capitals; give the name, such as "
               "OPENAI_API_KEY, and never the key itself")
         check(self.mode != RANKING or self.score == VERDICT,
               "reward.judge.score is probability, and a ranking has no word of its own; choose verdict, or mode "
@@ -92,8 +92,8 @@ class JudgeConfig:
               f"reward.judge.opponents is given, and mode is {self.mode}; it is for mode pairwise")
 
     def num_questions(self, num_prompts: int, num_samples: int) -> int:
-        """What is asked about so many prompts with so many responses each, at most: items are asked for together, but
-        for their probabilities, which this counts once."""
+        """The most questions about so many prompts with so many responses each. All items share a question; with score
+        probability each item has its own, and this counts them as one."""
         if self.mode == RANKING:
             return num_prompts
         if self.mode == ABSOLUTE:

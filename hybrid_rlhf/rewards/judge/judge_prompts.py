@@ -1,4 +1,4 @@
-"""What a judge is shown: the rubric and the responses in the words of a template, the responses marked as material."""
+"""Prompts for a judge: a template filled with the rubric and the responses, which are marked as material."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _PARTS = ("[system]", "[user]")
 
 @dataclass(frozen=True)
 class Prompter:
-    """Chats for the judge in the words of `template`: a jinja template of each part, behind the lines [system] and
-    [user]. What it may say: instructions, items (name, question, kind, weight), prompt, responses (letter, text), tag,
+    """Renders chats for the judge from `template`: a jinja template of each part, behind the lines [system] and [user].
+    Its variables: instructions, items (name, question, kind, weight), prompt, responses (letter, text), tag,
     is_probability."""
 
     rubric: Rubric
@@ -45,27 +45,27 @@ class Prompter:
         return [{"role": part[1:-1], "content": self._rendered(text, values)} for part, text in self._parts()]
 
     def check(self) -> None:
-        """UserError for a template that cannot be written out, or that shows no response."""
-        marks = ["a word that nobody says", "another such word"]
+        """UserError for a template that cannot be rendered, or that does not show prompt and response."""
+        marks = ["a placeholder response", "another placeholder"]
         text = "\n".join(part["content"] for part in self.chat("a question", marks))
         check(marks[0] in text, f"{self.source} shows no response; it must hold {{{{ responses[0].text }}}}, or a loop")
         check("a question" in text, f"{self.source} shows no prompt; it must hold {{{{ prompt }}}}")
 
     def _parts(self) -> list[tuple[str, str]]:
-        """The parts of the source, split before anything is filled in: a response that says [user] makes no part."""
-        found: list[tuple[str, list[str]]] = []
+        """The template's parts, split before it is filled: [user] in a response does not start a part."""
+        parts: list[tuple[str, list[str]]] = []
         for line in self.template.splitlines(keepends=True):
             if line.strip() in _PARTS:
-                found.append((line.strip(), []))
-            elif found:
-                found[-1][1].append(line)
+                parts.append((line.strip(), []))
+            elif parts:
+                parts[-1][1].append(line)
             else:
                 check(not line.strip(), f"{self.source} begins with {line.strip()[:40]!r}; it must begin with the line "
                                         "[system] or [user]")
-        check([name for name, _ in found] in (list(_PARTS), ["[user]"]),
-              f"{self.source} has the parts {' '.join(name for name, _ in found) or 'none'}; it must have [user], and "
+        check([name for name, _ in parts] in (list(_PARTS), ["[user]"]),
+              f"{self.source} has the parts {' '.join(name for name, _ in parts) or 'none'}; it must have [user], and "
               "may have [system] before it")
-        return [(name, "".join(lines)) for name, lines in found]
+        return [(name, "".join(lines)) for name, lines in parts]
 
     def _rendered(self, text: str, values: dict[str, Any]) -> str:
         from jinja2 import TemplateError
@@ -78,7 +78,7 @@ class Prompter:
 
 @lru_cache(maxsize=16)
 def _compiled(text: str) -> Template:
-    """A template, compiled once: that takes many times as long as to fill it in."""
+    """A compiled template, cached: compiling takes many times as long as rendering."""
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -86,9 +86,9 @@ def _compiled(text: str) -> Template:
                                          ).from_string(text)
 
 
-def open_prompter(kind: str, rubric: Rubric, given: str | None, is_probability: bool) -> Prompter:
-    """The template `given`, or ours of the `kind`. UserError for one that does not serve."""
-    path = Path(expanded(given)) if given else FOLDER / f"{kind}.jinja"
+def open_prompter(kind: str, rubric: Rubric, template: str | None, is_probability: bool) -> Prompter:
+    """The prompter of the file `template`, or of the default template of `kind`. UserError for an unusable one."""
+    path = Path(expanded(template)) if template else FOLDER / f"{kind}.jinja"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -100,9 +100,9 @@ def open_prompter(kind: str, rubric: Rubric, given: str | None, is_probability: 
 
 
 def shown(text: Text) -> str:
-    """A prompt or a response for the judge: a text as it is, messages turn by turn with the calls of tools.
+    """A prompt or a response for the judge: text as it is, messages turn by turn with tool calls.
 
-    Further lines of a turn are indented: what a policy writes must not look like the result of a tool.
+    Further lines of a turn are indented, so that a policy cannot fake a tool result.
     """
     if isinstance(text, str):
         return text
@@ -112,8 +112,8 @@ def shown(text: Text) -> str:
 
 
 def tag_for(texts: Sequence[str]) -> str:
-    """A word that none of the texts holds, made from them: whoever wrote them could not write it, and the same question
-    has the same one."""
+    """A word that none of the texts contains, derived from their hash: their authors cannot have written it, and equal
+    questions have equal tags."""
     start = hashlib.sha256("\0".join(texts).encode("utf-8", "backslashreplace"))
     for number in range(2**16):
         mixed = start.copy()
@@ -125,11 +125,11 @@ def tag_for(texts: Sequence[str]) -> str:
 
 
 def correction(chat: Chat, reply: str, what: str) -> Chat:
-    """The chat that asks again, after a reply that could not be read for the reason `what`. What the judge thought is
-    no part of it: templates leave the thoughts of earlier turns out."""
+    """The chat that asks again, after a reply that could not be read for the reason `what`. It omits the judge's
+    thoughts, as chat templates do in earlier turns."""
     again = (f"Your reply cannot be read: {what}. Answer once more, and end with the one JSON object that was asked "
              "for, with nothing behind it.")
-    said = without_thoughts(reply).strip() or "(nothing)"
-    return [*chat, {"role": "assistant", "content": said}, {"role": "user", "content": again}]
+    answer = without_thoughts(reply).strip() or "(nothing)"
+    return [*chat, {"role": "assistant", "content": answer}, {"role": "user", "content": again}]
 
 

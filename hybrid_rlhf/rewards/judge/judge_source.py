@@ -28,18 +28,18 @@ from hybrid_rlhf.rewards.judge.verdicts import Grade, Preference, read_better, r
 from hybrid_rlhf.rollout import Rollout
 
 T = TypeVar("T")
-Judged = tuple[list[float | None], list[str]]  # the score and a remark for each response
+Judged = tuple[list[float | None], list[str]]  # a score and a remark for each response
 YES, NO = "Yes", "No"
 NUMBERS = tuple(map(str, range(11)))
-LITTLE_MASS = 0.5  # of the words asked for: with less the judge says something else more often
+LITTLE_MASS = 0.5  # total probability of the candidate words: below it the judge mostly wants another one
 
 
 @dataclass
 class JudgeSource:
     """Scores in [0, 1] by a judge, in one of the modes of JudgeConfig.
 
-    `compare` and `grade` are for any responses; `score` is what a run asks for, and relative modes need several
-    responses to a prompt there. A response without a verdict gets what config.on_failure says and is counted.
+    `compare` and `grade` take any responses; `score` takes a rollout, in which relative modes need several responses to
+    a prompt. A response without a verdict is counted and handled by config.on_failure.
     """
 
     asker: Asker
@@ -47,31 +47,31 @@ class JudgeSource:
     config: JudgeConfig
     budget: Budget
     name: str = "judge"
-    last_failure: str = field(default="", init=False, repr=False)  # why there was no verdict, the last time
-    _is_reward: bool = field(default=False, repr=False)  # on_failure concerns what is paid, and no labels
+    last_failure: str = field(default="", init=False, repr=False)  # the reason of the last missing verdict
+    _is_reward: bool = field(default=False, repr=False)  # on_failure concerns rewards, not labels
     _orders: list[bool] = field(default_factory=list, repr=False)  # whether both orders agreed
     _masses: list[float] = field(default_factory=list, repr=False)
-    _lost: list[bool] = field(default_factory=list, repr=False)  # of each response, whether it has no verdict
-    _has_told_mass: bool = field(default=False, repr=False)
+    _lost: list[bool] = field(default_factory=list, repr=False)  # for each response whether it has no verdict
+    _has_warned_mass: bool = field(default=False, repr=False)
 
     @property
     def rubric(self) -> Rubric:
         return self.prompter.rubric
 
     def open(self) -> None:
-        """Load the model, where the judge is one here."""
+        """Load the model of a local judge."""
         self.asker.backend.open()
 
     def score(self, rollout: Rollout) -> list[float | None]:
-        """The score of each response; where the mode is absolute also each item's, as rollout.source_scores
-        NAME/ITEM. The judge's reasons go to rollout.remarks."""
+        """The score of each response; in absolute mode also that of each item, as rollout.source_scores NAME/ITEM. The
+        judge's reasons go to rollout.remarks."""
         if not len(rollout):
             return []
         self._is_reward = True
-        prompts, said = rollout.prompts.columns.get("prompt") or rollout.prompts.texts, rollout.said()
+        prompts, responses = rollout.prompts.columns.get("prompt") or rollout.prompts.texts, rollout.responses()
         groups = groups_of(rollout)
         if self.config.mode == ABSOLUTE:
-            grades = self.grade(prompts, said)
+            grades = self.grade(prompts, responses)
             for item in self.rubric.items:
                 rollout.source_scores[f"{self.name}/{item.name}"] = torch.tensor(
                     [float("nan") if grade is None else grade.items[item.name] for grade in grades])
@@ -83,37 +83,36 @@ class JudgeSource:
             check(smallest > 1, f"reward.judge.mode is {self.config.mode}, and a prompt has one response; sample "
                                 "several (num_samples), or choose absolute")
             relative = self._ranked if self.config.mode == RANKING else self._matched
-            scores, rollout.remarks = relative(groups, prompts, said)
+            scores, rollout.remarks = relative(groups, prompts, responses)
         self._lost += [value is None for value in scores]
         return self._filled(scores, groups)
 
     def grade(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[Grade | None]:
-        """Each response by itself; None where the judge's reply could not be read, or none came."""
+        """A grade for each response by itself; None where there is no readable reply."""
         check(self.config.mode == ABSOLUTE, f"reward.judge.mode {self.config.mode} compares responses and grades none; "
                                             "choose absolute")
         if self.config.score == PROBABILITY:
             return self._grade_by_words(prompts, completions)
-        found = self.asker.verdicts([
+        results = self.asker.verdicts([
             Question(self.prompter.chat(prompt, [each]), lambda reply: read_grade(reply, self.rubric))
             for prompt, each in zip(prompts, completions, strict=True)])
-        return [self._or_none(each) for each in found]
+        return [self._or_none(each) for each in results]
 
     def compare(self, prompts: Sequence[Text], first: Sequence[Text], second: Sequence[Text]) -> list[Preference]:
-        """Which of two responses to each prompt is better, shown in both orders. With mode absolute both are graded by
-        themselves, and no order is there to change it. Two responses that are the same are a tie, and nobody is asked.
-        """
+        """Which of two responses to each prompt is better, shown in both orders. Mode absolute grades each by itself,
+        without any order. Identical responses are a tie without a question."""
         unlike = [i for i in range(len(prompts)) if shown(first[i]) != shown(second[i])]
         ways = {ABSOLUTE: self._compare_grades, PAIRWISE: self._compare_pairs, RANKING: self._compare_ranks}
         some = [[values[i] for i in unlike] for values in (prompts, first, second)]
-        found = [Preference((0.5, 0.5))] * len(prompts)
+        preferences = [Preference((0.5, 0.5))] * len(prompts)
         for i, preference in zip(unlike, ways[self.config.mode](*some), strict=True):
-            found[i] = preference
+            preferences[i] = preference
             if preference.is_consistent is not None and self.config.mode != ABSOLUTE:
                 self._orders.append(preference.is_consistent)
-        return found
+        return preferences
 
     def report(self, metrics: Metrics) -> None:
-        """What was asked since the last report: judge/... of the step's metrics."""
+        """Add the metrics judge/... of the questions since the last report."""
         counts, size = self.asker.counts, len(self._lost)
         if self._lost:
             metrics.add("judge/failed", sum(self._lost) / size, size)
@@ -135,16 +134,16 @@ class JudgeSource:
         items = self.rubric.items
         chats = [self.prompter.chat(prompt, [each], [item]) for prompt, each in zip(prompts, completions, strict=True)
                  for item in items]
-        found = self.asker.probabilities(chats, [words_of(item) for item in items] * len(completions))
-        grades = [self._grade_of(found[i * len(items) : (i + 1) * len(items)]) for i in range(len(completions))]
-        self._tell_mass([grade.mass for grade in grades if grade is not None])
+        probabilities = self.asker.probabilities(chats, [words_of(item) for item in items] * len(completions))
+        grades = [self._grade_of(probabilities[i * len(items) : (i + 1) * len(items)]) for i in range(len(completions))]
+        self._warn_mass([grade.mass for grade in grades if grade is not None])
         return grades
 
-    def _grade_of(self, found: Sequence[list[float] | Failure]) -> Grade | None:
+    def _grade_of(self, probabilities: Sequence[list[float] | Failure]) -> Grade | None:
         values, masses = {}, []
-        for item, each in zip(self.rubric.items, found, strict=True):
+        for item, each in zip(self.rubric.items, probabilities, strict=True):
             if isinstance(each, Failure):
-                self._tell(each)
+                self._warn(each)
                 return None
             values[item.name] = expected(item, each)
             masses.append(sum(each))
@@ -164,66 +163,68 @@ class JudgeSource:
         rows = list(zip(prompts, first, second, strict=True))
         chats = [self.prompter.chat(p, pair) for p, a, b in rows for pair in ((a, b), (b, a))]
         if self.config.score == PROBABILITY:
-            found = self.asker.probabilities(chats, [("A", "B")] * len(chats))
-            said = [each if isinstance(each, Failure) else self._share_of_a(each) for each in found]
-            self._tell_mass([sum(each) for each in found if not isinstance(each, Failure)])
+            probabilities = self.asker.probabilities(chats, [("A", "B")] * len(chats))
+            verdicts = [each if isinstance(each, Failure) else self._share_of_a(each) for each in probabilities]
+            self._warn_mass([sum(each) for each in probabilities if not isinstance(each, Failure)])
         else:
-            said = self.asker.verdicts([Question(chat, read_better) for chat in chats])
-        return [self._preference(said[2 * i], said[2 * i + 1]) for i in range(len(rows))]
+            verdicts = self.asker.verdicts([Question(chat, read_better) for chat in chats])
+        return [self._preference(verdicts[2 * i], verdicts[2 * i + 1]) for i in range(len(rows))]
 
-    def _share_of_a(self, found: list[float]) -> tuple[float, str]:
-        self._masses.append(sum(found))
-        return found[0] / sum(found), ""
+    def _share_of_a(self, probabilities: list[float]) -> tuple[float, str]:
+        self._masses.append(sum(probabilities))
+        return probabilities[0] / sum(probabilities), ""
 
     def _preference(self, straight: tuple[float, str] | Failure, swapped: tuple[float, str] | Failure) -> Preference:
-        """Of what was said of (A first, B second) and of (A second, B first)."""
+        """Combine the verdicts of both orders: (first, second), and (second, first)."""
         failed = next((each for each in (straight, swapped) if isinstance(each, Failure)), None)
         if failed:
-            self._tell(failed)
+            self._warn(failed)
         one = (None, "") if isinstance(straight, Failure) else straight
         other = (None, "") if isinstance(swapped, Failure) else (1 - swapped[0], swapped[1])
         return Preference((one[0], other[0]), (one[1], other[1]), failed.what if failed else None)
 
-    def _matched(self, groups: list[list[int]], prompts: Sequence[Text], said: Sequence[Text]) -> Judged:
-        """Each response's share of wins against others of its group, and what was said of its first comparison."""
-        pairs = [pair for group in groups for pair in self._pairs(group, said)]
-        found = self.compare([prompts[i] for i, _ in pairs], [said[i] for i, _ in pairs], [said[j] for _, j in pairs])
+    def _matched(self, groups: list[list[int]], prompts: Sequence[Text], responses: Sequence[Text]) -> Judged:
+        """Each response's share of wins against others of its group, and the remark of its first comparison."""
+        pairs = [pair for group in groups for pair in self._pairs(group, responses)]
+        preferences = self.compare([prompts[i] for i, _ in pairs], [responses[i] for i, _ in pairs],
+                                   [responses[j] for _, j in pairs])
         wins: dict[int, list[float]] = {}
-        remarks = [""] * len(said)
-        for (i, j), preference in zip(pairs, found, strict=True):
+        remarks = [""] * len(responses)
+        for (i, j), preference in zip(pairs, preferences, strict=True):
             if preference.share is not None:
                 wins.setdefault(i, []).append(preference.share)
                 wins.setdefault(j, []).append(1 - preference.share)
             for k, letter in ((i, "A"), (j, "B")):
                 remarks[k] = remarks[k] or _remark(letter, preference.reasons[0])
-        return [fmean(wins[i]) if i in wins else None for i in range(len(said))], remarks
+        return [fmean(wins[i]) if i in wins else None for i in range(len(responses))], remarks
 
-    def _pairs(self, group: list[int], said: Sequence[Text]) -> list[tuple[int, int]]:
-        """Who meets whom: all pairs, or on a circle in a seeded order each the next ones, so that every response meets
-        at least config.opponents others."""
+    def _pairs(self, group: list[int], responses: Sequence[Text]) -> list[tuple[int, int]]:
+        """The pairs to compare: all, or each with the next ones on a circle in a seeded order, so that every response
+        meets at least config.opponents others."""
         size = len(group)
         if self.config.opponents is None or self.config.opponents >= size - 1:
             return [(group[a], group[b]) for a in range(size) for b in range(a + 1, size)]
-        circle = self._shuffled(group, said)
-        found: dict[frozenset[int], tuple[int, int]] = {}
+        circle = self._shuffled(group, responses)
+        pairs: dict[frozenset[int], tuple[int, int]] = {}
         for step in range(1, -(-self.config.opponents // 2) + 1):
             for at, i in enumerate(circle):
                 j = circle[(at + step) % size]
-                found.setdefault(frozenset((i, j)), (i, j))
-        return list(found.values())
+                pairs.setdefault(frozenset((i, j)), (i, j))
+        return list(pairs.values())
 
     # -- a group together ----------------------------------------------------------------------------------------------
 
-    def _ranked(self, groups: list[list[int]], prompts: Sequence[Text], said: Sequence[Text]) -> Judged:
-        """Each response's relative score, all of its group shown in a seeded order, and what was said of the group."""
+    def _ranked(self, groups: list[list[int]], prompts: Sequence[Text], responses: Sequence[Text]) -> Judged:
+        """Each response's relative score, its whole group shown in a seeded order, and the remark on the group."""
         largest = max(map(len, groups))
         check(largest <= MAX_TOGETHER, f"reward.judge.mode ranking shows {MAX_TOGETHER} responses together at most, "
                                        f"and a prompt has {largest}; lower num_samples, or choose pairwise")
-        orders = [self._shuffled(group, said) for group in groups]
-        found = self._ask_ranks([prompts[order[0]] for order in orders], [[said[i] for i in order] for order in orders])
-        scores: list[float | None] = [None] * len(said)
-        remarks = [""] * len(said)
-        for order, each in zip(orders, found, strict=True):
+        orders = [self._shuffled(group, responses) for group in groups]
+        rankings = self._ask_ranks([prompts[order[0]] for order in orders],
+                                   [[responses[i] for i in order] for order in orders])
+        scores: list[float | None] = [None] * len(responses)
+        remarks = [""] * len(responses)
+        for order, each in zip(orders, rankings, strict=True):
             if each is not None:
                 for i, value, letter in zip(order, each[0], LETTERS, strict=False):
                     scores[i], remarks[i] = value, _remark(letter, each[1])
@@ -238,45 +239,46 @@ class JudgeSource:
     def _compare_ranks(self, prompts: Sequence[Text], first: Sequence[Text], second: Sequence[Text]
                        ) -> list[Preference]:
         pairs = list(zip(first, second, strict=True))
-        found = self._ask_ranks([p for p in prompts for _ in range(2)], [o for a, b in pairs for o in ((a, b), (b, a))])
-        sides = [None if each is None else (_sign(*each[0]), each[1]) for each in found]
+        rankings = self._ask_ranks([p for p in prompts for _ in range(2)],
+                                   [order for a, b in pairs for order in ((a, b), (b, a))])
+        sides = [None if each is None else (_sign(*each[0]), each[1]) for each in rankings]
         unread = Failure("the judge's reply cannot be read")
         return [self._preference(sides[2 * i] or unread, sides[2 * i + 1] or unread) for i in range(len(pairs))]
 
     # -- all modes -----------------------------------------------------------------------------------------------------
 
-    def _shuffled(self, group: list[int], said: Sequence[Text]) -> list[int]:
-        """The group in an order that its responses and the seed say, so that the same group is asked about alike."""
-        content = "\0".join(shown(said[i]) for i in group).encode("utf-8", "backslashreplace")
+    def _shuffled(self, group: list[int], responses: Sequence[Text]) -> list[int]:
+        """The group in an order drawn from its responses and the seed: the same group gives the same question."""
+        content = "\0".join(shown(responses[i]) for i in group).encode("utf-8", "backslashreplace")
         seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") ^ self.asker.seed
         order = list(group)
         random.Random(seed).shuffle(order)
         return order
 
-    def _or_none(self, found: T | Failure) -> T | None:
-        if isinstance(found, Failure):
-            self._tell(found)
+    def _or_none(self, result: T | Failure) -> T | None:
+        if isinstance(result, Failure):
+            self._warn(result)
             return None
-        return found
+        return result
 
-    def _tell(self, failure: Failure) -> None:
-        """One line, the first time; afterwards the metric judge/failed counts."""
+    def _warn(self, failure: Failure) -> None:
+        """Print one line the first time; the metric judge/failed counts all."""
         if not self.last_failure:
             fate = (f"{_FATE[self.config.on_failure]} (reward.judge.on_failure; metric judge/failed)"
                     if self._is_reward else "such a one is left out and counted")
             print(f"judge: a response has no verdict ({failure.what}); {fate}", file=sys.stderr)
         self.last_failure = failure.what
 
-    def _tell_mass(self, masses: Sequence[float]) -> None:
-        """One line, the first time that the words asked for are unlikely; the metric judge/word_mass goes on."""
-        if masses and fmean(masses) < LITTLE_MASS and not self._has_told_mass:
-            self._has_told_mass = True
+    def _warn_mass(self, masses: Sequence[float]) -> None:
+        """Print one line the first time that the candidate words are unlikely; the metric judge/word_mass has all."""
+        if masses and fmean(masses) < LITTLE_MASS and not self._has_warned_mass:
+            self._has_warned_mass = True
             print(f"judge: the words that it may answer with have a probability of {fmean(masses):.2g} together, on "
                   "average: it wants to say something else (a thought?), and their ratio means little; take another "
                   "judge or template, or reward.judge.score verdict (metric judge/word_mass)", file=sys.stderr)
 
     def _filled(self, scores: list[float | None], groups: list[list[int]]) -> list[float | None]:
-        """The scores with what responses without one get."""
+        """The scores, the missing ones filled as on_failure says."""
         known = [value for value in scores if value is not None]
         if len(known) == len(scores) or self.config.on_failure == "skip":
             return scores
@@ -287,10 +289,10 @@ class JudgeSource:
                             "the same command again")
         filled = list(scores)
         for group in groups:
-            own = [value for i in group if (value := scores[i]) is not None]
+            peers = [value for i in group if (value := scores[i]) is not None]
             for i in group:
                 if scores[i] is None:
-                    filled[i] = fmean(own or known)
+                    filled[i] = fmean(peers or known)
         return filled
 
 
@@ -299,8 +301,8 @@ _FATE = {"mean": "such a one gets the mean score of the others of its prompt, or
 
 
 def open_judge(config: JudgeConfig, seed: int = 0, name: str = "judge") -> JudgeSource:
-    """The judge that the settings describe. UserError for a rubric, a template, an address or a model that does not
-    serve; reads no weights before `open`."""
+    """The judge of the settings. UserError for an unusable rubric, template, address or model; reads no weights before
+    `open`."""
     check(config.is_given, "no judge: give reward.judge.model or reward.judge.url")
     prompter = open_prompts(config)
     is_graded = (config.mode, config.score) == (ABSOLUTE, PROBABILITY)
@@ -326,16 +328,16 @@ def open_prompts(config: JudgeConfig) -> Prompter:
 
 
 def groups_of(rollout: Rollout) -> list[list[int]]:
-    """Rows of one prompt that lie together. The samples of a prompt share its token ids as one object, or, where an
-    environment writes them, as the same numbers."""
-    ids, found = rollout.prompts.ids, [[0]]
+    """Contiguous rows of one prompt. The samples of a prompt share its token ids as one object or, if an environment
+    writes them, as equal lists."""
+    ids, groups = rollout.prompts.ids, [[0]]
     for i in range(1, len(rollout)):
         is_same = ids[i] is ids[i - 1] or (bool(rollout.episodes) and ids[i] == ids[i - 1])
         if is_same:
-            found[-1].append(i)
+            groups[-1].append(i)
         else:
-            found.append([i])
-    return found
+            groups.append([i])
+    return groups
 
 
 def words_of(item: Item) -> tuple[str, ...]:
@@ -345,13 +347,13 @@ def words_of(item: Item) -> tuple[str, ...]:
 
 def expected(item: Item, probabilities: Iterable[float]) -> float:
     """The mean of an item's value in [0, 1] under the probabilities of its words, made to sum to 1."""
-    found = list(probabilities)
+    weights = list(probabilities)
     values = (1.0, 0.0) if item.kind == YES_NO else [n / 10 for n in range(11)]
-    return sum(p * v for p, v in zip(found, values, strict=True)) / sum(found)
+    return sum(p * v for p, v in zip(weights, values, strict=True)) / sum(weights)
 
 
 def _remark(letter: str, reason: str) -> str:
-    """What a judge said, for the response that it knew by this letter."""
+    """A judge's reason, for the response that it saw under this letter."""
     return f"(as {letter}) {reason}" if reason else ""
 
 

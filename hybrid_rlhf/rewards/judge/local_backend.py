@@ -1,4 +1,4 @@
-"""A judge that is loaded here: any chat model, which our engine samples in inference mode."""
+"""A local judge: any chat model, sampled by our engine in inference mode."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.roles.scoring import per_sequence, score
 
 SPACES = ("", "Ġ", "▁")  # before a word in a vocabulary: none, a space in byte-level BPE, one in sentencepiece
-MAX_TOKENS = 8192  # of a micro-batch that is scored
+MAX_TOKENS = 8192  # of a micro-batch of scoring
 
 
 @dataclass
 class LocalBackend:
     """Replies of the model at `path` (a folder or hub id), rendered by its own chat template, `batch_size` at once.
 
-    What a chat draws follows from the chat and the seed, whoever is asked beside it. A chat that is longer than the
-    model is a Failure. No weights are read before `open`.
+    A chat's samples depend on the chat and the seed alone, not on the rest of the batch. A chat that exceeds the
+    model's positions is a Failure. No weights are read before `open`.
     """
 
     path: str
@@ -86,43 +86,43 @@ class LocalBackend:
 
     def _replies(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> list[str | Failure]:
         engine, tokenizer = self._opened()
-        found: list[str | Failure] = [Failure("not asked")] * len(chats)
-        rows = self._rows(chats, max_new_tokens, found)
+        replies: list[str | Failure] = [Failure("not asked")] * len(chats)
+        rows = self._rows(chats, max_new_tokens, replies)
         if not rows:
-            return found
+            return replies
         sampling = SamplingConfig(max_new_tokens=max_new_tokens, temperature=self.temperature)
-        numbers = [int(key_of(chats[i])[:7], 16) for i in rows]  # of the draws: a chat's own, whoever is asked with it
+        numbers = [int(key_of(chats[i])[:7], 16) for i in rows]  # seeds of the draws: those of a chat in any batch
         with explained("while the judge writes"), engine.inference():
-            drawn = engine.generate(list(rows.values()), sampling, seed, numbers=numbers)
+            samples = engine.generate(list(rows.values()), sampling, seed, numbers=numbers)
         texts = [completion_text(tokenizer, row, reason == "eos")
-                 for row, reason in zip(drawn.tokens, drawn.finish_reasons, strict=True)]
-        for i, ids, tokens, text in zip(rows, rows.values(), drawn.tokens, texts, strict=True):
-            found[i] = text
+                 for row, reason in zip(samples.tokens, samples.finish_reasons, strict=True)]
+        for i, ids, tokens, text in zip(rows, rows.values(), samples.tokens, texts, strict=True):
+            replies[i] = text
             self.budget.pay(len(ids), len(tokens))
-        return found
+        return replies
 
     def _chances(self, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float] | Failure]:
         engine, tokenizer = self._opened()
-        found: list[list[float] | Failure] = [Failure("not asked")] * len(chats)
+        results: list[list[float] | Failure] = [Failure("not asked")] * len(chats)
         longest = max(len(tokenizer(word)["input_ids"]) for word in words)
-        asked = {i: [_before(tokenizer, chats[i], word) for word in words] for i in self._rows(chats, longest, found)}
+        asked = {i: [_before(tokenizer, chats[i], word) for word in words] for i in self._rows(chats, longest, results)}
         if not asked:
-            return found
-        whole = [each for of_words in asked.values() for each in of_words]
-        beside = other_tokens(tokenizer.get_vocab(), words, [ids[first:] for ids, first in whole[: len(words)]])
-        mask = length_mask(torch.tensor([len(ids) for ids, _ in whole]))
-        marks = pad_right([[k >= first for k in range(len(ids))] for ids, first in whole], False, torch.bool)
-        batch = SequenceBatch(pad_right([ids for ids, _ in whole], engine.pad_id), mask, marks)
+            return results
+        rows = [each for of_words in asked.values() for each in of_words]
+        beside = other_tokens(tokenizer.get_vocab(), words, [ids[first:] for ids, first in rows[: len(words)]])
+        mask = length_mask(torch.tensor([len(ids) for ids, _ in rows]))
+        marks = pad_right([[k >= first for k in range(len(ids))] for ids, first in rows], False, torch.bool)
+        batch = SequenceBatch(pad_right([ids for ids, _ in rows], engine.pad_id), mask, marks)
         with explained("while the judge scores"):
-            own, others = sums(engine, batch, MAX_TOKENS, [token for tokens in beside for token in tokens])
-        own = own.double().exp().view(len(asked), len(words))
+            logprobs, others = sums(engine, batch, MAX_TOKENS, [token for tokens in beside for token in tokens])
+        probabilities = logprobs.double().exp().view(len(asked), len(words)).tolist()
         more = others[:: len(words)].double().exp().split(list(map(len, beside)), 1)  # a question's rows begin alike
         more = torch.stack([each.sum(1) for each in more], 1)  # (len(asked), len(words))
-        for (i, of_words), values, written in zip(asked.items(), own.tolist(), more.tolist(), strict=True):
+        for (i, of_words), values, written in zip(asked.items(), probabilities, more.tolist(), strict=True):
             exact = _apart(values, [ids for ids, _ in of_words])
-            found[i] = [value + others for value, others in zip(exact, written, strict=True)]
+            results[i] = [value + others for value, others in zip(exact, written, strict=True)]
             self.budget.pay(len(of_words[0][0]), 1)
-        return found
+        return results
 
     def _opened(self) -> tuple[HybridEngine, Tokenizer]:
         self.open()
@@ -130,33 +130,33 @@ class LocalBackend:
             raise RuntimeError("the judge is not open")
         return self.engine, self.tokenizer
 
-    def _rows(self, chats: Sequence[Chat], more: int, found: list) -> dict[int, list[int]]:
-        """Token ids of the chats that are to be asked; the others' failures go to `found`."""
+    def _rows(self, chats: Sequence[Chat], more: int, results: list) -> dict[int, list[int]]:
+        """Token ids of the chats to ask; the failures of the others go to `results`."""
         engine, tokenizer = self._opened()
         limit, rows = load.max_positions(engine.module.model), {}
         for i, chat in enumerate(chats):
             try:
                 ids = chats_as_text.encode_prompt(tokenizer, chat)
             except SkipRow as error:
-                if chat[-2:-1] and chat[-2]["role"] == "assistant":  # its own words, which the next question has not
-                    found[i] = Failure(f"its reply cannot be shown to it again: {error}")
+                if chat[-2:-1] and chat[-2]["role"] == "assistant":  # its own reply, unlike in the next question
+                    results[i] = Failure(f"its reply cannot be shown to it again: {error}")
                     continue
                 raise UserError(f"reward.judge.model {self.path} cannot read the question: {error}; give a model whose "
                                 "chat template shows it, or reward.judge.template with no [system] part") from error
             if limit is not None and len(ids) + more > limit:
-                found[i] = Failure(f"a question of {len(ids)} tokens and a reply of {more} are more than the judge's "
-                                   f"{limit} positions")
+                results[i] = Failure(f"a question of {len(ids)} tokens and a reply of {more} are more than the judge's "
+                                     f"{limit} positions")
                 continue
             with self.budget.call() as spent:
                 if spent is not None:
-                    found[i] = spent
+                    results[i] = spent
                     continue
             rows[i] = ids
         return rows
 
 
 def engine_of(model: nn.Module, tokenizer: Tokenizer, batch_size: int) -> HybridEngine:
-    """An engine that writes replies and gives log-probabilities, and trains nothing."""
+    """An engine that generates replies and log-probabilities, and does not train."""
     engine = HybridEngine(PolicyModule(model), model, eos_ids=stop_ids(model, tokenizer),
                           pad_id=tokenizer.pad_token_id, max_batch=batch_size, name="judge")
     engine.module.eval()
@@ -164,40 +164,40 @@ def engine_of(model: nn.Module, tokenizer: Tokenizer, batch_size: int) -> Hybrid
 
 
 def _before(tokenizer: Tokenizer, chat: Chat, word: str) -> tuple[list[int], int]:
-    """Token ids of the chat with `word` as the beginning of the reply, and how many of them come before the word: a
-    thought that the template ends before every reply is among them."""
-    whole = chats_as_text.compose(tokenizer, chat, word)
-    start = whole.text.index(word, whole.spans[-1][0])
-    cut = Rendered(whole.text[: start + len(word)], [(start, start + len(word))], False)
-    encoded = chats_as_text.encode_all(tokenizer, [cut])[0]  # with an end behind it
+    """Token ids of the chat and `word` as the beginning of the reply, and how many of them come before the word,
+    including an empty thought that the template puts before every reply."""
+    rendered = chats_as_text.compose(tokenizer, chat, word)
+    start = rendered.text.index(word, rendered.spans[-1][0])
+    cut = Rendered(rendered.text[: start + len(word)], [(start, start + len(word))], False)
+    encoded = chats_as_text.encode_all(tokenizer, [cut])[0]  # with an end token
     return encoded.ids[:-1], encoded.num_prompt_tokens
 
 
 def _apart(probabilities: list[float], rows: list[list[int]]) -> list[float]:
-    """The probability of each word without that of longer ones whose tokens begin with its own: 1 0 is no 1."""
-    return [max(0.0, own - sum(p for p, other in zip(probabilities, rows, strict=True)
-                               if len(other) > len(ids) and other[: len(ids)] == ids))
-            for own, ids in zip(probabilities, rows, strict=True)]
+    """The probability of each word without that of longer words whose tokens begin with its own: 1 0 is not 1."""
+    return [max(0.0, probability - sum(p for p, other in zip(probabilities, rows, strict=True)
+                                       if len(other) > len(ids) and other[: len(ids)] == ids))
+            for probability, ids in zip(probabilities, rows, strict=True)]
 
 
 def fingerprint(path: str) -> str:
-    """What tells a folder's model from the one that a later run writes there; a hub id stands for itself."""
+    """A hash that changes when a later run writes another model to the folder; a hub id is its own."""
     folder = Path(path)
     if not folder.is_dir():
         return path
-    found = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".json", ".jinja", ".bin"))
-    return hashlib.sha256(repr([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in found]).encode()).hexdigest()
+    files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".json", ".jinja", ".bin"))
+    return hashlib.sha256(repr([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]).encode()).hexdigest()
 
 
 # -- the probabilities of a reply's first words ------------------------------------------------------------------------
 
 
 def other_tokens(vocab: Mapping[str, int], words: Sequence[str], scored: Sequence[list[int]]) -> list[list[int]]:
-    """For each word the tokens that are all of it, beside the tokens by which it is scored: behind a space, and in
-    small and large letters (Yes, yes, YES; but a is not A).
+    """For each word the other single tokens that spell it, beside the tokens by which it is scored: behind a space, and
+    in lower and upper case (Yes, yes, YES; but a is not A).
 
-    A way of writing counts where every word has a token for it, so that no side has more of them than the other, and
-    where none of these begins another word or stands for one.
+    A spelling counts if every word has a token for it, so that no word has more of them than another, and if none of
+    these tokens begins or is another word.
     """
     ways = [[vocab[space + text] for text in texts] for texts in _written(words) for space in SPACES
             if all(space + text in vocab for text in texts)]
@@ -209,7 +209,7 @@ def other_tokens(vocab: Mapping[str, int], words: Sequence[str], scored: Sequenc
 
 
 def _written(words: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The words as they are, and in small and large letters where none is a single one."""
+    """The words as they are, and in lower and upper case if each has several letters."""
     yield words
     if all(len(word) > 1 for word in words):
         yield from ([change(word) for word in words] for change in (str.lower, str.upper))
@@ -217,14 +217,14 @@ def _written(words: Sequence[str]) -> Iterator[Sequence[str]]:
 
 @torch.no_grad()
 def sums(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(B,) fp32 on the CPU: the summed log-probabilities of each row's loss tokens; (B, len(tokens)) those of `tokens`,
-    were they in the place of its first one."""
+    """(B,) fp32 on the CPU: the summed log-probabilities of each row's loss tokens; (B, len(tokens)): those of `tokens`
+    at the position of its first loss token."""
     if not tokens:
         return per_sequence(engine, batch, max_tokens), torch.zeros(len(batch), 0)
-    own, others = torch.zeros(len(batch)), torch.zeros(len(batch), len(tokens))
+    summed, others = torch.zeros(len(batch)), torch.zeros(len(batch), len(tokens))
     for index, (of_rows, of_tokens) in score(engine, batch, max_tokens, _asking(engine, tokens)):
-        own[index], others[index] = of_rows.cpu(), of_tokens.cpu()
-    return own, others
+        summed[index], others[index] = of_rows.cpu(), of_tokens.cpu()
+    return summed, others
 
 
 def _asking(engine: HybridEngine, tokens: Sequence[int]) -> Callable[[SequenceBatch], tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""What a judge is asked to look at: weighted items, each yes or no or from 0 to 10, from YAML."""
+"""The rubric of a judge: weighted items, each yes or no or from 0 to 10, from YAML."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ YES_NO, SCALE = "yes_no", "0-10"
 KINDS = (YES_NO, SCALE)
 DEFAULT = Path(__file__).parent / "templates" / "default_rubric.yaml"
 MAX_ITEMS = 32
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")  # a key of the reply and a part of a metric's name
-_TAKEN = ("reason", "better")  # what replies have beside items
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")  # a key of the reply and part of a metric's name
+_TAKEN = ("reason", "better")  # keys of replies beside items
 
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to look at. kind: yes_no (yes is 1, no is 0) or 0-10 (a tenth each). weight: its share of the score."""
+    """One criterion. kind: yes_no (yes is 1, no is 0) or 0-10 (a tenth each). weight: its share of the score."""
 
     name: str
     question: str
@@ -34,7 +34,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Rubric:
-    """Items, and what else the judge is to know of the task."""
+    """Items, and further instructions about the task."""
 
     items: tuple[Item, ...]
     instructions: str = ""
@@ -45,15 +45,15 @@ class Rubric:
         return sum(item.weight * values[item.name] for item in self.items) / total
 
 
-def read_rubric(given: Mapping | str | None) -> Rubric:
-    """The rubric that a mapping, a YAML file or (None) our general one says. UserError, in one line, for one that asks
-    nothing, or whose weights sum to nothing."""
-    if isinstance(given, Mapping):
-        return _rubric(given, "reward.judge.rubric")
-    path = Path(expanded(given)) if given else DEFAULT
-    where = f"reward.judge.rubric {path}" if given else "the general rubric"
+def read_rubric(source: Mapping | str | None) -> Rubric:
+    """The rubric in a mapping or a YAML file; None: the general one. UserError, in one line, for one without items, or
+    whose weights sum to 0."""
+    if isinstance(source, Mapping):
+        return _rubric(source, "reward.judge.rubric")
+    path = Path(expanded(source)) if source else DEFAULT
+    where = f"reward.judge.rubric {path}" if source else "the general rubric"
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{where} does not exist; give a YAML file with items, or the items themselves") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -61,8 +61,8 @@ def read_rubric(given: Mapping | str | None) -> Rubric:
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where} is not valid YAML ({_fault(error)}); fix it (a text with ? or : in it needs "
                         "quotes)") from error
-    check(isinstance(found, Mapping), f"{where}: a mapping with items is needed, found {type(found).__name__}")
-    return _rubric(found, where)
+    check(isinstance(content, Mapping), f"{where}: a mapping with items is needed, found {type(content).__name__}")
+    return _rubric(content, where)
 
 
 def _fault(error: Exception) -> str:
@@ -70,11 +70,11 @@ def _fault(error: Exception) -> str:
     return f"line {mark.line + 1}: {problem}" if problem and mark else " ".join(str(error).split())[:100]
 
 
-def _rubric(given: Mapping[Any, Any], where: str) -> Rubric:
-    for key in given:
+def _rubric(content: Mapping[Any, Any], where: str) -> Rubric:
+    for key in content:
         check(key in ("items", "instructions"), f"{where}: there is no {key}{nearest(str(key), ['items'])}; a rubric "
                                                 "has items and instructions")
-    rows, text = given.get("items"), given.get("instructions") or ""
+    rows, text = content.get("items"), content.get("instructions") or ""
     check(isinstance(text, str), f"{where}: instructions is {type(text).__name__}; it must be text")
     check(isinstance(rows, list) and 1 <= len(rows) <= MAX_ITEMS,
           f"{where}: items must be a list of 1 to {MAX_ITEMS}, such as {{name: correct, question: Is it correct?}}")

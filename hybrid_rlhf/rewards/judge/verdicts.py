@@ -1,4 +1,4 @@
-"""What a judge has said, read strictly: one JSON object at the end of its reply, of what was asked for and no more."""
+"""Parses a judge's reply strictly: one JSON object at its end, with the keys that were asked for and no others."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _WORDS = {"yes": 1.0, "no": 0.0}
 _BETTER = {"A": 1.0, "B": 0.0, "tie": 0.5}
 
 
-class Unreadable(Exception):  # noqa: N818 - what the judge is told of its reply
-    """A reply that is no verdict; the message says why, as the judge is told it."""
+class Unreadable(Exception):  # noqa: N818 - its message is sent to the judge
+    """A reply without a valid verdict; the message says why, and is sent to the judge."""
 
 
 @dataclass(frozen=True)
 class Grade:
     """One response on its own. score: the weighted mean of items, name -> value, all in [0, 1]. reason: in the judge's
-    words, empty where there are none. mass: with `score: probability`, the least probability that the words asked for
-    have together (1: the judge says nothing else)."""
+    words, empty where there are none. mass: with `score: probability`, the total probability of the candidate words,
+    the least over the items (1: the judge would write nothing else)."""
 
     score: float
     items: dict[str, float] = field(default_factory=dict)
@@ -36,8 +36,8 @@ class Grade:
 @dataclass(frozen=True)
 class Preference:
     """Two responses to one prompt. orders: how much better the first is, 1 (better), 0.5 (a tie), 0 (worse) or between
-    them for a probability: as the judge says where it is shown first, and where it is shown second; None where the
-    judge's reply could not be read. reasons: in its words, for both. failure: why, where one is None."""
+    them for a probability: the verdict where it is shown first, and where it is shown second; None where the judge's
+    reply could not be read. reasons: of both verdicts. failure: why, where one is None."""
 
     orders: tuple[float | None, float | None]
     reasons: tuple[str, str] = ("", "")
@@ -67,20 +67,20 @@ def _side(share: float) -> str:
 
 def read_grade(reply: str, rubric: Rubric) -> Grade:
     """The reply to an absolute question: a value for each item. Raises Unreadable."""
-    found, reason = _object(reply)
-    _check_keys(found, [item.name for item in rubric.items])
+    verdict, reason = _object(reply)
+    _check_keys(verdict, [item.name for item in rubric.items])
     values = {}
     for item in rubric.items:
-        value = found[item.name]
+        value = verdict[item.name]
         values[item.name] = _yes_no(value, item.name) if item.kind == YES_NO else _number(value, item.name, 10) / 10
     return Grade(rubric.score(values), values, reason)
 
 
 def read_better(reply: str) -> tuple[float, str]:
     """The reply to a comparison: how much better A is (1, 0.5, 0), and why. Raises Unreadable."""
-    found, reason = _object(reply)
-    _check_keys(found, ["better"])
-    better = found["better"]
+    verdict, reason = _object(reply)
+    _check_keys(verdict, ["better"])
+    better = verdict["better"]
     if not isinstance(better, str) or better not in _BETTER:
         raise Unreadable(f'"better" is {_shown(better)}; it must be "A", "B" or "tie"')
     return _BETTER[better], reason
@@ -88,14 +88,14 @@ def read_better(reply: str) -> tuple[float, str]:
 
 def read_ranking(reply: str, letters: Sequence[str]) -> tuple[list[float], str]:
     """The reply to a group: the score of each letter's response in [0, 1], in order, and why. Raises Unreadable."""
-    found, reason = _object(reply)
-    _check_keys(found, letters)
-    return [_number(found[letter], letter, 1) for letter in letters], reason
+    verdict, reason = _object(reply)
+    _check_keys(verdict, letters)
+    return [_number(verdict[letter], letter, 1) for letter in letters], reason
 
 
 def without_thoughts(reply: str) -> str:
-    """What a reply says behind the thoughts that it begins with; nothing where it ends in the midst of them. A chat
-    template may have opened the thought already, so that the reply has its end alone."""
+    """The reply without the thoughts at its beginning; empty if it ends inside them. A chat template may have opened
+    the thought already, so that the reply has only its closing marker."""
     openings, closings = ([marker.strip() for marker in side] for side in zip(*MARKERS, strict=True))
     end = max(reply.rfind(mark) + len(mark) if mark in reply else 0 for mark in closings)
     if not end and reply.lstrip().startswith(tuple(openings)):
@@ -104,50 +104,50 @@ def without_thoughts(reply: str) -> str:
 
 
 def _object(reply: str) -> tuple[dict[str, Any], str]:
-    """The last JSON object of a reply, behind which nothing is said, and the words before it with its "reason"."""
-    said = without_thoughts(reply)
-    if reply.strip() and not said.strip():
+    """The JSON object that ends a reply, and the text before it joined with its "reason"."""
+    answer = without_thoughts(reply)
+    if reply.strip() and not answer.strip():
         raise Unreadable("it ends in its thoughts, before a verdict")
-    text = re.sub(r"```(?:json)?\s*$", "", said[:MAX_READ].rstrip()).rstrip()
+    text = re.sub(r"```(?:json)?\s*$", "", answer[:MAX_READ].rstrip()).rstrip()
     decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
-    found, start, end, place = None, 0, 0, text.find("{")
+    verdict, start, end, place = None, 0, 0, text.find("{")
     while place >= 0:
         try:
             value, after = decoder.raw_decode(text, place)
         except (ValueError, RecursionError):
             place = text.find("{", place + 1)
             continue
-        found, start, end = value, place, after
+        verdict, start, end = value, place, after
         place = text.find("{", after)
-    if not isinstance(found, dict):
+    if not isinstance(verdict, dict):
         raise Unreadable("there is no JSON object at its end (it may have been cut off before)")
     if text[end:].strip():
         raise Unreadable("there are words behind the JSON object")
     before = re.sub(r"```(?:json)?\s*$", "", text[:start].rstrip()).strip()
-    own = found.pop("reason", "")
-    if not isinstance(own, str):
-        raise Unreadable(f'"reason" is {_shown(own)}; it must be text')
-    return found, " ".join(part for part in (before, own.strip()) if part)
+    reason = verdict.pop("reason", "")
+    if not isinstance(reason, str):
+        raise Unreadable(f'"reason" is {_shown(reason)}; it must be text')
+    return verdict, " ".join(part for part in (before, reason.strip()) if part)
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return values
 
 
-def _check_keys(found: Mapping[str, Any], wanted: Sequence[str]) -> None:
-    missing = [key for key in wanted if key not in found]
-    more = [key for key in found if key not in wanted]
+def _check_keys(verdict: Mapping[str, Any], wanted: Sequence[str]) -> None:
+    missing = [key for key in wanted if key not in verdict]
+    more = [key for key in verdict if key not in wanted]
     if missing:
         raise Unreadable(f"the JSON object has no {', '.join(missing)}")
     if more:
-        raise Unreadable(f"the JSON object has {', '.join(map(_shown, more[:5]))}, which nobody asked for")
+        raise Unreadable(f"the JSON object has {', '.join(map(_shown, more[:5]))}, which was not asked for")
 
 
 def _yes_no(value: object, name: str) -> float:

@@ -20,7 +20,7 @@ from hybrid_rlhf.models.tokenizer import Tokenizer
 from hybrid_rlhf.rewards.classifier import BATCH_SIZE, label_index, open_model
 from hybrid_rlhf.rollout import Rollout
 
-# What the score of a response is, by the probabilities of its steps.
+# The score of a response from the probabilities of its steps.
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "each": lambda steps: sum(steps) / max(len(steps), 1),  # their mean: a step earns its probability / their number
     "sum": sum,
@@ -29,11 +29,11 @@ REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "product": lambda steps: math.prod(steps) if steps else 0.0,
 }
 OPTIONS = ("label", "separator", "split", "reduce")
-_TRL_LABELS = ["LABEL_0", "LABEL_1"]  # transformers' own names, which TRL leaves: 1 is a step that is right
+_TRL_LABELS = ["LABEL_0", "LABEL_1"]  # transformers' default names, which TRL keeps: 1 is a correct step
 
 
 class Step(NamedTuple):
-    """A step's text, and how many characters of the response there are up to its end, the separator included."""
+    """A step's text, and where it ends in the response, in characters, the separator included."""
 
     text: str
     end: int
@@ -42,12 +42,13 @@ class Step(NamedTuple):
 @dataclass
 class ProcessSource:
     """The token-classification model at `path` reads prompt and steps as TRL's PRMTrainer tokenises them: the prompt,
-    then each step and a separator, whose last token is where the step's probability of `label` is read.
+    then each step and a separator. The probability of `label` at the separator's last token is that of the step.
 
-    split: at what responses are split into steps (None: at the separator). reduce: what a response's score is. each and
-    sum put every step's part at the last of the policy's tokens of that step (rollout.token_scores, step_ends); min,
-    last and product are scores of whole responses. A response without a step scores 0. policy_tokenizer: by which the
-    response was decoded, needed from the first `score` on. No weights are read before `open`.
+    split: the text at which responses are split into steps (None: the separator). reduce: how the steps' probabilities
+    become a response's score. each and sum put each step's part at the policy's last token of that step
+    (rollout.token_scores, step_ends); min, last and product score whole responses. A response without a step scores 0.
+    policy_tokenizer: the one that decoded the responses, needed from the first `score` on. No weights are read before
+    `open`.
     """
 
     path: str
@@ -95,15 +96,15 @@ class ProcessSource:
     def score(self, rollout: Rollout) -> list[float]:
         """The reduced score of each response; where scores are placed, sets token_scores and step_ends too."""
         steps = [steps_of(text, self.separator if self.split is None else self.split) for text in rollout.completions]
-        found = self._probabilities(rollout.prompts.columns.get("prompt") or rollout.prompts.texts, steps)
+        probabilities = self._probabilities(rollout.prompts.columns.get("prompt") or rollout.prompts.texts, steps)
         if self.places_scores:
-            self._place(rollout, steps, found)
-        return [REDUCTIONS[self.reduce](each) for each in found]
+            self._place(rollout, steps, probabilities)
+        return [REDUCTIONS[self.reduce](each) for each in probabilities]
 
-    def _place(self, rollout: Rollout, steps: list[list[Step]], found: list[list[float]]) -> None:
+    def _place(self, rollout: Rollout, steps: list[list[Step]], probabilities: list[list[float]]) -> None:
         scores, ends = torch.zeros(rollout.action_mask.shape), torch.zeros_like(rollout.action_mask)
         lengths = rollout.response_mask.sum(1).tolist()
-        for i, (row, values) in enumerate(zip(steps, found, strict=True)):
+        for i, (row, values) in enumerate(zip(steps, probabilities, strict=True)):
             ids = rollout.response_ids[i, : lengths[i]].tolist()
             share = 1 / len(row) if row and self.reduce == "each" else 1.0
             for place, value in zip(last_tokens(self.policy_tokenizer, ids, rollout.completions[i], row), values,
@@ -113,20 +114,20 @@ class ProcessSource:
         rollout.token_scores, rollout.step_ends = scores, ends
 
     def _probabilities(self, prompts: Sequence[Text], steps: list[list[Step]]) -> list[list[float]]:
-        """Of each step of each response, that of the label."""
+        """The probability of the label, for each step of each response."""
         rows = [step_ids(self.tokenizer, prompt, [step.text for step in each], self.separator)
                 for prompt, each in zip(prompts, steps, strict=True)]
         longest, limit = max((len(ids) for ids, _ in rows), default=0), load.max_positions(self.model)
         check(limit is None or longest <= limit,
               f"reward source {self.name}: prompt and steps of {longest} of its tokens, and it has {limit} positions; "
               "lower data.max_prompt_length or ppo.sampling.max_new_tokens")
-        found: list[list[float]] = [[] for _ in rows]
+        probabilities: list[list[float]] = [[] for _ in rows]
         order = sorted((i for i, (_, places) in enumerate(rows) if places), key=lambda i: len(rows[i][0]))
         for start in range(0, len(order), self.batch_size):
             index = order[start : start + self.batch_size]
             for i, values in zip(index, self._read([rows[i] for i in index]), strict=True):
-                found[i] = values
-        return found
+                probabilities[i] = values
+        return probabilities
 
     def _read(self, rows: list[tuple[list[int], list[int]]]) -> list[list[float]]:
         mask = length_mask(torch.tensor([len(ids) for ids, _ in rows]))
@@ -138,8 +139,8 @@ class ProcessSource:
 
 
 def steps_of(text: str, split: str) -> list[Step]:
-    """The pieces of `text` between occurrences of `split`, as they are; blank ones belong to the step before. The last
-    one ends where the text does."""
+    """Split `text` at each `split`, the pieces as they are; a blank piece belongs to the step before. The last step
+    ends where the text does."""
     steps: list[Step] = []
     end = 0
     for piece in text.split(split):
@@ -155,8 +156,8 @@ def step_ids(tokenizer: Tokenizer, prompt: Text, steps: Sequence[str], separator
     """Token ids of a prompt and its steps, and the place of each step's separator (its last token), as PRMTrainer of
     TRL 0.13 to 1.13 makes them: parts tokenised one by one without special tokens, BOS first where there is one.
 
-    Messages are their contents with an empty line between them; TRL's trainer has no template. Markup of special tokens
-    in a step is read as text: a response must not write them.
+    Messages are joined by empty lines; TRL's trainer has no template. The text of a special token in a step is
+    tokenised as text: a response must not write special tokens.
     """
     asked = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
     ids: list[int] = tokenizer(asked, add_special_tokens=False)["input_ids"]
@@ -170,10 +171,10 @@ def step_ids(tokenizer: Tokenizer, prompt: Text, steps: Sequence[str], separator
 
 
 def last_tokens(tokenizer: Tokenizer, ids: Sequence[int], text: str, steps: Sequence[Step]) -> list[int]:
-    """The place among `ids`, which `tokenizer` decoded to `text`, of the token that each step ends in. The last step
-    takes in all to the end, EOS included.
+    """For each step the index of its last token in `ids`, which `tokenizer` decoded to `text`. The last step extends to
+    the end, EOS included.
 
-    Found by decoding: how a policy cut its text into tokens is not how a tokenizer would.
+    Found by decoding: sampled tokens need not be those that a tokenizer would make of the text.
     """
     def place_of(end: int) -> int:
         return bisect_left(range(1, len(ids)), True, key=lambda count: tokenizer.decode(
