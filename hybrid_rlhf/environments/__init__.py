@@ -1,1 +1,1 @@
-"""What a model acts in: someone else's classes and functions, what they are asked, and what they answer."""
+"""Environments and tools: a user's classes and functions, their calls and their answers."""

@@ -1,4 +1,4 @@
-"""Calls of environments and tools: side by side, each within its time, each with one outcome."""
+"""Concurrent calls of environments and tools, each with a timeout and one outcome."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hybrid_rlhf.rewards.deadline import Overdue, within
 from hybrid_rlhf.rewards.process_state import unchanged
 
 _WHO = "the environment"
-_PATIENCE = 1.0  # seconds until a loop that was asked to cancel a coroutine must have done so
+_PATIENCE = 1.0  # seconds within which a loop must cancel a coroutine
 
 
 class CallError(Exception):
-    """A call that failed, in one line that can be shown to a model."""
+    """A failed call; the message is one line that can be shown to a model."""
 
 
 class LateError(CallError):
-    """A call that bounds its own time (`keep_time`) was not done in time."""
+    """A call that enforces its own timeout (`keep_time`) exceeded it."""
 
 
 class Outcome(NamedTuple):
-    """The result of a call. error: why there is no value, in one line, or None. is_late: its time was up."""
+    """The result of a call. error: why there is no value, in one line, or None. is_late: whether it timed out."""
 
     value: Any = None
     error: str | None = None
@@ -42,8 +42,8 @@ class Outcome(NamedTuple):
 
 @dataclass(eq=False)
 class _Job:
-    """A call. Each lock is taken once, for good: by the call that ends, or by the clock that gives it up. Nothing else
-    is shared with its thread, which may therefore be interrupted anywhere."""
+    """A call. Each lock is acquired once, for good: by the call when it ends, or by the clock that gives it up. Nothing
+    else is shared with its thread, which may therefore be interrupted anywhere."""
 
     key: Hashable
     call: Callable[[], object]
@@ -58,37 +58,37 @@ class _Job:
     has_left_worker: threading.Lock = field(default_factory=threading.Lock)
 
     def due(self, timeout: float) -> float:
-        """When its time is up; as late as can be of one that has not begun, or that ends in time by itself."""
+        """Its deadline; a full timeout from now for a call that has not begun, or that enforces its own timeout."""
         return (time.monotonic() if self.began is None or self.keeps_time else self.began) + timeout
 
 
-_thread = threading.local()  # job: what a pool's thread is doing
+_thread = threading.local()  # job: the call of a pool's thread
 
 
 def keep_time() -> None:
-    """The call in this thread bounds its own time, by LateError, and is not interrupted. With num_workers 0 the pool's
-    clock goes on."""
+    """Declare that the call in this thread enforces its own timeout, by LateError, and is not to be interrupted. With
+    num_workers 0 the pool's clock applies all the same."""
     if getattr(_thread, "job", None) is not None:
         _thread.job.keeps_time = True
 
 
 class CallPool:
-    """Up to `num_workers` calls at a time, and any number of coroutines, each of which may take `timeout` seconds from
-    when it begins.
+    """Up to `num_workers` calls at a time, and any number of coroutines, each with `timeout` seconds from when it
+    begins.
 
-    A call that hangs is left behind in its thread, which another one replaces: there are never more threads than
-    num_workers, one for coroutines, and those that hang. An endless loop of Python code is ended then. With num_workers
-    0 `start` makes the call itself, so that calls follow one another in an order that no clock decides; in the main
-    thread a call is ended when its time is up, and what it changes of this process (random generators, torch's
-    settings) is restored. The methods are for one thread.
+    A call that hangs is abandoned in its thread, which another one replaces: there are never more threads than
+    num_workers, one for coroutines, and those that hang. An endless loop of Python code is then interrupted. With
+    num_workers 0 `start` makes the call itself, so that the order of calls does not depend on time; in the main thread
+    a call is interrupted at its timeout, and the process state that it changes (random generators, torch's settings)
+    is restored. The methods are for one thread.
     """
 
     def __init__(self, num_workers: int, timeout: float) -> None:
         self._num_workers, self._timeout = num_workers, timeout
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[_Job, Outcome]] = SimpleQueue()
-        self._open: dict[_Job, None] = {}  # in the order of their start
-        self._lanes: dict[Hashable, deque[_Job]] = {}  # those with a call under way, and what waits for its end
+        self._open: dict[_Job, None] = {}  # in the order of start
+        self._lanes: dict[Hashable, deque[_Job]] = {}  # lanes with a running call, and the calls that wait for its end
         self._done: list[tuple[Any, Outcome]] = []
         self._num_threads = 0  # workers that do not hang
         self._is_closed = False
@@ -102,10 +102,10 @@ class CallPool:
 
     def start(self, key: Hashable, call: Callable[[], object], then: Callable[[Any], object] | None = None,
               lane: Hashable = None) -> None:
-        """Have `call` made. Where it returns a coroutine, that is awaited in an event loop of the pool's.
+        """Start `call`. If it returns a coroutine, that is awaited in an event loop of the pool's.
 
-        key: by which `finished` names it. then: what is made of the value, within the same time; its answer is the
-        Outcome's value. lane: calls with the same one, if any, follow one another, and hold no worker while they wait.
+        key: its name in `finished`. then: is applied to the value, within the same timeout; its result is the Outcome's
+        value. lane: calls of one lane run one after another, and occupy no worker while they wait; None: no lane.
         """
         if self._is_closed:
             raise RuntimeError("the pool is closed")
@@ -125,8 +125,8 @@ class CallPool:
         self._jobs.put(job)
 
     def finished(self, wait: bool) -> list[tuple[Any, Outcome]]:
-        """(key, Outcome) of the calls that have ended, or whose time is up, since this was last asked, in the order in
-        which they ended. wait: until there is at least one, or nothing is waiting."""
+        """(key, Outcome) of the calls that have ended or timed out since the last call of this, in the order in which
+        they ended. wait: whether to wait until there is at least one, or nothing is waiting."""
         while True:
             while not self._answers.empty():
                 self._end(*self._answers.get())
@@ -141,7 +141,7 @@ class CallPool:
                 self._end(*self._answers.get(timeout=max(seconds, 0) + 1e-3))
 
     def close(self) -> None:
-        """Waits for nothing: what has not begun is dropped, and what runs is given up."""
+        """Does not wait: calls that have not begun are dropped, running ones are given up."""
         self._is_closed = True
         for waiting in self._lanes.values():
             for job in waiting:
@@ -170,7 +170,7 @@ class CallPool:
             _thread.job = job
             job.thread_id, job.began = threading.get_ident(), time.monotonic()
             answer = _attempt(job)
-            if not job.has_left_worker.acquire(blocking=False):  # another thread has this one's place
+            if not job.has_left_worker.acquire(blocking=False):  # another thread has replaced this one
                 _drop(answer)
                 return
             if isinstance(answer, Outcome):
@@ -199,7 +199,7 @@ class CallPool:
 
     def _await(self, job: _Job, answer: Awaitable) -> None:
         spent = time.monotonic() - (job.began or 0)
-        job.began = None  # the time until there is a loop that is not blocked is not the call's
+        job.began = None  # waiting for a loop that is not blocked does not count against the call
         with self._loop_lock:
             if self._loop is not None and not self._loop.answers():
                 self._loop.retire()
@@ -235,7 +235,7 @@ class CallPool:
                 del self._lanes[job.lane]
 
     def _give_up(self, job: _Job) -> None:
-        """Unless its answer has just come."""
+        """Give up a call, unless its outcome has just arrived."""
         if not job.has_outcome.acquire(blocking=False):
             return
         job.is_given_up = True
@@ -259,7 +259,7 @@ def described(error: BaseException) -> str:
 
 
 def _attempt(job: _Job) -> Outcome | Awaitable:
-    """The call's outcome, or its coroutine. Raises only a KeyboardInterrupt of the main thread."""
+    """Make the call: its outcome, or its coroutine. Raises only a KeyboardInterrupt of the main thread."""
     try:
         with no_second_process(_WHO):
             value = job.call()
@@ -271,14 +271,14 @@ def _attempt(job: _Job) -> Outcome | Awaitable:
 
 
 def _drop(answer: Outcome | Awaitable) -> None:
-    """Close a coroutine that is not needed any more: Python warns of one that was never awaited."""
+    """Close a coroutine that is no longer needed: Python warns of one that was never awaited."""
     if inspect.iscoroutine(answer):
         answer.close()
 
 
 def _interrupt(thread_id: int | None) -> None:
-    """Raise SystemExit in that thread once its Python code goes on, so that an endless loop does not slow training down
-    for the rest of the run. A wait inside of C (a sleep, a socket) ends first."""
+    """Raise SystemExit in that thread, so that an endless loop does not slow down the rest of the run. It is raised at
+    the next Python instruction: a wait in C (a sleep, a socket) ends first."""
     if thread_id is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(SystemExit))
 
@@ -294,7 +294,7 @@ class _LoopThread:
         self.thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], None]:
-        """Run it, and return at once, with a function that cancels it."""
+        """Start it, and return at once a function that cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
         def cancel() -> None:
@@ -306,17 +306,17 @@ class _LoopThread:
         return cancel
 
     def answers(self) -> bool:
-        """Whether it goes on after the last cancellation: false where a coroutine blocks it."""
+        """Whether it responds after the last cancellation: false if a coroutine blocks it."""
         return self._heard is None or self._heard.wait(_PATIENCE)
 
     def retire(self) -> None:
-        """End it when its coroutines, which were cancelled before, have ended."""
+        """Stop it when its coroutines, which were cancelled before, have ended."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         while not self._is_over:
-            with suppress(BaseException):  # SystemExit of a task that a coroutine has started: the others go on
+            with suppress(BaseException):  # SystemExit of one task: the others go on
                 self._loop.run_forever()
         self._loop.close()
 

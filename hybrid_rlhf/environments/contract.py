@@ -1,4 +1,4 @@
-"""The contract of environments: TRL's class of `reset`, tools and `get_reward`, or one with `step(messages)`."""
+"""The interface of environments: TRL's class of `reset`, tools and `get_reward`, or one with `step(messages)`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _ROLES = ("user", "tool", "system")
 
 @dataclass(frozen=True, eq=False)
 class Environment:
-    """One kind of environment. schemas: of what the model may call, its plain tools and then its methods by name.
+    """One kind of environment. schemas: of its tools, the plain functions and then its methods by name.
 
-    has_step: it answers what the model says by itself, whether that calls a tool or not. has_reward: it knows a reward
-    of its own. tools: the plain functions by name, which belong to no instance. make: constructs an instance; None
-    where there are only tools. needed: columns that reset cannot do without. lane_of: what the calls of an instance
-    wait for, for CallPool.start.
+    has_step: whether it answers each message of the model, with or without tool calls. has_reward: whether it has a
+    reward of its own. tools: the plain functions by name, which belong to no instance. make: constructs an instance;
+    None where there are only tools. needed: columns that reset requires. lane_of: the lane of an instance's calls, for
+    CallPool.start.
     """
 
     name: str
@@ -43,21 +43,21 @@ class Environment:
     make: Callable[[], object] | None = None
     needed: tuple[str, ...] = ()
     lane_of: Callable[[object], Hashable] = field(default=lambda _: None, kw_only=True)
-    _spare: list[object] = field(default_factory=list)  # the instance that was made to look at
+    _spare: list[object] = field(default_factory=list)  # the instance that was made for inspection
 
     @property
     def tool_names(self) -> list[str]:
         return [schema["function"]["name"] for schema in self.schemas]
 
     def new(self) -> Instance:
-        """One more of it. UserError where the constructor raises."""
+        """A new instance. UserError if the constructor raises."""
         if self.make is None:
             return Instance(self, None)
         return Instance(self, self._spare.pop() if self._spare else constructed(self.make, self.name))
 
 
 def constructed(make: Callable[[], object], name: str) -> object:
-    """An instance by a user's class or function; UserError in one line where it raises."""
+    """An instance from a user's class or function; UserError in one line if it raises."""
     try:
         with unchanged(f"environment {name}"), no_second_process(f"environment {name}"):
             return make()
@@ -71,13 +71,13 @@ def constructed(make: Callable[[], object], name: str) -> object:
 
 
 def environment_of(name: str, make: Callable[[], object], tools: Mapping[str, Callable], where: str) -> Environment:
-    """The kind of environment that `make` makes one of. tools: plain ones beside its own.
+    """The kind of environment that `make` constructs. tools: plain functions beside its methods.
 
-    where: what it is to the user, for messages. Raises UserError in one line for what TRL's contract does not allow: a
-    class without reset, methods that no schema can show, two tools of one name.
+    where: its name in messages. Raises UserError in one line for what TRL's interface does not allow: a class without
+    reset, methods that a schema cannot describe, two tools of one name.
     """
     instance = constructed(make, name)
-    methods = dict(inspect.getmembers(type(instance), inspect.isfunction))  # on the class: properties are not asked
+    methods = dict(inspect.getmembers(type(instance), inspect.isfunction))  # on the class: properties are not evaluated
     has_step = "step" in methods and _is_protocol(instance.step)  # type: ignore[attr-defined]
     kind = type(instance).__name__
     check(has_step or "reset" in methods,
@@ -92,17 +92,17 @@ def environment_of(name: str, make: Callable[[], object], tools: Mapping[str, Ca
 
 
 def plain_schemas(tools: Mapping[str, Callable]) -> dict[str, dict]:
-    """The schemas of plain functions by the names that they are called by."""
+    """The schemas of plain functions by the names of their tools."""
     return {name: _named(schema_of(tool, f"environment.tools: {name}"), name) for name, tool in tools.items()}
 
 
 def _named(schema: dict, name: str) -> dict:
-    """The schema with the name that the tool is called by; a decorated function has another name."""
+    """The schema with the tool's name; a decorated function has another name."""
     return {**schema, "function": {**schema["function"], "name": name}}
 
 
 def _is_protocol(step: Callable) -> bool:
-    """step(messages); in a class of TRL's `step` may be a tool like others."""
+    """Whether it is step(messages); in TRL's classes `step` may be an ordinary tool."""
     return [n for n, p in inspect.signature(step).parameters.items()
             if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)] == ["messages"]
 
@@ -115,11 +115,10 @@ def _needed(instance: Any) -> tuple[str, ...]:
 class Instance:
     """One environment, for one episode at a time: constructed once, reset often.
 
-    Its methods may answer with a coroutine, which is to be awaited. Their errors are CallError, in words that a model
-    can be shown. Only one call of the user's object runs at a time: while an earlier one, whose time was up, has not
-    returned (`is_busy`), others are refused at once; but `step` and `reward`, without which an episode has no end, are
-    called beside it. Plain tools have no object, and are not bound by that. lane: what its calls wait for, for
-    CallPool.start.
+    Its methods may return a coroutine, which is to be awaited. Their errors are CallError, with a message that a model
+    can be shown. Only one call of the user's object runs at a time: while an earlier one that timed out has not
+    returned (`is_busy`), others are refused at once, except `step` and `reward`, without which an episode cannot end.
+    Plain tools have no object and no such limit. lane: of its calls, for CallPool.start.
     """
 
     def __init__(self, environment: Environment, user_object: Any) -> None:
@@ -132,7 +131,7 @@ class Instance:
         return self._lock.locked()
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        """Begin an episode of the data's `row`; None, or text that belongs to the end of the last user message. A reset
+        """Begin an episode of the data's `row`; returns None, or text to append to the last user message. A reset
         without **keywords gets the columns that it names."""
         if not hasattr(self.object, "reset"):
             return None
@@ -145,7 +144,7 @@ class Instance:
         return inspect.iscoroutinefunction(self._tool(name))
 
     def call(self, name: str, arguments: object) -> Any:
-        """The answer of the tool `name` to `arguments` as the model has written them."""
+        """Call the tool `name` with the `arguments` that the model wrote."""
         tool, known = self._tool(name), self.environment.tool_names
         if tool is None:
             raise CallError(f"there is no tool {name!s:.60}{nearest(str(name)[:60], known)}; there are "
@@ -163,8 +162,8 @@ class Instance:
         return self._one_at_a_time(name, tool, lambda: tool(**values), _same, takes)
 
     def step(self, messages: list[dict]) -> Any:
-        """(messages, done, reward): what the environment adds to the conversation `messages`, whether the episode ends
-        with it, and the reward of the model's last turn, or None."""
+        """(messages, done, reward): the messages that the environment adds to the conversation, whether the episode
+        ends, and the reward of the model's last turn, or None."""
         conversation = fresh(messages)
         return self._beside("step", self.object.step, lambda: self.object.step(conversation), _checked_step)
 
@@ -189,7 +188,7 @@ class Instance:
         return self._awaited_alone(name, answer) if inspect.isawaitable(answer) else answer
 
     def _beside(self, name: str, function: Callable, call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
-        """One at a time, but for a call whose time was up: the model was told of that, and the episode went on."""
+        """One at a time, except beside a call that timed out: the model was told, and the episode goes on."""
         is_late = self.is_busy
         return _answer(name, function, call, then) if is_late else self._one_at_a_time(name, function, call, then)
 
@@ -209,13 +208,13 @@ class Instance:
 
 
 class Environments:
-    """What a run has: `kinds`, and which of them a row is for, by its column `environment` where they have names."""
+    """The environments of a run: `kinds`, among which a row's column `environment` chooses where they have names."""
 
     def __init__(self, kinds: list[Environment], is_chosen_by_row: bool) -> None:
         self.kinds, self.is_chosen_by_row = kinds, is_chosen_by_row
 
     def of(self, row: Mapping[str, Any]) -> Environment:
-        """The kind of environment of a row of the data. UserError for a name that there is not."""
+        """The kind of environment of a row of the data. UserError for an unknown name."""
         if not self.is_chosen_by_row:
             return self.kinds[0]
         known = {kind.name: kind for kind in self.kinds}
@@ -226,11 +225,11 @@ class Environments:
         return known[str(name)]
 
     def columns_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What reset is given of a row: the name that chooses the environment is not part of it."""
+        """The columns of a row that reset gets: all but the name that chooses the environment."""
         return {k: v for k, v in row.items() if not (self.is_chosen_by_row and k == "environment")}
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """UserError where the data, which has `columns`, lacks one that all kinds need to begin an episode."""
+        """UserError if the data, which has `columns`, lacks one that the resets of all kinds require."""
         have = list(columns)
         needed = {n: kind.name for kind in self.kinds for n in kind.needed
                   if all(n in other.needed for other in self.kinds)}
@@ -242,21 +241,21 @@ class Environments:
 
 
 def _answer(name: str, function: Callable, call: Callable[[], Any], then: Callable[[Any], Any], hint: str = "") -> Any:
-    """then(what is answered), or a coroutine of it. Errors are CallError with the line of the function's own file."""
-    with _in_words(name, function, hint):
+    """then(call()), or a coroutine of it. Errors are CallError with the line of the function's own file."""
+    with _call_errors(name, function, hint):
         answer = call()
         if not inspect.isawaitable(answer):
             return then(answer)
 
     async def awaited() -> Any:
-        with _in_words(name, function, hint):
+        with _call_errors(name, function, hint):
             return then(await answer)
 
     return awaited()
 
 
 @contextmanager
-def _in_words(name: str, function: Callable, hint: str) -> Iterator[None]:
+def _call_errors(name: str, function: Callable, hint: str) -> Iterator[None]:
     try:
         yield
     except CallError:
@@ -285,7 +284,7 @@ def _checked_step(answer: Any) -> tuple[list[dict], bool, float | None]:
     added = [{"role": "user", "content": added}] if isinstance(added, str) else added
     if not isinstance(added, (list, tuple)) or not all(
             isinstance(m, dict) and m.get("role") in _ROLES and isinstance(m.get("content"), str) for m in added):
-        raise CallError("step answered messages that are no list of {'role': 'user' or 'tool', 'content': text}")
+        raise CallError("step answered messages that are not a list of {'role': 'user' or 'tool', 'content': text}")
     if not isinstance(done, (bool, np.bool_)):
         raise CallError(f"step answered done as a {type(done).__name__}, where True or False is needed")
     if not added and not done:

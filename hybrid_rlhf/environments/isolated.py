@@ -1,4 +1,4 @@
-"""Environments and tools in worker processes, whose crash or hang ends no run (environment.isolate)."""
+"""Environments and tools in worker processes, so that a crash or a hang does not end the run (environment.isolate)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from hybrid_rlhf.rewards.deadline import Overdue
 from hybrid_rlhf.rewards.functions import from_python, handed_over
 from hybrid_rlhf.rewards.isolation import CallFailed, WorkerProcess, importable, signature_of
 
-START_SECONDS = 600.0  # for a file to be run, and an instance to be made: no call is to blame for how long it takes
+START_SECONDS = 600.0  # to run a file, or construct an instance: it does not count against a call
 _OPTION = "environment.isolate"
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
-class _Home:
-    """A worker process that instances live in, or that tools run in, one call at a time. When it has ended, the next
-    call that may starts it again: its `generation` is higher then, and the instances are gone. max_chars: of the text
-    of an answer that a model reads, plus one where it must be cut: no more of it leaves the process."""
+class _Worker:
+    """A worker process for instances or for tools, one call at a time. If it has ended, `ensure_running` starts it
+    again: its `generation` is then higher, and its instances are gone. max_chars: the most characters of an answer for
+    a model that leave the process, plus one if it must be cut."""
 
     def __init__(self, sources: Sequence[tuple[str, str]], timeout: float, max_chars: int) -> None:
         self._timeout, self._max_chars = timeout, max_chars
@@ -43,13 +43,13 @@ class _Home:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait until no other call is made there; a call's time is bounded. The other methods are called within."""
+        """Wait until no other call runs there; each has a timeout. The other methods are called inside the block."""
         keep_time()
         with self._turn:
             yield
 
     def ensure_running(self) -> None:
-        """Raises CallFailed where the process cannot be started again."""
+        """Raises CallFailed if the process cannot be started again."""
         if not self.process.is_running:
             try:
                 self.process.start(START_SECONDS)
@@ -62,11 +62,11 @@ class _Home:
             self.process.ask("make", START_SECONDS, number=number, source=source, options=dict(options))
         except CallFailed as error:
             raise CallFailed(f"was not called: the environment's constructor {error}") from None
-        except Overdue as error:  # no LateError, which is an advice to raise environment.timeout
+        except Overdue as error:  # not LateError, which advises a longer environment.timeout
             raise CallFailed(f"was not called: the environment's constructor: {error}; its process was ended") from None
 
     def call(self, target: Source | tuple[int, str], values: tuple, named: dict[str, Any], as_text: bool) -> Any:
-        """The answer of a tool or a method. Raises CallFailed, or LateError where its time was up."""
+        """Call a tool or a method. Raises CallFailed, or LateError if it timed out."""
         try:
             return self.process.ask("call", self._timeout, who="the environment", target=target, values=values,
                                     named=named, max_chars=self._max_chars if as_text else None)
@@ -74,38 +74,38 @@ class _Home:
             raise LateError(f"{error} (environment.timeout); its process was ended") from None
 
 
-class _Homes:
+class _Workers:
     """The processes of a run, each started when it is first needed: `num` for instances, the k-th in process k modulo
-    `num`; others for plain tools, as many as run at once, so that a crash of these takes no instances along."""
+    `num`; others for plain tools, as many as run at once, so that a crash of a tool loses no instances."""
 
     def __init__(self, num: int, sources: Sequence[tuple[str, str]], timeout: float, max_chars: int) -> None:
-        self._new = partial(_Home, sources, timeout, max_chars)
-        self._homes = [self._new() for _ in range(num)]
+        self._new = partial(_Worker, sources, timeout, max_chars)
+        self._workers = [self._new() for _ in range(num)]
         self._numbers = itertools.count()
-        self._idle: list[_Home] = []
+        self._idle: list[_Worker] = []
 
-    def next_place(self) -> tuple[_Home, int]:
-        """Where the next instance lives, and its number."""
+    def next_place(self) -> tuple[_Worker, int]:
+        """The process of the next instance, and its number."""
         number = next(self._numbers)
-        return self._homes[number % len(self._homes)], number
+        return self._workers[number % len(self._workers)], number
 
     @contextmanager
-    def idle(self) -> Iterator[_Home]:
-        """A process that makes no call, for this caller until the block ends."""
+    def idle(self) -> Iterator[_Worker]:
+        """An idle process, reserved for this caller until the block ends."""
         try:
-            home = self._idle.pop()
+            worker = self._idle.pop()
         except IndexError:
-            home = self._new()
+            worker = self._new()
         try:
-            with home.turn():
-                yield home
+            with worker.turn():
+                yield worker
         finally:
-            self._idle.append(home)
+            self._idle.append(worker)
 
 
 @dataclass(frozen=True)
 class _Class:
-    """What makes instances of one kind. methods: their signatures; tools: those whose answers a model reads."""
+    """Constructs instances of one kind. methods: their signatures; tools: those whose answers a model reads."""
 
     source: Source
     options: Mapping[str, Any]
@@ -114,11 +114,11 @@ class _Class:
 
 
 class IsolatedObject:
-    """Stands for an instance in a worker process. `reset` constructs it where there is none yet, or none any more;
-    other methods fail without. The names of its methods are the user's, so its own begin with an underscore."""
+    """A proxy of an instance in a worker process. `reset` constructs the instance if there is none (any more); other
+    methods then fail. Method names are the user's, so the proxy's own names begin with an underscore."""
 
-    def __init__(self, made_by: _Class, homes: _Homes) -> None:
-        self._class, (self._home, self._number) = made_by, homes.next_place()
+    def __init__(self, made_by: _Class, workers: _Workers) -> None:
+        self._class, (self._worker, self._number) = made_by, workers.next_place()
         self._generation = 0  # of the process that it was made in
 
     def __getattr__(self, name: str) -> _Method:
@@ -127,17 +127,17 @@ class IsolatedObject:
         return _Method(self, name, self._class.methods.get(name, inspect.Signature()))
 
     def _call(self, name: str, values: tuple, named: dict[str, Any]) -> Any:
-        with self._home.turn():
+        with self._worker.turn():
             if name == "reset":
-                self._home.ensure_running()
-            process = self._home.process
+                self._worker.ensure_running()
+            process = self._worker.process
             is_there = process.is_running and self._generation == process.generation
             if not is_there and name != "reset":
                 raise CallFailed(f"was not called: the environment is gone: {process.how_it_ended}")
             if not is_there:
-                self._home.make(self._number, self._class.source, self._class.options)
+                self._worker.make(self._number, self._class.source, self._class.options)
                 self._generation = process.generation
-            return self._home.call((self._number, name), values, named, name in self._class.tools)
+            return self._worker.call((self._number, name), values, named, name in self._class.tools)
 
 
 @dataclass(frozen=True)
@@ -154,22 +154,22 @@ class _Method:
 class IsolatedTool:
     """A plain function in a worker process."""
 
-    homes: _Homes
+    workers: _Workers
     source: Source
     __signature__: inspect.Signature = field(compare=False)
 
     def __call__(self, **named: Any) -> Any:
-        with self.homes.idle() as home:
-            home.ensure_running()
-            return home.call(self.source, (), named, True)
+        with self.workers.idle() as worker:
+            worker.ensure_running()
+            return worker.call(self.source, (), named, True)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
 def open_isolated(settings: EnvironmentConfig) -> Environments:
-    """As open_environments(settings.factory, .tool_list, .options), but no code of a file or a module is run in this
-    process. What is built in stays here. Raises UserError in one line, for what another process cannot import too."""
+    """As open_environments(settings.factory, .tool_list, .options), but code of files and modules runs in worker
+    processes; builtin ones stay here. Raises UserError in one line, also for what another process cannot import."""
     factory, tools = settings.factory, settings.tool_list
     texts = [*tools, *(factory.values() if isinstance(factory, Mapping) else [factory] if factory else [])]
     sources = {text: _source(text) for text in texts}
@@ -178,14 +178,14 @@ def open_isolated(settings: EnvironmentConfig) -> Environments:
         return open_environments(factory, tools, settings.options)
     python = {split(text, "environment")[1]: source[1:] for text, source in sources.items()
               if source and source[0] == "module"}
-    homes = _Homes(max(settings.num_workers, 1), files, settings.timeout, settings.max_answer_chars)
+    workers = _Workers(max(settings.num_workers, 1), files, settings.timeout, settings.max_answer_chars)
     plain = {split(text, "environment.tools")[1]: text for text in tools}
-    return Environments([_kind(kind, settings, sources, plain, homes) for kind in _asked_apart(settings, python)],
-                        isinstance(factory, Mapping))
+    kinds = [_kind(kind, settings, sources, plain, workers) for kind in _describe_in_process(settings, python)]
+    return Environments(kinds, isinstance(factory, Mapping))
 
 
 def _source(text: str) -> Source | None:
-    """None of what is built in."""
+    """The source of a user's code; None for a builtin."""
     path, name = split(text, "environment")
     if path == "builtin":
         return None
@@ -195,8 +195,8 @@ def _source(text: str) -> Source | None:
     return "module", *importable(function, name, _OPTION, "function or class")
 
 
-def _asked_apart(settings: EnvironmentConfig, python: Mapping[str, tuple[str, str]]) -> list[dict]:
-    """What `described_kinds` says in a process that ends then: to tell what a class is takes transformers."""
+def _describe_in_process(settings: EnvironmentConfig, python: Mapping[str, tuple[str, str]]) -> list[dict]:
+    """`described_kinds` in a process that ends afterwards: inspecting a class needs transformers."""
     process = WorkerProcess([("module", __name__)], _OPTION)
     request = {"factory": settings.factory, "tools": settings.tool_list, "options": settings.options, "python": python}
     try:
@@ -215,8 +215,8 @@ def _asked_apart(settings: EnvironmentConfig, python: Mapping[str, tuple[str, st
 
 def described_kinds(factory: str | Mapping[str, str] | None, tools: list[str], options: Mapping[str, Any],
                     python: Mapping[str, tuple[str, str]]) -> dict:
-    """What open_environments opens: {"kinds": ...} or {"refused": why}. python: module and dotted name of what a Python
-    program has handed over."""
+    """Describe what open_environments opens: {"kinds": ...} or {"refused": why}. python: module and dotted name of each
+    function or class that a Python program has handed over."""
     try:
         with handed_over({name: _imported(*where) for name, where in python.items()}):
             return {"kinds": [_described(kind) for kind in open_environments(factory, tools, options).kinds]}
@@ -243,23 +243,23 @@ def _described(kind: Environment) -> dict:
 
 
 def _kind(described: dict, settings: EnvironmentConfig, sources: Mapping[str, Source | None], plain: Mapping[str, str],
-          homes: _Homes) -> Environment:
-    """plain: the tools' texts in the settings by the names that they are called by."""
+          workers: _Workers) -> Environment:
+    """plain: the tools' texts in the settings by their names."""
     tools: dict[str, Any] = {}
     for name, parameters in described["tools"].items():
         source = sources[plain[name]]
-        tools[name] = IsolatedTool(homes, source, signature_of(parameters)) if source else BUILTINS[name]
+        tools[name] = IsolatedTool(workers, source, signature_of(parameters)) if source else BUILTINS[name]
     make = None
     if settings.factory:
         text = settings.factory if isinstance(settings.factory, str) else settings.factory[described["name"]]
         source, options = sources[text], options_of(settings.factory, settings.options, described["name"])
         methods = {name: signature_of(parameters) for name, parameters in described["methods"].items()}
-        make = partial(IsolatedObject, _Class(source, options, methods, frozenset(described["shown"])), homes
+        make = partial(IsolatedObject, _Class(source, options, methods, frozenset(described["shown"])), workers
                        ) if source else partial(BUILTINS[split(text, "environment.factory")[1]], **options)
     return Environment(described["name"], described["schemas"], described["has_step"], described["has_reward"], tools,
                        make, tuple(described["needed"]), lane_of=_lane_of)
 
 
-def _lane_of(instance: object) -> _Home | None:
-    """What the calls of an instance wait for; None of one in this process."""
-    return instance._home if isinstance(instance, IsolatedObject) else None
+def _lane_of(instance: object) -> _Worker | None:
+    """The worker that an instance's calls wait for; None for an instance in this process."""
+    return instance._worker if isinstance(instance, IsolatedObject) else None

@@ -1,4 +1,4 @@
-"""Environments and tools by their names in the settings, and the reward source of environments."""
+"""Opens the environments and tools of the settings, and the reward source of environments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def open_environments(factory: str | Mapping[str, str] | None, tools: Sequence[s
                       options: Mapping[str, Any]) -> Environments:
     """The environments and tools that environment.{factory, tools, options} name; makes an instance of each.
 
-    factory, tools: `path.py:name`, `builtin:name`, or `python:name` of what a Python program has handed over
-    (rewards.functions.handed_over); factory may be a mapping of environments by name, among which a row's column
-    `environment` chooses. options: keywords of the factory, or of each by name. A file is run once. Raises UserError
-    for what cannot be had, or is no environment.
+    factory, tools: `path.py:name`, `builtin:name`, or `python:name` of a function or class that a Python program has
+    handed over (rewards.functions.handed_over); factory may be a mapping of environments by name, among which a row's
+    column `environment` chooses. options: keywords of the factory, or of each by name. A file is run once. Raises
+    UserError for what cannot be loaded, or is not an environment.
     """
     files: dict[str, ModuleType] = {}
     check(factory or tools, "there is neither environment.factory nor environment.tools; give one, as path.py:name")
@@ -43,7 +43,7 @@ def open_environments(factory: str | Mapping[str, str] | None, tools: Sequence[s
 
 
 def options_of(factory: str | Mapping[str, str], options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The keywords of one environment; of the only one given as they are or below its name."""
+    """The keywords of one environment; those of an only environment may stand below its name."""
     if not isinstance(factory, str):
         return options.get(name, {})
     return options[name] if list(options) == [name] and isinstance(options[name], Mapping) else options
@@ -57,7 +57,7 @@ def _environment(name: str, text: str, tools: Mapping[str, Callable], options: M
         named, takes_all = parameters(factory)
         needed = [n for n, p in inspect.signature(factory).parameters.items() if p.default is p.empty
                   and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in options]
-    except (ValueError, TypeError):  # Python does not know
+    except (ValueError, TypeError):  # no signature
         named, takes_all, needed = [], True, []
     for key in options:
         check(takes_all or key in named, f"environment.options: {text} takes no {key}{nearest(str(key), named)}; it "
@@ -103,7 +103,7 @@ def _named(text: str, option: str, files: dict[str, ModuleType]) -> Callable:
     value, defined = getattr(files[path], name, None), _defined_in(files[path])
     check(callable(value), f"{option}: {path} has no {name} that can be called; there is "
                            f"{', '.join(defined) or 'none'}{nearest(name, defined)}")
-    return value  # type: ignore[return-value]  # callable, as was checked
+    return value  # type: ignore[return-value]  # checked above
 
 
 def _defined_in(module: ModuleType) -> list[str]:
@@ -113,20 +113,20 @@ def _defined_in(module: ModuleType) -> list[str]:
 
 @dataclass
 class EnvironmentSource:
-    """The rewards that the environment of each episode has given (get_reward, and those of its steps)."""
+    """The rewards of each episode's environment (get_reward, and those of its steps)."""
 
     name: str
 
     def score(self, rollout: Rollout) -> list[float | None]:
-        """`rollout.episode_rewards`: B numbers, None of an episode whose environment has no reward of its own. The
-        reward of a turn stands at its last token (rollout.token_scores)."""
+        """`rollout.episode_rewards`: B numbers, None for an episode whose environment has no reward. A turn's reward
+        stands at its last token (rollout.token_scores)."""
         rollout.token_scores = rollout.turn_rewards()
         rollout.step_ends = rollout.rewarded_turn_ends()
         return rollout.episode_rewards
 
 
 def source_of(environments: Environments, malformed_penalty: float = 0.0) -> EnvironmentSource | None:
-    """The source of the environments that have a reward, named as the class where it is one; None where none has."""
+    """The reward source of the environments, named as the only one with a reward; None if none has one."""
     names = {kind.name for kind in environments.kinds if kind.has_reward or kind.has_step or malformed_penalty}
     if not names:
         return None

@@ -10,27 +10,27 @@ from hybrid_rlhf.core.options import check_values, within
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """What the model may act on while it answers. Without a factory or tools a response is one turn.
+    """Environments and tools of the model. Without a factory or tools a response is one turn.
 
     Attributes:
-        factory: The environment's class, path.py:name or builtin:name; or a mapping of names to such, of which each row
-            names one in its column `environment`. Its reset(**row) begins an episode; its public methods, with type
+        factory: The environment's class, path.py:name or builtin:name; or a mapping of names to classes, of which each
+            row names one in its column `environment`. Its reset(**row) begins an episode; its public methods, with type
             hints and docstrings, are tools; get_reward() is a reward beside reward.functions. Or step(messages) ->
-            (messages, done, reward), for what is no tool. A class for TRL's environment_factory works as it is.
+            (messages, done, reward), for games without tools. A class for TRL's environment_factory works as it is.
         tools: Functions that the model may call, path.py:name or builtin:name (calculator, python_expression), one or
             a list; their type hints and docstrings are shown to the model.
-        options: Keywords of the factory; of several, by name.
+        options: Keywords of the factory; for several environments, by name.
         max_turns: Most turns of the model in one episode.
-        max_new_tokens_per_turn: Most tokens of one turn; null: those that are left of max_new_tokens, which counts all
-            turns with what is added between them.
-        timeout: Seconds that one call of a tool or of the environment may take; then the model is told so.
+        max_new_tokens_per_turn: Most tokens of one turn; null: the rest of max_new_tokens, which counts all turns and
+            the messages between them.
+        timeout: Seconds that one call of a tool or of the environment may take; then the model is shown an error.
         num_workers: Calls that run at once, while others generate; 0 makes them one by one in the order of the
-            episodes, which no clock decides.
-        isolate: Whether what files and modules define runs in processes of its own, num_workers of them (at least one),
-            and as many for tools: for code that may crash or hang where nothing ends it (compiled code), or take all
-            memory. The built-in ones stay.
-        max_answer_chars: Most characters of one answer of a tool; the rest is cut, and said to be.
-        malformed_penalty: Subtracted at a turn whose tool calls cannot be read.
+            episodes, which is reproducible.
+        isolate: Whether code of files and modules runs in worker processes, num_workers of them (at least one), and as
+            many for tools: for code that may crash, hang in compiled code, or take all memory. Builtin ones stay in
+            this process.
+        max_answer_chars: Most characters of one answer of a tool; the rest is cut, with a note.
+        malformed_penalty: Subtracted at a turn whose tool calls cannot be parsed.
     """
 
     factory: str | dict[str, str] | None = None

@@ -10,7 +10,7 @@ from hybrid_rlhf.data.messages import clean
 def shown(value: object, max_chars: int) -> str:
     """`value` as the content of a message: text as it is, texts of content blocks joined, else JSON, else str(value).
 
-    Bytes are only said. Control characters and lone surrogates are replaced by visible ones. At most `max_chars`
+    Bytes are only mentioned. Control characters and lone surrogates are replaced by visible ones. At most `max_chars`
     characters, and then a line that says where it was cut.
     """
     text = text_of(value, max_chars)

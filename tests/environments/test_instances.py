@@ -127,8 +127,8 @@ def test_a_tool_that_raises_stop_iteration_fails_as_others_do():
 
 @pytest.mark.parametrize(("answer", "says"), [
     (None, "a NoneType, where"), (([], True), r"a tuple, where \(messages, done, reward\)"),
-    (({}, True, 1.0), "no list of"), (([{"role": "assistant", "content": "a"}], True, 1.0), "no list of"),
-    (([{"role": "user"}], True, 1.0), "no list of"), (([], "no", 1.0), "done as a str"),
+    (({}, True, 1.0), "not a list of"), (([{"role": "assistant", "content": "a"}], True, 1.0), "not a list of"),
+    (([{"role": "user"}], True, 1.0), "not a list of"), (([], "no", 1.0), "done as a str"),
     (([], False, 1.0), "no message"),
     (([], True, math.nan), "reward nan"), (([], True, "1"), "reward '1'"), (([], True, math.inf), "reward inf")])
 def test_a_step_that_answers_something_else_is_told_what_is_needed(answer, says):

@@ -15,7 +15,7 @@ import pytest
 
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.environments.calls import CallPool
-from hybrid_rlhf.environments.isolated import _Home, open_isolated
+from hybrid_rlhf.environments.isolated import _Worker, open_isolated
 from hybrid_rlhf.environments.open import open_environments
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.environments.text_of_answers import shown
@@ -151,10 +151,10 @@ def test_a_constructor_that_is_late_is_an_error_of_its_own(monkeypatch):
     def is_late(*_given, **_named):
         raise Overdue("no answer within 600 s")
 
-    home = _Home([], 2.0, 4000)
-    monkeypatch.setattr(home.process, "ask", is_late)
+    worker = _Worker([], 2.0, 4000)
+    monkeypatch.setattr(worker.process, "ask", is_late)
     with pytest.raises(CallFailed, match="was not called: the environment's constructor: no answer within 600 s"):
-        home.make(0, ("file", "own.py", "Count"), {})
+        worker.make(0, ("file", "own.py", "Count"), {})
 
 
 @pytest.mark.parametrize(("how", "says"), [

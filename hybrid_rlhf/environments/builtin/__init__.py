@@ -1,4 +1,4 @@
-"""Environments and tools that come with the library, as builtin:NAME."""
+"""Builtin environments and tools, as builtin:NAME."""
 
 from __future__ import annotations
 

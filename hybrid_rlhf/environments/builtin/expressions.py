@@ -1,4 +1,4 @@
-"""The tools calculator and python_expression: walks over a syntax tree, never eval, within bounds no clock decides."""
+"""The tools calculator and python_expression: they walk a syntax tree, never eval, within bounds that need no clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CODE_CHARS = 2000
 MAX_STEPS = 500_000  # nodes visited and parts of values made or read; about a second
 MAX_SIZE = 10_000  # parts of one value: characters, items, the items' own parts, 16 numbers of a range
 MAX_BITS = 10_000  # of an integer; Python writes 4300 digits at most
-MAX_RANGE_END = 2**62  # so that a range's numbers are small ones
+MAX_RANGE_END = 2**62  # so that a range holds small numbers
 _SIGNS = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"})  # as people write them
 _DECIMAL = re.compile(r"[0-9][0-9_]*|[0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]{1,3})?")
 _CALCULATOR_SYNTAX = "+ - * / // % ** and parentheses"
@@ -35,19 +35,19 @@ _COMPARE: dict[type, Callable] = {
     ast.In: lambda item, values: item in values, ast.NotIn: lambda item, values: item not in values}
 
 
-class Refused(ValueError):
-    """An expression that is not evaluated. The message tells the model why."""
+class Invalid(ValueError):
+    """An expression that is refused. The message tells the model why."""
 
 
 def _parsed(text: object, max_chars: int) -> ast.expr:
     if not isinstance(text, str):
-        raise Refused(f"text is needed, not {type(text).__name__}")
+        raise Invalid(f"text is needed, not {type(text).__name__}")
     if len(text) > max_chars:
-        raise Refused(f"too long: {len(text)} characters, at most {max_chars}")
+        raise Invalid(f"too long: {len(text)} characters, at most {max_chars}")
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError) as error:  # ValueError: a null character, a lone surrogate
-        raise Refused(f"no expression: {error.msg if isinstance(error, SyntaxError) else error}") from None
+        raise Invalid(f"no expression: {error.msg if isinstance(error, SyntaxError) else error}") from None
 
 
 # -- the calculator ----------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def calculator(expression: str) -> str:
     try:
         text = expression.translate(_SIGNS).strip() if isinstance(expression, str) else expression
         return _decimal(_exact(_parsed(text, MAX_CALCULATOR_CHARS), text))
-    except Refused as error:
+    except Invalid as error:
         return f"error: {error}"
     except ZeroDivisionError:
         return "error: division by zero"
@@ -79,7 +79,7 @@ def _exact(node: ast.expr, text: str) -> Fraction | float:
         case ast.Constant(value=int() | float()):
             digits = ast.get_source_segment(text, node) or ""  # 0.1 is one tenth
             if not _DECIMAL.fullmatch(digits):
-                raise Refused(f"only numbers, {_CALCULATOR_SYNTAX} are known here")
+                raise Invalid(f"only numbers, {_CALCULATOR_SYNTAX} are known here")
             value: Fraction | float = Fraction(digits.replace("_", ""))
         case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign):
             value = _UNARY[type(sign)](_exact(node.operand, text))
@@ -88,11 +88,11 @@ def _exact(node: ast.expr, text: str) -> Fraction | float:
         case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.FloorDiv() | ast.Mod() as sign):
             value = _BINARY[type(sign)](_exact(node.left, text), _exact(node.right, text))
         case ast.BinOp():
-            raise Refused(f"only {_CALCULATOR_SYNTAX} are known here; a power is **")
+            raise Invalid(f"only {_CALCULATOR_SYNTAX} are known here; a power is **")
         case ast.Tuple():
-            raise Refused("a comma: write numbers without thousands separators, one expression at a time")
+            raise Invalid("a comma: write numbers without thousands separators, one expression at a time")
         case _:
-            raise Refused(f"only numbers, {_CALCULATOR_SYNTAX} are known here")
+            raise Invalid(f"only numbers, {_CALCULATOR_SYNTAX} are known here")
     if isinstance(value, float):
         if not math.isfinite(value):
             raise OverflowError
@@ -106,7 +106,7 @@ def _power(base: Fraction | float, exponent: Fraction | float) -> Fraction | flo
     if isinstance(base, float) or isinstance(exponent, float) or exponent.denominator != 1:
         value = float(base) ** float(exponent)
         if isinstance(value, complex):
-            raise Refused("no real number")
+            raise Invalid("no real number")
         return value
     least_bits = (max(abs(base.numerator).bit_length(), base.denominator.bit_length()) - 1) * abs(exponent)
     if least_bits > MAX_CALCULATOR_BITS:
@@ -144,16 +144,16 @@ def python_expression(code: str) -> str:
     """
     try:
         return _as_written(_Evaluation().value_of(_parsed(code, MAX_CODE_CHARS), {}))
-    except Refused as error:
+    except Invalid as error:
         return f"error: {error}"
     except (RecursionError, MemoryError):
         return "error: nested too deeply"
-    except (ArithmeticError, TypeError, ValueError, LookupError) as error:  # of the expression, in Python's own words
+    except (ArithmeticError, TypeError, ValueError, LookupError) as error:  # of the expression, with Python's message
         return f"error: {type(error).__name__}: {str(error.args[0])[:200] if error.args else ''}"
 
 
 class _Evaluation:
-    """Evaluates one expression. Every value of a node is charged by its size, which bounds time and memory."""
+    """Evaluates one expression. The sizes of all nodes' values count as steps, which bounds time and memory."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -166,7 +166,7 @@ class _Evaluation:
                 value = node.value
             case ast.Name(id=name):
                 if name not in names:
-                    raise Refused(f"name {name} {'can only be called' if name in FUNCTIONS else 'is not defined'}")
+                    raise Invalid(f"name {name} {'can only be called' if name in FUNCTIONS else 'is not defined'}")
                 value = names[name]
             case ast.List(elts=nodes):
                 value = self._values(nodes, names)
@@ -210,9 +210,9 @@ class _Evaluation:
             case ast.Call(func=ast.Name(id=name)) if name in FUNCTIONS and name not in names:
                 value = self._call_function(name, node, names)
             case ast.Call(func=function):
-                raise Refused(f"{ast.unparse(function)[:40]} cannot be called; there are {', '.join(FUNCTIONS)}")
+                raise Invalid(f"{ast.unparse(function)[:40]} cannot be called; there are {', '.join(FUNCTIONS)}")
             case _:
-                raise Refused(f"{type(node).__name__} is not available: one expression of literals, operators, "
+                raise Invalid(f"{type(node).__name__} is not available: one expression of literals, operators, "
                               "comparisons, indexing, comprehensions and known calls")
         self._charge(1 + _size_of(value))
         return value
@@ -220,7 +220,7 @@ class _Evaluation:
     def _charge(self, steps: int) -> None:
         self._steps += steps
         if self._steps > MAX_STEPS:
-            raise Refused(f"too much work: at most {MAX_STEPS} steps")
+            raise Invalid(f"too much work: at most {MAX_STEPS} steps")
 
     def _values(self, nodes: list[Any], names: dict[str, Value]) -> list[Value]:
         return [self.value_of(node, names) for node in nodes]
@@ -231,7 +231,7 @@ class _Evaluation:
             right = self.value_of(operand, names)
             if isinstance(sign, ast.Is | ast.IsNot) and not any(
                     value is None or isinstance(value, bool) for value in (left, right)):
-                raise Refused("is: only for None, True and False; use ==")
+                raise Invalid("is: only for None, True and False; use ==")
             if not _COMPARE[type(sign)](left, right):
                 return False
             left = right
@@ -243,7 +243,7 @@ class _Evaluation:
             yield names
             return
         if loops[0].is_async:
-            raise Refused("async is not available")
+            raise Invalid("async is not available")
         for item in _in_order(self.value_of(loops[0].iter, names)):
             self._charge(1)
             inner = names | _bound(loops[0].target, item)
@@ -273,7 +273,7 @@ def _key(node: ast.expr) -> Callable | None:
             return None
         case ast.Name(id=name) if name in _KEYS:
             return FUNCTIONS[name]
-    raise Refused(f"key must be one of {', '.join(_KEYS)}")
+    raise Invalid(f"key must be one of {', '.join(_KEYS)}")
 
 
 def _bound(target: ast.expr, value: Value) -> dict[str, Value]:
@@ -285,17 +285,17 @@ def _bound(target: ast.expr, value: Value) -> dict[str, Value]:
             parts = zip(targets, _in_order(value), strict=True)
             return {name: item for inner, part in parts for name, item in _bound(inner, part).items()}
         case _:
-            raise Refused("a loop's variables must be names")
+            raise Invalid("a loop's variables must be names")
 
 
 def _call_method(owner: Value, name: str, values: list[Value], options: dict[Any, Value]) -> Value:
     known = _METHODS.get(type(owner), "").split()
     if name not in known:
-        raise Refused(f"{type(owner).__name__} has no method {name} here; there are {', '.join(known) or 'none'}")
+        raise Invalid(f"{type(owner).__name__} has no method {name} here; there are {', '.join(known) or 'none'}")
     _check_size(sum(len(value) for value in values if isinstance(value, range)))  # union() makes all of their numbers
     if name == "join":
         values = [_in_order(value) for value in values]
-    match name, values:  # those whose result may be far larger than what they are given
+    match name, values:  # those whose result may be far larger than their arguments
         case ("center" | "ljust" | "rjust" | "zfill"), [int(width), *_]:
             _check_size(width)
         case "replace", [str(old), str(new), *_]:
@@ -307,10 +307,10 @@ def _call_method(owner: Value, name: str, values: list[Value], options: dict[Any
 
 
 def _check_growth(sign: ast.operator, left: Value, right: Value) -> None:
-    """Refuse an operation whose result would be far larger than its operands, before it is worked out."""
+    """Refuse an operation whose result would be far larger than its operands, before it is computed."""
     match sign, left, right:
         case ast.Mod(), str(), _:
-            raise Refused("formatting with % is not available")
+            raise Invalid("formatting with % is not available")
         case (ast.Mult(), (str() | list() | tuple()) as values, int(count)) | (
                 ast.Mult(), int(count), (str() | list() | tuple()) as values):
             _check_size((_size_of(values) - 1) * count)
@@ -321,7 +321,7 @@ def _check_growth(sign: ast.operator, left: Value, right: Value) -> None:
 
 
 def _size_of(value: Value) -> int:
-    """The parts of a value; an item that is in it twice counts twice. Raises Refused for one that is too large."""
+    """The parts of a value; an item that is in it twice counts twice. Raises Invalid for one that is too large."""
     match value:
         case None | float() | slice():
             return 1
@@ -332,26 +332,26 @@ def _size_of(value: Value) -> int:
             size = 1 + len(value)
         case range():
             if max(map(abs, (value.start, value.stop, value.step))) > MAX_RANGE_END:
-                raise Refused("too large: a range's numbers have at most 62 bits")
+                raise Invalid("too large: a range's numbers have at most 62 bits")
             size = 1 + len(value) // 16
         case list() | tuple() | set():
             size = 1 + sum(map(_size_of, value))
         case dict():
             size = 1 + sum(_size_of(key) + _size_of(item) for key, item in value.items())
         case _:
-            raise Refused(f"{type(value).__name__} values are not available")
+            raise Invalid(f"{type(value).__name__} values are not available")
     _check_size(size)
     return size
 
 
 def _check_size(size: int) -> None:
     if size > MAX_SIZE:
-        raise Refused(f"too large: at most {MAX_SIZE} characters or items")
+        raise Invalid(f"too large: at most {MAX_SIZE} characters or items")
 
 
 def _check_bits(bits: int) -> None:
     if bits > MAX_BITS:
-        raise Refused(f"too large: whole numbers have at most {MAX_BITS} bits")
+        raise Invalid(f"too large: whole numbers have at most {MAX_BITS} bits")
 
 
 def _in_order(value: Value) -> Value:
@@ -385,7 +385,7 @@ def _text(value: Value = "") -> str:
 
 def _round(number: Value, ndigits: Value = None) -> Value:
     if isinstance(ndigits, int) and abs(ndigits) > 400:  # for -10**9 Python would work out 10**10**9
-        raise Refused("round: at most 400 digits")
+        raise Invalid("round: at most 400 digits")
     return round(number, ndigits)
 
 
@@ -396,7 +396,7 @@ def _enumerate(values: Value, start: Value = 0) -> Value:
 
 def _sum(values: Value, start: Value = 0) -> Value:
     if not isinstance(start, (int, float)):  # of lists it would take quadratic time
-        raise Refused("sum: only numbers can be added up")
+        raise Invalid("sum: only numbers can be added up")
     return sum(values, start)
 
 
@@ -410,8 +410,8 @@ FUNCTIONS: dict[str, Callable] = {
     "enumerate": _enumerate, "float": float, "int": int, "len": len, "list": list, "max": max, "min": min, "ord": ord,
     "range": range, "reversed": lambda values: list(values)[::-1], "round": _round, "set": set, "sorted": sorted,
     "str": _text, "sum": _sum, "tuple": tuple, "zip": _zip}
-_KEYS = ("abs", "float", "int", "len", "max", "min", "str", "sum")  # whose result is no larger than a part of a value
-_METHODS: dict[type, str] = {  # those that change nothing
+_KEYS = ("abs", "float", "int", "len", "max", "min", "str", "sum")  # results at most as large as a part of the value
+_METHODS: dict[type, str] = {  # those without side effects
     str: "capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit islower "
          "isnumeric isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace rfind "
          "rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill",

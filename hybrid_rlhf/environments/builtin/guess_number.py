@@ -1,4 +1,4 @@
-"""A number to guess, as a game of messages and as a game with a tool. Binary search is the best that can be done."""
+"""Number guessing, as a game of messages and as a game with a tool. Binary search is optimal."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _RULES = "I think of a whole number from {low} to {high}. {how} I answer higher,
 class GuessNumber:
     """The model says a number, and hears higher, lower or right. The last number of a message is the guess.
 
-    Columns of a row: `secret`, or `seed` that it is drawn from; low and high where they are not the ones below. Made by
+    Columns of a row: `secret`, or `seed` that it is drawn from; low and high, to override those below. Made by
     `number_rows`.
 
     Attributes:
-        low: The least number it can be.
+        low: The smallest number that it can be.
         high: The greatest.
         max_guesses: The game ends after as many messages, those without a number included.
-        cost: What a guess that is not right takes from the reward; the right one adds 1.
+        cost: Subtracted from the reward for each wrong guess; the right one adds 1.
         has_rules: Whether the rules are added to the row's prompt.
     """
 
@@ -49,18 +49,18 @@ class GuessNumber:
         guess = last_number(text_of(messages))
         self._num_guesses += 1
         is_right = guess == self._secret
-        said = (f"Say a number from {self.low_now} to {self.high_now}." if guess is None
-                else answer_to(guess, self._secret))
+        answer = (f"Say a number from {self.low_now} to {self.high_now}." if guess is None
+                  else answer_to(guess, self._secret))
         is_over = is_right or self._num_guesses >= self.max_guesses
-        return [{"role": "user", "content": said}], is_over, 1.0 if is_right else -self.cost
+        return [{"role": "user", "content": answer}], is_over, 1.0 if is_right else -self.cost
 
 
 @dataclass
 class GuessNumberTool:
     """The same game with a tool: the model calls guess(number), and the reward is that of the whole game.
 
-    Columns and attributes are those of GuessNumber. After the right guess, or max_guesses, the tool says that the game
-    is over, and nothing changes any more.
+    Columns and attributes are those of GuessNumber. After the right guess, or max_guesses, the game is over and the reward
+    stays.
     """
 
     low: int = 1

@@ -1,4 +1,4 @@
-"""An environment behind a server that speaks OpenEnv's protocol: reset, step, observations as JSON."""
+"""A client for environments behind an OpenEnv server: reset, step, observations as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybrid_rlhf.rewards.builtin import text_of
 
 
 class _Refused(Exception):
-    """The server refuses an action or a reset that it has read."""
+    """The server rejects an action or a reset as invalid."""
 
 
 @dataclass
@@ -31,10 +31,10 @@ class OpenEnv:
         url: Of the server, such as http://localhost:8000.
         transport: websocket keeps one session per episode. http is for servers that keep their environment from one
             request to the next: OpenEnv 0.3's own make a new one for every POST, so that only one-step tasks work.
-        action_field: The action's field that holds the message's text. None: the message is the action, as JSON; one
-            that is no JSON object, or that the server refuses, is answered with the error.
+        action_field: The action's field that holds the message's text. None: the message is the action, as JSON; the
+            model is shown the error of a message that is not a JSON object, or that the server refuses.
         observation_field: The observation's field that is shown. None: all of it as JSON, or the text of its only one.
-        reset_columns: Columns of the row that the server's reset gets, those that are there.
+        reset_columns: Columns of the row that are passed to the server's reset, if they exist.
         timeout: Seconds for each answer of the server.
         max_bytes: Of an answer.
     """
@@ -58,9 +58,9 @@ class OpenEnv:
         self._socket: Any = None  # a websocket.WebSocket
 
     def reset(self, **row: Any) -> str | None:
-        given = {name: row[name] for name in self.reset_columns if row.get(name) is not None}
+        columns = {name: row[name] for name in self.reset_columns if row.get(name) is not None}
         try:
-            observation, is_over, _ = self._result(self._asked("reset", given))
+            observation, is_over, _ = self._result(self._asked("reset", columns))
         except _Refused as error:
             raise self._failure(f"refused to reset: {error}; fix the columns that it gets (reset_columns)") from None
         check(not is_over, f"openenv at {self._shown}: the episode is over before it began; fix the row or the server")
@@ -103,7 +103,7 @@ class OpenEnv:
         try:
             if self._socket is None:
                 address = "ws" + self.url.removeprefix("http") if self.url.startswith("http") else self.url
-                # A host and no_proxy together make it ignore the variable http_proxy.
+                # A host and no_proxy together make it ignore the environment variable http_proxy.
                 no_proxy: dict[str, Any] = {"http_proxy_host": "none", "http_no_proxy": ["*"]}
                 self._socket = websocket.create_connection(f"{address.rstrip('/')}/ws", self.timeout, **no_proxy)
             self._socket.settimeout(self.timeout)
@@ -117,7 +117,7 @@ class OpenEnv:
                 raise ConnectionResetError(f"the server closed the connection {reason}".rstrip())
         except (OSError, websocket.WebSocketException) as error:
             self._drop()
-            if what == "reset" and was_open:  # a session that idled too long is opened again for a new episode
+            if what == "reset" and was_open:  # an expired session is reopened for a new episode
                 return self._by_socket(what, data)
             if isinstance(error, websocket.WebSocketBadStatusException):
                 raise ConnectionError(f"no WebSocket there (status {error.status_code}); a server without sessions "
@@ -150,13 +150,13 @@ class OpenEnv:
 
     def _result(self, answer: object) -> tuple[str, bool, float | None]:
         """The observation's text, whether the episode is over, and the reward, None where the server gives none."""
-        found = answer if isinstance(answer, dict) else {}
-        observation, reward = found.get("observation"), found.get("reward")
-        if not isinstance(observation, dict) or not isinstance(found.get("done", False), bool):
+        fields = answer if isinstance(answer, dict) else {}
+        observation, reward = fields.get("observation"), fields.get("reward")
+        if not isinstance(observation, dict) or not isinstance(fields.get("done", False), bool):
             raise self._failure(f"answered {answer!r:.100}; an object with observation, reward and done is needed")
         if reward is not None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
             raise self._failure(f"gave the reward {reward!r:.40}, where a finite number or null is needed")
-        return self._text(observation), found.get("done", False), None if reward is None else float(reward)
+        return self._text(observation), fields.get("done", False), None if reward is None else float(reward)
 
     def _text(self, observation: dict) -> str:
         if self.observation_field is not None:
@@ -173,7 +173,7 @@ class OpenEnv:
 
 
 def _action(text: str) -> dict:
-    """The JSON object that a message is. Raises _Refused for what is none."""
+    """The message as a JSON object. Raises _Refused for anything else."""
     try:
         action = loads(text)
     except ValueError as error:

@@ -12,14 +12,14 @@ from hybrid_rlhf.rewards.reasoning_task import INSTRUCTION, ReasoningTask
 class ReasoningGym:
     """A question of a task, one answer, its score by the task's own rules; then the episode is over.
 
-    Columns of a row: `index`, the entry's number; `answer`, if it is there, is compared with the entry's, so that rows
-    made with other settings are refused. A prompt that holds the question stays as it is; to any other one the question
+    Columns of a row: `index`, the entry's number; `answer`, if there is one, must equal the entry's, so that rows made
+    with other settings are refused. A prompt that holds the question stays as it is; to any other one the question
     and the instruction are added. Rows are made by `rewards.reasoning_task.task_rows`.
 
     Attributes:
         task: Its name, such as chain_sum.
-        settings: The task's own options, such as {min_terms: 2, seed: 7}. The seed is 0 unless it is among them.
-        tag: The answer is what stands in the last <tag>...</tag>; None takes all of the message.
+        settings: The task's own options, such as {min_terms: 2, seed: 7}. The default seed is 0.
+        tag: The answer is the text in the last <tag>...</tag>; None takes all of the message.
         instruction: Added after the question.
         allow_eval: Whether tasks may be used whose scoring runs the answer as Python code.
     """

@@ -1,4 +1,4 @@
-"""A word to guess, letter by letter, as in Mastermind: every answer says which letters stand where they belong."""
+"""Word guessing, as in Wordle: every answer marks which letters are in the right place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORD = re.compile(r"[^\W\d_]+")
 
 @dataclass
 class WordGame:
-    """The model says a word and hears, letter by letter, + (right place), ? (another place) or - (not in the word).
+    """The model guesses a word and gets a mark for each letter: + (right place), ? (another place) or - (not in it).
 
     The last word of a message that has as many letters as the secret is the guess. Columns of a row: `secret`, or
     `seed` that draws one of `words`. Made by `word_rows`.
@@ -27,7 +27,7 @@ class WordGame:
     Attributes:
         words: What the secret is drawn from, all of one length.
         max_guesses: The game ends after as many messages, those without such a word included.
-        cost: What a guess that is not right takes from the reward; the right one adds 1.
+        cost: Subtracted from the reward for each wrong guess; the right one adds 1.
         partial: Added to the reward of the last guess, times the share of letters in their place, if it is not right.
         has_rules: Whether the rules are added to the row's prompt.
     """
@@ -65,12 +65,12 @@ class WordGame:
             return [{"role": "user", "content": "right"}], True, 1.0
         is_over = self._num_guesses >= self.max_guesses
         if guess is None:
-            said = f"Say a word of {len(self._secret)} letters."
-            return [{"role": "user", "content": said}], is_over, -self.cost
+            answer = f"Say a word of {len(self._secret)} letters."
+            return [{"role": "user", "content": answer}], is_over, -self.cost
         signs = marks(guess, self._secret)
         reward = (self.partial * signs.count("+") / len(signs) if is_over else 0.0) - self.cost
-        said = " ".join(f"{letter}{sign}" for letter, sign in zip(guess, signs, strict=True))
-        return [{"role": "user", "content": said}], is_over, reward
+        answer = " ".join(f"{letter}{sign}" for letter, sign in zip(guess, signs, strict=True))
+        return [{"role": "user", "content": answer}], is_over, reward
 
 
 def last_word(text: str, num_letters: int) -> str | None:
@@ -82,12 +82,12 @@ def last_word(text: str, num_letters: int) -> str | None:
 def marks(guess: str, secret: str) -> str:
     """+, ? or - for each letter of the guess. A letter gets as many + and ? as the secret has of it, + first."""
     left = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
-    found = []
+    signs = []
     for letter, right in zip(guess, secret, strict=True):
         is_elsewhere = letter != right and left[letter] > 0
         left[letter] -= is_elsewhere
-        found.append("+" if letter == right else "?" if is_elsewhere else "-")
-    return "".join(found)
+        signs.append("+" if letter == right else "?" if is_elsewhere else "-")
+    return "".join(signs)
 
 
 def word_rows(num_rows: int, seed: int = 0, words: list[str] | None = None) -> list[dict]:
