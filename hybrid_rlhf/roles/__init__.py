@@ -1,6 +1,6 @@
-"""The roles as handles: what an algorithm may ask of a model, in the algorithm's own shapes.
+"""Roles: the interface of an algorithm to its models, in the algorithm's shapes.
 
-A role is an engine and what it needs to turn records into the engine's input. Trainers hold roles and know neither
+A role is an engine and what it needs to turn rollouts into the engine's input. Trainers use roles, and see neither
 models nor engines.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["Actor", "AuxiliaryLoss", "Critic", "PolicyModule", "Reference", "Rew
 
 @dataclass
 class Roles:
-    """The models of an on-policy method; the others are None where the method has no use for them."""
+    """The models of an on-policy method; None for those that it does not use."""
 
     actor: Actor
     ref: Reference | None = None
@@ -30,20 +30,20 @@ class Roles:
     teacher: Teacher | None = None
 
     def oom_limits(self) -> dict[str, dict[str, int]]:
-        """Each engine's limits after running out of memory: part of a checkpoint, for they move the rounding."""
+        """Each engine's limits after running out of memory: part of a checkpoint, as they affect rounding."""
         return {name: dict(role.engine.oom_limits) for name, role in vars(self).items() if role}
 
     def state(self) -> dict:
-        """For a checkpoint: what is trained of each role, under its name, `oom_limits`, and the scale that a critic's
-        values have found. Tensors are no copies."""
+        """The state for a checkpoint: the training state of each role, under its name, `oom_limits`, and the scale of a
+        critic's values. Tensors are not copied."""
         critic, scale = self.critic, {}
         if critic and (critic.is_new or critic.is_rescaled):
-            own = [critic.head_mean, critic.head_std] if critic.is_rescaled else []
-            scale = {"value_scale": [critic.mean, critic.std, *own]}
+            head_scale = [critic.head_mean, critic.head_std] if critic.is_rescaled else []
+            scale = {"value_scale": [critic.mean, critic.std, *head_scale]}
         return role_state.states(vars(self)) | {"oom_limits": self.oom_limits()} | scale
 
     def load_state(self, state: Mapping) -> None:
-        """Go on where `state` was taken (other keys are left alone); ValueError where it is of other weights."""
+        """Restore `state` (other keys are ignored); ValueError if it is of other weights."""
         role_state.load_states(vars(self), state)
         if self.critic and (self.critic.is_new or (self.critic.is_rescaled and "value_scale" in state)):
             self.critic.set_scale(*state["value_scale"])

@@ -26,8 +26,8 @@ from hybrid_rlhf.rollout import Prompts, Rollout
 
 
 class AuxiliaryLoss(NamedTuple):
-    """Rows of another stream in an actor's optimizer step, at temperature 1: `weight` times the sum of
-    `loss_fn(TokenScores, their token count over all ranks)`."""
+    """An extra loss in an actor's optimizer step, on rows of another stream, at temperature 1: `weight` times the sum
+    of `loss_fn(TokenScores, their token count over all ranks)`."""
 
     batch: SequenceBatch
     loss_fn: Callable
@@ -38,13 +38,13 @@ class Player(Protocol):
     """Samples episodes of several turns (rollout/episodes.py)."""
 
     def play(self, engine: HybridEngine, prompts: Prompts, sampling: SamplingConfig, seed: int,
-             numbers: Sequence[int], keeps: bool = False) -> Rollout: ...
+             numbers: Sequence[int], keep_candidates: bool = False) -> Rollout: ...
 
 
 @dataclass
 class Actor:
-    """The policy: samples, is measured, is updated. tokenizer decodes what was sampled, for people and sources.
-    episodes: what samples where a response is more than one turn."""
+    """The trained policy: it samples, scores and is updated. tokenizer decodes the responses, for people and reward
+    sources. episodes: samples responses of several turns, if there are any."""
 
     engine: HybridEngine[PolicyModule]
     tokenizer: Tokenizer
@@ -60,38 +60,40 @@ class Actor:
             yield
 
     def staying(self) -> AbstractContextManager:
-        """A block that asks the actor for several things: where it waits elsewhere, it comes back once for all."""
+        """Keep an offloaded actor on the device for the block, so that several uses move it once."""
         return self.engine.resident()
 
-    def generate(self, prompts: Prompts, sampling: SamplingConfig, seed: int, keeps: bool = False) -> Rollout:
+    def generate(self, prompts: Prompts, sampling: SamplingConfig, seed: int,
+                 keep_candidates: bool = False) -> Rollout:
         """One response to each prompt (repeat them for groups). Inside `inference()` only.
 
-        keeps: whether the rollout gets the words that truncated sampling drew from, so that all that is said of these
-        responses is said among them.
-        Prompts are numbered over all processes: what is drawn does not depend on how many share them.
+        keep_candidates: whether the rollout gets the candidate tokens of truncated sampling, over which all
+        log-probabilities of these responses are then normalised.
+        Prompts are numbered over all processes, so that the draws do not depend on the number of processes.
         """
         first, _ = place_over_ranks(len(prompts))
         numbers = range(first, first + len(prompts))
         if self.episodes is not None:
-            return self.episodes.play(self.engine, prompts, sampling, seed, numbers, keeps)
-        generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers, keep_candidates=keeps)
+            return self.episodes.play(self.engine, prompts, sampling, seed, numbers, keep_candidates)
+        generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers,
+                                          keep_candidates=keep_candidates)
         ended = [reason == "eos" for reason in generation.finish_reasons]
         texts = [completion_text(self.tokenizer, *row) for row in zip(generation.tokens, ended, strict=True)]
         rollout = Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)
         rollout.sampled_logprobs = pad_right(generation.logprobs, 0.0, torch.float32)
         rollout.kept = None if generation.kept is None else KeptSets.of_rows(generation.kept)
-        rollout.temperature = float(sampling.temperature) or 1.0  # what was drawn greedily is scored as it is
+        rollout.temperature = float(sampling.temperature) or 1.0  # greedy samples are scored at temperature 1
         return rollout
 
     def logprobs(self, rollout: Rollout) -> Tensor:
-        """(B, R) log-probabilities of the sampled tokens under the present weights, at the rollout's temperature."""
+        """(B, R) log-probabilities of the sampled tokens under the current weights, at the rollout's temperature."""
         return per_action(self.engine, rollout, self.max_tokens,
                           lambda rows: self.engine(rows, temperature=rollout.temperature).logprobs)
 
     def update(self, minibatch: Rollout, loss_fn: Callable, auxiliary: AuxiliaryLoss | None = None,
                teacher: TeacherTargets | None = None) -> Metrics:
         """One optimizer step. loss_fn(TokenScores, rows of the minibatch, its Totals) -> their share of the loss, and
-        {metric: (mean, weight)}. teacher: on the minibatch's actions; the scores then have their divergence from it."""
+        {metric: (mean, weight)}. teacher: of the minibatch's actions; the scores then include the divergence."""
         totals = minibatch.totals()
 
         def loss_on_rows(scores: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
@@ -107,8 +109,8 @@ class Actor:
             return accumulate(self.engine, self.max_tokens, *rows)
 
     def fit_tokens(self, batch: SequenceBatch, loss_fn: Callable, teacher: TeacherTargets | None = None) -> Metrics:
-        """One optimizer step on the loss tokens. `loss_fn(TokenScores, token count over all ranks)`. teacher: on these
-        tokens; the scores then have their divergence from it."""
+        """One optimizer step on the loss tokens. `loss_fn(TokenScores, token count over all ranks)`. teacher: of these
+        tokens; the scores then include the divergence."""
         num_tokens = sum_over_ranks(batch.loss_mask[:, 1:].sum())
         with self.staying():
             rows = self._rows(batch, lambda scores, _: loss_fn(scores, num_tokens), teacher=teacher)
@@ -131,12 +133,12 @@ class Actor:
         return Rows(batch.attention_mask.sum(1), micro_batch_loss, prefix_groups(self.engine, batch))
 
     def _taught(self, teacher: TeacherTargets | None, index: Tensor) -> dict[str, TeacherTargets]:
-        """What the module is told of a teacher for the rows `index` of its batch."""
+        """The module's keyword for the teacher's targets of the rows `index`."""
         return {} if teacher is None else {"teacher": teacher.select(index).to(self.engine.device)}
 
     def _with_router_loss(self, loss: Tensor, observed: dict, scores: TokenScores, rows: SequenceBatch,
                           num_tokens: Tensor) -> tuple[Tensor, dict]:
-        """A share of the loss with these rows' router loss, as a share of num_tokens real ones, where there is one."""
+        """The loss plus these rows' router loss, if there is one, weighted by their share of num_tokens real tokens."""
         if scores.router_loss is None:
             return loss, observed
         size = rows.attention_mask.sum()
@@ -145,7 +147,7 @@ class Actor:
                 observed | {"aux_loss": (scores.router_loss.detach(), size)})
 
     def fit_sequences(self, batch: SequenceBatch, groups: Tensor, loss_fn: Callable) -> Metrics:
-        """One optimizer step on whole responses. groups (G, k) long: rows that stay together, such as a pair's.
+        """One optimizer step on whole responses. groups (G, k) long: rows that stay together, such as those of a pair.
 
         `loss_fn(logprobs (k, g), index of groups (g,))`: the summed log-probabilities of the loss tokens of each row.
         """
@@ -153,7 +155,7 @@ class Actor:
         num_tokens = sum_over_ranks(batch.attention_mask.sum())
         with self.staying():
             shares = expert_shares(self.engine, batch, self.max_tokens)
-            prefix_groups(self.engine, batch)  # tried before the first forward: a resumed run computes the same
+            prefix_groups(self.engine, batch)  # tried before the first forward, as in a resumed run
 
             def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
                 rows = batch.rows(groups[index].T.reshape(-1)).to(self.engine.device)
@@ -168,13 +170,13 @@ class Actor:
         return per_sequence(self.engine, batch, self.max_tokens)
 
     def average(self, decay: float) -> WeightAverage:
-        """A moving average of the trained weights, from now on."""
+        """An exponential moving average of the trained weights, from now on."""
         return WeightAverage(self.engine, decay)
 
     @torch.no_grad()
     def score_tokens(self, batch: SequenceBatch, teacher: TeacherTargets | None = None,
                      **options: float) -> Sequence[TokenScores]:
-        """TokenScores of the loss tokens, micro-batch by micro-batch, without gradients. teacher: on these tokens;
+        """TokenScores of the loss tokens, micro-batch by micro-batch, without gradients. teacher: of these tokens;
         options: the module's."""
 
         def scores_of(index: Tensor) -> TokenScores:

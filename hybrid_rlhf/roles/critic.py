@@ -1,4 +1,4 @@
-"""The critic: the value of every state, one number per token."""
+"""The critic: the value of every state, one per token."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hybrid_rlhf.rollout import Rollout
 
 @dataclass
 class Critic:
-    """The value of each state: the reward that the rest of the response will have.
+    """The value of each state: the expected reward of the rest of the response.
 
-    is_new: whether its head is of zeros. is_rescaled: whether its head comes from a model whose scores are on another
-    scale than those to be optimised, such as a reward model that is one of several sources. Either finds the scale of
-    the first scores (`begin`). mean, std: of these; the value of a state is mean + std times what the head says of it,
-    which for a head that is not new is first put on mean 0 and std 1 of what it says of the first responses (head_mean,
-    head_std). A critic that is neither has its scale in its weights.
+    is_new: whether its head starts at zero. is_rescaled: whether its head comes from a model whose scores have another
+    scale than those to be optimised, such as a reward model that is one of several sources. Both take the scale of the
+    first scores (`begin`). mean, std: of these; the value of a state is mean + std times the head's output, which for a
+    head that is not new is first normalised by its mean and std on the first responses (head_mean, head_std). A critic
+    that is neither has its scale in its weights.
     """
 
     engine: HybridEngine[ScalarModel]
@@ -44,12 +44,12 @@ class Critic:
         self.engine.name = "critic"
 
     def begin(self, scores: Tensor, rollout: Rollout | None = None) -> None:
-        """Before the first update of a critic that has to find its scale: its values get mean and standard deviation of
-        `scores` (B,), the first shaped scores of all processes (NaN: none), and it learns in these standard deviations.
-        Does nothing for any other critic. rollout: whose scores these are, needed for a head that is not new.
+        """Set the scale of a new or rescaled critic before its first update: its values get mean and standard deviation
+        of `scores` (B,), the first shaped scores of all processes (NaN: none), and it learns in these standard
+        deviations. Does nothing for any other critic. rollout: that of the scores, needed for a head that is not new.
 
-        From zero it would need hundreds of updates to reach scores of 60, and until then advantages are the mean score
-        times lambda to the number of tokens left, beside which the difference between two responses is lost.
+        From zero it would need hundreds of updates to reach scores of 60. Until then advantages are the mean score
+        times lambda to the power of the tokens left, which hides the difference between two responses.
         """
         if not (self.is_new or self.is_rescaled) or training_of(self).num_steps:
             return
@@ -58,14 +58,14 @@ class Critic:
         if not count:
             return
         head_mean, head_std = 0.0, 1.0
-        if not self.is_new:  # without its scale, should this be the second time
+        if not self.is_new:  # undo an earlier scale
             self.engine.module.mean, self.engine.module.std = 0.0, 1.0
             batch = present(rollout, "the rollout").sequences(self.engine.pad_id)
             head_mean, head_std, _ = _moments(last_numbers(self.engine, batch, self.max_tokens)[is_scored])
         self.set_scale(mean, std or 1.0, head_mean, head_std or 1.0)
 
     def set_scale(self, mean: float, std: float, head_mean: float = 0.0, head_std: float = 1.0) -> None:
-        """Values are mean + std * (what the head says - head_mean) / head_std."""
+        """Values become mean + std * (head output - head_mean) / head_std."""
         self.mean, self.std, self.head_mean, self.head_std = mean, std, head_mean, head_std
         self.engine.module.mean, self.engine.module.std = head_mean - mean * head_std / std, head_std / std
 

@@ -1,4 +1,4 @@
-"""What a policy's engine calls: token ids in, what the policy says of the loss tokens out, never whole logits."""
+"""The module of a policy's engine: token ids in, log-probabilities of the loss tokens out, never all logits."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hybrid_rlhf.models.shared_prefix import (
 
 @dataclass
 class TokenScores:
-    """What a policy says of N marked tokens: logprobs (N,) fp32, entropy (N,) or None, correct (N,) bool (argmax).
+    """Scores of N loss tokens: logprobs (N,) fp32, entropy (N,) or None, correct (N,) bool (argmax).
 
-    router_loss: how unevenly experts were used (a scalar), with gradients on for a mixture of experts; None elsewhere.
-    choices: (E,) how often each expert was chosen, where that was asked for. All logits are never kept, so that a loss
-    over the whole vocabulary (label smoothing) has no place here, but divergence (N,) fp32 nats: from a teacher, where
-    there is one, with gradients. top_ids (N, k) long, top_logprobs (N, k) fp32: the likeliest words, where asked for.
+    router_loss: the load-balancing loss (a scalar) of a mixture of experts, if gradients are on; else None.
+    choices: (E,) how often each expert was chosen, if requested. All logits are never stored, so that a loss over the
+    whole vocabulary (label smoothing) is not possible here. divergence (N,) fp32 nats: from a teacher, if there is one,
+    with gradients. top_ids (N, k) long, top_logprobs (N, k) fp32: the likeliest tokens, if requested.
     """
 
     logprobs: Tensor
@@ -49,8 +49,8 @@ class TokenScores:
 
 
 class Computed(NamedTuple):
-    """rows (N, H): the hidden states that predict the loss tokens. hidden (.., H): those of all tokens that were
-    computed, with their router_logits if asked for, and counts (tokens,): how many real tokens each stands for."""
+    """rows (N, H): the hidden states that predict the loss tokens. hidden (.., H): those of all computed tokens, with
+    their router_logits if requested, and counts (tokens,): how many real tokens each stands for."""
 
     rows: Tensor
     hidden: Tensor
@@ -59,7 +59,7 @@ class Computed(NamedTuple):
 
 
 class PolicyModule(nn.Module):
-    """A causal model whose forward gives log-probabilities of the loss tokens, from chunks of the logits."""
+    """A causal model whose forward returns log-probabilities of the loss tokens, computed from chunks of the logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -68,34 +68,34 @@ class PolicyModule(nn.Module):
         self._can_share: bool | None = None
 
     def can_share(self) -> bool:
-        """Whether rows that begin alike are computed with that beginning once; the first call tries it on the model.
+        """Whether a prefix that rows share is computed once; the first call tries it on the model.
 
-        Until then, and where it is not, `forward` computes every row whole.
+        Until then, and if not, `forward` computes every row in full.
         """
         if self._can_share is None:
-            has_own_loss = self.router is not None and self.router.num_choices is None  # of rows as they are
+            has_own_loss = self.router is not None and self.router.num_choices is None  # over full rows
             self._can_share = not has_own_loss and sharing_is_exact(self.model)
         return bool(self._can_share)
 
     def forward(self, batch: SequenceBatch, with_entropy: bool = False, expert_shares: Tensor | None = None,
                 with_choices: bool = False, temperature: float = 1.0, teacher: TeacherTargets | None = None,
                 top_k: int = 0, top_temperature: float | None = None) -> TokenScores:
-        """expert_shares: (E,) of the minibatch that these rows are a part of (Router.loss). with_choices: count the
-        experts' choices. temperature: what the logits are divided by. teacher: on these rows, on their device; measures
-        the divergence from it, whose temperature is its own. top_k: the likeliest words of each token, of the logits
-        over top_temperature (None: `temperature`): what a module says as a teacher (with its whole vocabulary:
-        `states(batch).rows`, inside the engine's `active()`). Raises ValueError for a teacher of other tokens."""
+        """expert_shares: (E,) of the minibatch of these rows (Router.loss). with_choices: count the experts' choices.
+        temperature: divides the logits. teacher: of these rows, on their device; the divergence from it is measured, at
+        its own temperature. top_k: the likeliest tokens at each position, from the logits over top_temperature (None:
+        `temperature`): the output of a teacher (for its whole vocabulary: `states(batch).rows`, inside the engine's
+        `active()`). Raises ValueError for a teacher of other tokens."""
         router_loss = choices = None
         needs_router = self.router is not None and (with_choices or torch.is_grad_enabled())
         rows, hidden, logits, counts = self.states(batch, needs_router)
-        if self.router and logits and with_choices:  # no logits: of layers that are dense, or choose by a table
+        if self.router and logits and with_choices:  # no logits: dense layers, or a table of choices
             choices = self.router.choices(logits, counts)
         elif self.router and logits:
             router_loss = self.router.loss(self.model, batch, hidden, logits, expert_shares, counts)
         config: Any = self.model.config  # of transformers
         size = chunk_rows(config.get_text_config().vocab_size, rows.dtype)
         num_chunks = max(1, -(-len(rows) // size))
-        if is_partitioned(self.model):  # all processes meet in each call of the head, which gathers its weights
+        if is_partitioned(self.model):  # each call of the head gathers its weights: a collective
             num_chunks = max_over_ranks(num_chunks)
         measure, beside = _measure(teacher, top_k, temperature if top_temperature is None else top_temperature)
         scores, measured = token_logprobs_and(
@@ -105,13 +105,13 @@ class PolicyModule(nn.Module):
         return TokenScores(*scores, router_loss, choices, divergence, *(measured[-2:] if top_k else ()))
 
     def states(self, batch: SequenceBatch, with_router: bool = False) -> Computed:
-        """What the backbone says of the batch, each beginning that rows share and each packed document by itself where
-        the model can; a row that it cannot take so (which is said once) whole."""
+        """The backbone's hidden states of the batch. A prefix that rows share is computed once, and packed documents do
+        not attend to each other, if the model can; rows where it cannot are computed in full, with one warning."""
         packed = None
         if self._can_share and len(batch):
             packed = packing(batch) if batch.position_ids is None else documents(batch)
         elif batch.position_ids is not None:
-            say_whole(self.model, "its attention is no plain causal one, or its weights are in parts", is_packed=True)
+            say_whole(self.model, "its attention is not plain causal, or its weights are in parts", is_packed=True)
         if packed is not None:
             try:
                 return self._distinct(batch, packed, with_router)
@@ -129,7 +129,7 @@ class PolicyModule(nn.Module):
 
 def _measure(teacher: TeacherTargets | None, top_k: int,
              temperature: float) -> tuple[Callable | None, Sequence[Tensor]]:
-    """What is measured of each chunk of logits beside the tokens' own scores, and what of a teacher's it reads."""
+    """The function of a chunk of logits beside the tokens' own scores, and the teacher's tensors that it takes."""
     if teacher is None and not top_k:
         return None, ()
 

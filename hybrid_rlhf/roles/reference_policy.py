@@ -1,4 +1,4 @@
-"""The reference policy: the frozen model that the actor is held near to."""
+"""The reference policy: the frozen model of the KL penalty."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybrid_rlhf.rollout import Rollout
 
 @dataclass
 class Reference:
-    """The policy that the actor is held near to. `logprobs(rollout)` -> (B, R)."""
+    """The frozen policy of the KL penalty. `logprobs(rollout)` -> (B, R)."""
 
     engine: HybridEngine[PolicyModule]
     max_tokens: int = 8192

@@ -37,7 +37,7 @@ class Reward:
     def update(self, batch: SequenceBatch, pairs: Tensor, loss_fn: Callable) -> Metrics:
         """One optimizer step on pairs. pairs (P, 2) long: rows of chosen and rejected.
 
-        A pair is never torn apart: micro-batches are made of pairs. loss_fn(chosen (p,), rejected (p,), index of pairs)
+        A pair is never split: micro-batches are made of pairs. loss_fn(chosen (p,), rejected (p,), index of pairs)
         -> their share of the loss, and {metric: (mean, weight)}.
         """
         with self.engine.resident():

@@ -1,7 +1,7 @@
-"""Which experts a whole minibatch chooses, counted before its gradient: what makes the router's loss a sum over tokens.
+"""Expert choices of a whole minibatch, counted before its gradient, so that the router's loss is a sum over tokens.
 
-The counting is a forward without gradients over the minibatch, in evaluation mode. Where one micro-batch on one process
-is all of the minibatch, it counts itself and there is no extra forward.
+The count is a no-grad forward over the minibatch, in evaluation mode. If one micro-batch on one process is the whole
+minibatch, it counts its own choices, without an extra forward.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hybrid_rlhf.engine.train import accumulate
 def expert_shares(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) -> Callable[[int], Tensor | None]:
     """Number of rows of a micro-batch -> (E,) each expert's choices per real token of `batch` over all processes.
 
-    None where the micro-batch can count for itself, or there is nothing to count. Every process calls this at once.
+    None if the micro-batch can count its own, or there is no router. Every process calls this at the same point.
     """
     router = getattr(engine.module, "router", None)
     if router is None or router.num_choices is None:
         return lambda _rows: None
     counted = cache(lambda: _counted(engine, batch, max_tokens))
     if world_size() > 1:
-        counted()  # all count now, for counting may be a common matter
+        counted()  # now on all processes: the forward may contain collectives
         return lambda _rows: counted()
     return lambda rows: None if rows == len(batch) else counted()
 
@@ -40,12 +40,12 @@ def _counted(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) -> Ten
     engine.module.eval()
     bare = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))  # no token is scored
     with engine.active():
-        for _, found in accumulate.score(
+        for _, choices in accumulate.score(
                 engine, batch.attention_mask.sum(1), max_tokens,
                 lambda index: engine(bare.rows(index).to(engine.device), with_choices=True).choices):
-            if found is not None:
-                counts.append(found.cpu())
+            if choices is not None:
+                counts.append(choices.cpu())
     engine.module.train(was_training)
-    own = torch.stack(counts).double().sum(0).tolist() if counts else []
-    everywhere = torch.tensor([each for each in gather_over_ranks(own) if each], dtype=torch.float64).sum(0)
+    num_chosen = torch.stack(counts).double().sum(0).tolist() if counts else []
+    everywhere = torch.tensor([each for each in gather_over_ranks(num_chosen) if each], dtype=torch.float64).sum(0)
     return engine.module.router.shares(everywhere).float()

@@ -1,4 +1,4 @@
-"""No-grad scoring: micro-batches through a role's engine, and what they say in the shapes of an algorithm."""
+"""No-grad scoring: micro-batches through a role's engine, results in the shapes of an algorithm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def score(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, score_fn:
 
 
 def score_index(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, score_fn: Callable) -> Iterator[tuple]:
-    """`score`, of score_fn(row indices): where more than the rows themselves is taken of them."""
+    """`score` with score_fn(row indices), for functions that need more than the rows."""
     engine.module.eval()
     with engine.active():
         yield from accumulate.score(engine, batch.attention_mask.sum(1), max_tokens, score_fn,
@@ -30,12 +30,12 @@ def score_index(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, sco
 
 
 def prefix_groups(engine: HybridEngine, batch: SequenceBatch) -> Tensor | None:
-    """(B,) the group of rows with one prefix that each is in, where the module computes a prefix once; else None."""
+    """(B,) each row's group of rows with one prefix, if the module computes a shared prefix once; else None."""
     module = engine.module
     if not hasattr(module, "can_share") or not len(batch) or is_partitioned(module):
         return None
     with engine.active():
-        can_share = module.can_share()  # packed rows have no prefixes, but their documents are kept apart by it
+        can_share = module.can_share()  # packed rows share no prefix, but need it to separate documents
         return shared_prefix.prefix_groups(batch) if can_share and batch.position_ids is None else None
 
 
@@ -60,7 +60,7 @@ def per_sequence(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) ->
 
 @torch.no_grad()
 def last_numbers(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) -> Tensor:
-    """(B,) fp32 on the CPU: what a scalar model says at each row's last real token, without gradients."""
+    """(B,) fp32 on the CPU: a scalar model's output at each row's last real token, without gradients."""
     out = torch.zeros(len(batch))
     for index, numbers in score(engine, batch, max_tokens, lambda rows: at_last(engine(rows), rows)):
         out[index] = numbers.cpu()

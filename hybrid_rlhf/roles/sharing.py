@@ -1,7 +1,7 @@
-"""How the roles are laid out: each one's own settings, and who shares a frozen base with whom.
+"""Settings of the roles, and which of them share a frozen base.
 
-A shared base is one frozen backbone; what differs between its roles is a low-rank adapter and, for critic and reward, a
-scalar head. Trainers never see which layout was chosen.
+A shared base is one frozen backbone; its roles differ in a low-rank adapter and, for critic and reward, a scalar head.
+Trainers do not see the layout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RoleConfig:
         kind: model (weights of its own), adapter (on a base that it shares), head (a scalar head on the reward model's
             frozen states), or auto: adapter where its base is shared, else model.
         dtype: Of its weights; null takes model.dtype.
-        quantize: none, 4bit or 8bit: how its frozen base is held; null takes model.load_in_4bit and load_in_8bit.
+        quantize: none, 4bit or 8bit: of its frozen base; null takes model.load_in_4bit and load_in_8bit.
         offload: Whether weights, gradients and optimizer state wait on the CPU while other roles work.
         micro_batch_tokens: Overrides engine.micro_batch_tokens.
     """
@@ -63,13 +63,13 @@ class RolesConfig:
     """The roles of an on-policy method.
 
     Attributes:
-        share_base: Whose frozen base is one: true or all (one base, adapters on it, the reference is the base itself),
-            pairs (actor with ref, critic with reward), actor-ref, critic-reward, false or none (four models), or auto:
-            all with LoRA where the runs allow it, else none. The teacher joins in all, and only where its base is the
-            actor's.
+        share_base: Which roles share a frozen base: true or all (one base, adapters on it, the reference is the base
+            itself), pairs (actor with ref, critic with reward), actor-ref, critic-reward, false or none (four models),
+            or auto: all with LoRA where the runs allow it, else none. The teacher joins in all, and only where its base
+            is the actor's.
         actor: The policy that is trained; without a model, that of `model`.
-        ref: The policy it is held near to; without a model, the actor's own start. Where ppo.kl_coef is 0 there is
-            none, and no kl is reported, unless a model is named here.
+        ref: The reference policy of the KL penalty; without a model, the actor's own start. Where ppo.kl_coef is 0
+            there is none, and no kl is reported, unless a model is named here.
         critic: The value model; without a model, it starts as a copy of the reward model.
         reward: The reward model; without a model, the finished reward run beside output_dir, or none where `reward`
             names other sources.
@@ -106,9 +106,9 @@ class RolesConfig:
 class Start:
     """Where a role's weights come from.
 
-    base: the model whose backbone it has. adapter: folder of a trained adapter on that base, or None. head: the model
-    whose scalar head it has, or None for a policy. dtype, quantize: how the base is loaded. reason: why it starts
-    there, for messages.
+    base: the model of its backbone. adapter: folder of a trained adapter on that base, or None. head: the model of its
+    scalar head, or None for a policy. dtype, quantize: how the base is loaded. reason: why it starts there, for
+    messages.
     """
 
     base: str
@@ -119,14 +119,14 @@ class Start:
     reason: str = ""
 
     @property
-    def held(self) -> tuple[str, str, str]:
-        """What must be equal for two roles to share a base."""
+    def base_settings(self) -> tuple[str, str, str]:
+        """Must be equal for two roles to share a base."""
         return self.base, self.dtype, self.quantize
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who shares a base with whom: every role there is in exactly one group. kind: the critic's, "auto" no more."""
+    """Which roles share a base: every role is in exactly one group. kind: the critic's, no longer "auto"."""
 
     bases: tuple[tuple[str, ...], ...]
     kind: str
@@ -136,10 +136,10 @@ class Layout:
 
 
 def resolve(roles: RolesConfig, starts: Mapping[str, Start], has_lora: bool) -> tuple[Layout, str | None]:
-    """The layout that `roles` ask for, and a line to announce where auto could not share all of it.
+    """The layout for the settings `roles`, and a line to announce if auto could not share one base among all.
 
-    `starts` names the roles that there are: without a reward model, or for a method without a critic, three.
-    Raises UserError where what was asked for cannot be: roles that cannot share a base, a head without a model to read.
+    `starts` has the roles of the run: without a reward model, or for a method without a critic, three. Raises UserError
+    for an impossible layout: roles that cannot share a base, a critic head without a reward model to read.
     """
     wanted, kind = roles.sharing, roles.critic.kind
     is_auto = wanted == "auto"
@@ -179,32 +179,32 @@ GROUPS = {"all": (ROLES,), "pairs": (("actor", "ref"), ("critic", "reward")), "a
 
 
 def _sharing(group: tuple[str, ...], kind: str, starts: Mapping[str, Start]) -> tuple[str, ...]:
-    """The roles of `group` that there are. A critic that is a model of its own shares nothing, nor does a teacher of
-    another base than the actor's: that is what most teachers are, and no obstacle for the others."""
-    own = {"critic"} if kind == "model" else set()
-    if "teacher" in starts and starts["teacher"].held != starts["actor"].held:
-        own.add("teacher")
-    return tuple(r for r in group if r in starts and r not in own)
+    """The roles of `group` that share its base. A critic that is a model of its own does not, nor does a teacher of
+    another base than the actor's: most teachers are, and that is not an obstacle for the others."""
+    alone = {"critic"} if kind == "model" else set()
+    if "teacher" in starts and starts["teacher"].base_settings != starts["actor"].base_settings:
+        alone.add("teacher")
+    return tuple(r for r in group if r in starts and r not in alone)
 
 
 def _obstacles(group: tuple[str, ...], starts: Mapping[str, Start], has_lora: bool, kind: str) -> list[str]:
-    """Why the roles of `group` cannot share a base; empty where they can."""
-    found = []
+    """Why the roles of `group` cannot share a base; empty if they can."""
+    obstacles = []
     if len(group) > 1 and not has_lora and ("actor" in group or ("critic" in group and kind != "head")):
-        found.append("a base is shared through low-rank adapters, and model.lora.r is 0 (16, say, turns them on)")
+        obstacles.append("a base is shared through low-rank adapters, and model.lora.r is 0 (16, say, turns them on)")
     for role in group[1:]:
         first, other = starts[group[0]], starts[role]
         if first.base != other.base:
-            found.append(f"the {group[0]} starts from {first.base} and the {role} from {other.base}"
-                         f"{f' ({other.reason})' if other.reason else ''}")
-        elif first.held != other.held:
-            found.append(f"the {group[0]} is held as {first.dtype}, quantize {first.quantize}, and the {role} as "
-                         f"{other.dtype}, quantize {other.quantize}")
-    return found
+            obstacles.append(f"the {group[0]} starts from {first.base} and the {role} from {other.base}"
+                             f"{f' ({other.reason})' if other.reason else ''}")
+        elif first.base_settings != other.base_settings:
+            obstacles.append(f"the {group[0]} is loaded as {first.dtype}, quantize {first.quantize}, and the {role} as "
+                             f"{other.dtype}, quantize {other.quantize}")
+    return obstacles
 
 
 def _check_alone(role: str, config: RoleConfig, layout: Layout) -> None:
-    """What only a role with a base of its own can have."""
+    """Check the settings that need a base of its own."""
     group = layout.group(role)
     check(not config.offload or len(group) == 1,
           f"roles.{role}.offload: its base is that of {', '.join(r for r in group if r != role)} too and must stay; "

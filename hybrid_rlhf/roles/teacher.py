@@ -28,10 +28,10 @@ WHOLE_HEAD = ("roles.teacher: its weights are cut into parts (ZeRO 3), and a div
 
 @dataclass
 class Teacher:
-    """The policy that the actor learns from. It is asked before the update, and never trained.
+    """The policy that the actor learns from. It is evaluated before the update, and never trained.
 
-    Its logits of a whole batch are never there: what is kept of each loss token is its hidden state, and the actor's
-    update takes the teacher's head to a chunk of those at a time. So the head's weights have to stay on the device.
+    The logits of a whole batch are never stored: the hidden state of each loss token is, and the actor's update applies
+    the teacher's head to a chunk of them at a time. So the head's weights have to stay on the device.
     """
 
     engine: HybridEngine[PolicyModule]
@@ -45,9 +45,9 @@ class Teacher:
         return self.engine.module.model
 
     def check(self, top_k: int) -> None:
-        """UserError where the actor's update could not take the teacher's head to what is kept: it is in parts, or an
-        adapter is on it, which is the active one in the teacher's own turn alone. With top_k > 0 none is taken; then
-        for more words than it has."""
+        """UserError if the actor's update cannot apply the teacher's head: it is sharded, or has an adapter, which is
+        active only while the teacher runs. With top_k > 0 the head is not needed; then UserError for more tokens than
+        its vocabulary has."""
         check_top_k(top_k, self._model.config.get_text_config().vocab_size)
         head = self._model.get_output_embeddings()
         check(top_k > 0 or not is_partitioned(self.engine.module), WHOLE_HEAD)
@@ -58,34 +58,33 @@ class Teacher:
               "or distill.top_k (such as 64)")
 
     def targets(self, batch: SequenceBatch, kind: Divergence, top_k: int = 0) -> TeacherTargets:
-        """What it says of the loss tokens of `batch`, on the CPU, without gradients; with top_k > 0 its likeliest words
-        in place of hidden states. UserError for tokens that it does not have, and for weights in parts without
-        top_k."""
+        """Targets for the loss tokens of `batch`, on the CPU, without gradients; with top_k > 0 the likeliest tokens
+        instead of hidden states. UserError for tokens outside its vocabulary, and for sharded weights without top_k."""
         return self.read(batch, kind, top_k, temperature=None)[0]
 
     @torch.no_grad()
     def read(self, batch: SequenceBatch, kind: Divergence, top_k: int = 0,
              temperature: float | None = 1.0) -> tuple[TeacherTargets, list[Tensor]]:
-        """`targets`, and of each row the log-probabilities (n,) fp32 of its loss tokens, of the logits over
-        `temperature` (that of the divergence is its own); None: these are not wanted, and 0."""
+        """`targets`, and for each row the log-probabilities (n,) fp32 of its loss tokens, from the logits over
+        `temperature` (the divergence has its own); None: they are not computed, and 0."""
         module = self.engine.module
         self.check(top_k)
         self._check_tokens(batch)
         ask = _likeliest(self.engine, kind, top_k, temperature or 1.0) if top_k else _hidden(module, temperature)
         counts = batch.loss_mask[:, 1:].sum(1)
-        found: list[tuple[Tensor, ...]] = [()] * len(batch)  # row -> (rows[, ids], logprobs)
+        results: list[tuple[Tensor, ...]] = [()] * len(batch)  # row -> (rows[, ids], logprobs)
         for index, parts in score(self.engine, batch, self.max_tokens, ask):
             sizes = counts[index].tolist()
             for row, *split in zip(index.tolist(), *(part.cpu().split(sizes) for part in parts), strict=True):
-                found[row] = tuple(split)
-        columns = [list(column) for column in zip(*found, strict=True)] or [[], [], []]
+                results[row] = tuple(split)
+        columns = [list(column) for column in zip(*results, strict=True)] or [[], [], []]
         targets = (TeacherTargets(kind, columns[0], ids=columns[1]) if top_k else
                    TeacherTargets(kind, columns[0], head=own_head(module.model)))
         return targets, columns[-1]
 
     def logprobs(self, rollout: Rollout) -> Tensor:
-        """(B, R) log-probabilities of the sampled tokens, at the rollout's temperature, and among the words kept for
-        them, where they are: of those that it has, as the student's vocabulary may have more padding."""
+        """(B, R) log-probabilities of the sampled tokens, at the rollout's temperature, normalised over the candidate
+        tokens if the rollout has them: those in its vocabulary, as the student's may have more padding."""
         self._check_tokens(rollout.sequences(self.engine.pad_id))
         if rollout.kept is not None:
             rollout = replace(rollout, kept=rollout.kept.below(self._model.get_input_embeddings().num_embeddings))
@@ -100,13 +99,13 @@ class Teacher:
 
 
 def check_top_k(top_k: int, num_words: int) -> None:
-    """UserError for more likeliest words than the teacher has in all."""
+    """UserError for a top_k larger than the teacher's vocabulary."""
     check(top_k <= num_words, f"distill.top_k is {top_k}, and the teacher's vocabulary has {num_words} words; give "
                               "fewer (such as 64), or 0 for all of them")
 
 
 def head_tensors(model: Any) -> list[Tensor]:
-    """The weights that `own_head` reads: those of the output embeddings, and whatever is not the backbone's."""
+    """The weights that `own_head` reads: the output embeddings, and all outside the backbone."""
     part, backbone = causal_part(model), text_backbone(model)
     inside = {id(tensor) for tensor in (*backbone.parameters(), *backbone.buffers())}
     outside = [t for t in (*part.parameters(), *part.buffers()) if id(t) not in inside]
@@ -116,7 +115,7 @@ def head_tensors(model: Any) -> list[Tensor]:
 
 def _hidden(module: PolicyModule, temperature: float | None) -> Callable[[SequenceBatch], tuple[Tensor, ...]]:
     """Rows -> hidden states (N, H) of their loss tokens, and the log-probabilities (N,) of these, or 0 without a
-    temperature: no head is taken to them then."""
+    temperature: the head is not applied then."""
 
     config: Any = module.model.config  # of transformers
 
@@ -134,7 +133,7 @@ def _hidden(module: PolicyModule, temperature: float | None) -> Callable[[Sequen
 
 def _likeliest(engine: HybridEngine, kind: Divergence, top_k: int,
                temperature: float) -> Callable[[SequenceBatch], tuple[Tensor, ...]]:
-    """Rows -> log-probabilities (N, k) and ids (N, k) of the likeliest words, and the log-probabilities (N,) of the
+    """Rows -> log-probabilities (N, k) and ids (N, k) of the likeliest tokens, and the log-probabilities (N,) of the
     loss tokens."""
 
     def ask(rows: SequenceBatch) -> tuple[Tensor, ...]:

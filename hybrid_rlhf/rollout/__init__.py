@@ -1,4 +1,4 @@
-"""Prompts in, sampled and scored responses out: the record of a rollout, and how it is collected."""
+"""Sampling and scoring of responses: the record of a rollout, and how it is collected."""
 
 from hybrid_rlhf.rollout.record import Prompts, Rollout, Totals
 

@@ -1,4 +1,4 @@
-"""Prompts to Rollout: the part that all on-policy methods share."""
+"""Sampling and scoring of a rollout, shared by all on-policy methods."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 
 _log = logging.getLogger(__name__)
 _MUCH = 1 << 30  # bytes
-_said_much: WeakSet[HybridEngine] = WeakSet()
-_said_skipped: WeakSet[HybridEngine] = WeakSet()
+_warned_size: WeakSet[HybridEngine] = WeakSet()
+_warned_skipped: WeakSet[HybridEngine] = WeakSet()
 
 
 @torch.no_grad()
 def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: SamplingConfig, seed: int,
             metrics: Metrics, old_logprobs: OldLogprobs | None = None, *, with_values: bool = True,
-            keeps: bool = False) -> Rollout:
+            keep_candidates: bool = False) -> Rollout:
     """Sample `sampling.num_samples` responses to each prompt, then score them with every role and the reward source.
 
-    seed makes the sampling a function of the step. old_logprobs: whose log-probabilities are the old ones (None: a
-    training forward's). with_values: whether a critic's values are computed; else that is left to the caller. keeps:
-    whether all log-probabilities are among the words that truncated sampling drew from. metrics receives the time and
-    the peak memory of each phase, and what the engine has to say of itself.
+    seed: of the sampling, another one at each step. old_logprobs: which log-probabilities are the old ones (None: those
+    of a training forward). with_values: whether a critic's values are computed; else that is left to the caller.
+    keep_candidates: whether all log-probabilities are normalised over the candidate tokens of truncated sampling.
+    metrics receives the time and the peak memory of each phase, and metrics of the engine and the source.
 
     The score of a response that every source skipped is NaN, for the caller to leave out.
     """
@@ -50,7 +50,7 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
     peak = partial(peak_in, metrics, device=roles.actor.engine.device)
     with explained("while generating"), roles.actor.staying():
         with peak("actor/generate"), metrics.timer("generate"), roles.actor.inference():
-            rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed, keeps)
+            rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed, keep_candidates)
         metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
         metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
         if rollout.kept is not None:
@@ -64,8 +64,8 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
                 rollout.ref_logprobs = roles.ref.logprobs(rollout)  # (B, R)
         with peak("reward/score"):
             rollout.scores = _scores(source, rollout)  # (B,)
-        rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
-    _tell_skipped(rollout.scores, roles.actor.engine)
+        rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has set its parts
+    _warn_skipped(rollout.scores, roles.actor.engine)
     if isinstance(source, Reporting):
         source.report(metrics)
     if sampling.num_samples > 1:
@@ -76,26 +76,26 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
 
 
 def signal_of(rollout: Rollout, group_size: int) -> RewardSignal:
-    """The figures of a scored rollout whose groups are contiguous."""
+    """The reward signal of a scored rollout whose groups are contiguous."""
     is_empty = torch.tensor([not text.strip() for text in rollout.completions], dtype=torch.bool)
     return reward_signal.measure(*(values.view(-1, group_size) for values in (
         rollout.scores, rollout.action_mask.sum(1), rollout.has_eos, is_empty)))
 
 
 def _observe_kept(kept: KeptSets, engine: HybridEngine, metrics: Metrics) -> None:
-    """What the sets of truncated sampling take; once, where that is much, how it comes to be less."""
+    """Measure the memory of the candidate tokens; if it is large, warn once with ways to reduce it."""
     num_bytes, num_tokens = kept.num_bytes(), sum(map(len, kept.sizes))
     metrics.add("engine/kept_bytes", num_bytes)
-    if num_bytes > _MUCH and engine not in _said_much:
-        _said_much.add(engine)
-        _log.warning("the words that truncated sampling drew from take %.1f GiB of memory for a rollout, about %d for "
-                     "each token: a lower top_p, a higher min_p or a top_k keeps fewer; of PPO and its relatives "
+    if num_bytes > _MUCH and engine not in _warned_size:
+        _warned_size.add(engine)
+        _log.warning("the candidate tokens kept for replay use %.1f GiB of memory for a rollout, about %d for each "
+                     "token: a lower top_p, a higher min_p or a top_k keeps fewer; of PPO and its relatives "
                      "ppo.replay_truncation false keeps none", num_bytes / 2**30,
                      sum(map(len, kept.ids)) / max(num_tokens, 1))
 
 
 def _observe_groups(rollout: Rollout, group_size: int, metrics: Metrics) -> None:
-    """What the scores of each prompt's responses say together: the best of them is pass@G where they are 0 or 1."""
+    """Metrics of the groups' scores; the mean best score is pass@G where scores are 0 or 1."""
     signal = signal_of(rollout, group_size)
     metrics.add("prompts/num_responses", group_size, signal.num_prompts)
     metrics.add("prompts/with_spread", signal.with_spread, signal.num_prompts)
@@ -110,18 +110,18 @@ def measure_values(rollout: Rollout, roles: Roles, metrics: Metrics) -> None:
         rollout.values = present(roles.critic, "the critic").values(rollout)  # (B, R)
 
 
-def _tell_skipped(scores: Tensor, engine: HybridEngine) -> None:
-    """One line, the first time that every source skips a response."""
-    if bool(scores.isnan().any()) and engine not in _said_skipped:
-        _said_skipped.add(engine)
+def _warn_skipped(scores: Tensor, engine: HybridEngine) -> None:
+    """Warn once, the first time that every source skips a response."""
+    if bool(scores.isnan().any()) and engine not in _warned_skipped:
+        _warned_skipped.add(engine)
         _log.warning("every reward source skipped %d of %d responses (None): such are left out of the update and of "
                      "their prompt's baseline; completions/unscored_ratio counts them", int(scores.isnan().sum()),
                      len(scores))
 
 
 def _scores(source: RewardSource, rollout: Rollout) -> Tensor:
-    """(B,), NaN where every source skipped. Where the source fails, nothing of the step has been learnt yet: a run can
-    be taken up before it."""
+    """(B,), NaN where every source skipped. If the source fails, no weight has changed yet: the run can resume from
+    before this step."""
     try:
         return part_scores(source, rollout)
     except UserError as error:
@@ -131,12 +131,12 @@ def _scores(source: RewardSource, rollout: Rollout) -> Tensor:
 
 @torch.no_grad()
 def collect_held_out(batches: Iterable[Prompts], roles: Roles, source: RewardSource, sampling: SamplingConfig,
-                     seed: int, *, keeps: bool = False) -> Metrics:
+                     seed: int, *, keep_candidates: bool = False) -> Metrics:
     """Scores, KL and lengths of fresh responses to held-out prompts, over all processes (always the same draw)."""
     metrics = Metrics()
     for i, prompts in enumerate(batches):
         metrics += collect(prompts, roles, source, sampling, seed + i, Metrics(), with_values=False,
-                           keeps=keeps).metrics()
+                           keep_candidates=keep_candidates).metrics()
     return metrics.over_ranks()
 
 
@@ -145,21 +145,21 @@ def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
     if rollout is None:
         return []
     ids = rollout.prompts.ids
-    rows = [i for i in range(len(rollout)) if i == 0 or ids[i] != ids[i - 1]]  # a prompt's samples lie together
+    rows = [i for i in range(len(rollout)) if i == 0 or ids[i] != ids[i - 1]]  # a prompt's samples are contiguous
     return [{"prompt": rollout.prompts.texts[i], "completion": rollout.shown(i),
              "score": None if rollout.scores[i].isnan() else float(rollout.scores[i]),
              "ended": bool(rollout.has_eos[i])} | _judged(rollout, i) | _replay(rollout, i) for i in rows[:count]]
 
 
 def _judged(rollout: Rollout, i: int) -> dict:
-    """What each of several sources gave a response, and what a judge said of it; nothing where there is one number."""
+    """A response's score from each of several sources, and the judge's remark; empty with one source and no judge."""
     parts = {name: float(scores[i]) for name, scores in rollout.source_scores.items() if not scores[i].isnan()}
-    said = {"scores": parts} if len(rollout.source_scores) > 1 else {}
-    return said | ({"judge": rollout.remarks[i]} if rollout.remarks and rollout.remarks[i] else {})
+    row = {"scores": parts} if len(rollout.source_scores) > 1 else {}
+    return row | ({"judge": rollout.remarks[i]} if rollout.remarks and rollout.remarks[i] else {})
 
 
 def _replay(rollout: Rollout, i: int) -> dict:
-    """Why an episode ended, and what it can be drawn again from; nothing for a response of one turn."""
+    """Why an episode ended, and its record for a replay; empty for a response of one turn."""
     if not rollout.episodes:
         return {}
     ids = rollout.response_ids[i][rollout.response_mask[i]].tolist()

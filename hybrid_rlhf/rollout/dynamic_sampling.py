@@ -15,9 +15,9 @@ def resample_groups(first: Rollout, group_size: int, max_rounds: int, sample: Ca
                     metrics: Metrics) -> Rollout:
     """As many groups as in `first`, those whose scores are all equal replaced by groups of new prompts (2503.14476).
 
-    sample(round) gives another rollout, at most max_rounds times; every process asks as often. Groups are accepted in
-    the order of all processes' prompts, as one process would, so one process may end with more of them than another.
-    What was accepted stays where the rounds end before it is enough; where none was, `first` itself comes back.
+    sample(round) returns another rollout, at most max_rounds times; every process calls it equally often. Groups are
+    accepted in the order of all processes' prompts, as one process would, so one process may end with more of them than
+    another. If the rounds end too early, the groups accepted so far are returned; if there are none, `first`.
     """
     wanted, size = place_over_ranks(len(first) // group_size)[1], group_size
     kept, accepted = _accepted(first, size, 0, wanted)
@@ -32,16 +32,16 @@ def resample_groups(first: Rollout, group_size: int, max_rounds: int, sample: Ca
 
 
 def _accepted(rollout: Rollout, size: int, accepted: int, wanted: int) -> tuple[Rollout, int]:
-    """The groups of this process that are among the first `wanted` of all, of which `accepted` were there before, with
-    the numbers that one process would give them; and how many there are now."""
-    found = _with_reward_variance(rollout, size)
-    before, total = place_over_ranks(len(found) // size)
-    own = min(max(wanted - accepted - before, 0), len(found) // size)
-    found = found.rows(torch.arange(own * size))
-    found.numbers = torch.arange(own * size) + (accepted + before) * size
-    return found, min(accepted + total, wanted)
+    """The groups of this process among the first `wanted` of all processes, after `accepted` earlier ones, with the
+    numbers that one process would give them; and how many are accepted now."""
+    groups = _with_reward_variance(rollout, size)
+    before, total = place_over_ranks(len(groups) // size)
+    num_taken = min(max(wanted - accepted - before, 0), len(groups) // size)
+    groups = groups.rows(torch.arange(num_taken * size))
+    groups.numbers = torch.arange(num_taken * size) + (accepted + before) * size
+    return groups, min(accepted + total, wanted)
 
 
 def _with_reward_variance(rollout: Rollout, group_size: int) -> Rollout:
-    """The groups whose scores differ: only these have a gradient."""
+    """The groups whose scores differ: only they have a gradient."""
     return rollout.rows(rollout.has_reward_variance(group_size).repeat_interleave(group_size).nonzero()[:, 0])

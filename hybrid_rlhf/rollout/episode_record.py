@@ -1,4 +1,4 @@
-"""What became of a response of several turns: who said what, why it ended, and what went wrong on the way."""
+"""The record of a response of several turns: its messages, why it ended, and the failures of its calls."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from hybrid_rlhf.core.metrics import Metrics
 
-# why an episode ends: by itself (the model's last turn calls nothing, or the environment is done); its tokens, its
-# turns; or its last answer does not fit into the tokens that are left
+# Why an episode ends: by itself (the model's last turn has no call, or the environment is done); at the limit of tokens
+# or turns; or because the next messages do not fit into the tokens that are left.
 DONE, LENGTH, MAX_TURNS, NO_ROOM = "done", "length", "max_turns", "no_room"
 
 
@@ -17,14 +17,14 @@ DONE, LENGTH, MAX_TURNS, NO_ROOM = "done", "length", "max_turns", "no_room"
 class Episode:
     """One response, turn by turn.
 
-    messages: those behind the prompt, the model's with its tool calls, and the environment's: what TRL hands to reward
-    functions as a completion. turn_starts, turn_ends: for each of the model's turns, how many tokens the response had
-    at its beginning and its end; limits: how many the turn might have. seed, number: of its draws.
-    turn_rewards: what each turn earned by itself. reward: what the environment says of the whole (None: nothing).
+    messages: those after the prompt, the model's with its tool calls and the environment's: the completion that reward
+    functions get, as in TRL. turn_starts, turn_ends: for each of the model's turns, the number of response tokens at
+    its beginning and its end; limits: the most tokens of each turn. seed, number: of its draws.
+    turn_rewards: the reward of each turn. reward: that of the whole episode (None: the environment gives none).
     environment: the user's object, which may be used again in the next rollout (None: there are only functions, or it
-    lives in another process). has_tools: whether there was something to call. num_calls: of tools; num_failed: those
-    that raised or do not exist; num_late: those without an answer in time; num_malformed: calls that could not be read;
-    num_cut: answers that were shortened.
+    lives in another process). has_tools: whether there were tools. num_calls: of tools; num_failed: those that raised
+    or do not exist; num_late: those that timed out; num_malformed: calls that could not be parsed; num_cut: answers
+    that were shortened.
     """
 
     messages: list[dict] = field(default_factory=list)
@@ -45,21 +45,21 @@ class Episode:
     num_cut: int = 0
 
     def replay_record(self, prompt_ids: list[int], response_ids: list[int]) -> dict:
-        """What rollout/replay.py needs to draw the episode again, as JSON: the draws' names, and what was said and
-        added, in tokens."""
+        """What rollout/replay.py needs to sample the episode again, as JSON: seed, number, and the tokens that were
+        sampled and added."""
         ends = [0, *self.turn_ends]
         return {"seed": self.seed, "number": self.number, "prompt_ids": prompt_ids, "turns": [
             {"added": response_ids[end:start], "limit": limit, "said": response_ids[start:stop]}
             for end, start, stop, limit in zip(ends, self.turn_starts, self.turn_ends, self.limits, strict=False)]}
 
     @property
-    def said_last(self) -> str:
+    def last_text(self) -> str:
         """The content of the model's last turn."""
         return next((m["content"] for m in reversed(self.messages) if m["role"] == "assistant"), "")
 
     @property
     def total_reward(self) -> float | None:
-        """All that the environment gave, None where it gives nothing."""
+        """The sum of the environment's rewards, None where it gives none."""
         return None if self.reward is None and not self.turn_rewards else (self.reward or 0.0) + sum(self.turn_rewards)
 
 
@@ -68,14 +68,14 @@ def readable(messages: Sequence[dict]) -> str:
     lines = []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls") or ()]
-        said = [f"{call['name']}({', '.join(f'{k}={v!r}' for k, v in call['arguments'].items())})" for call in calls]
+        shown = [f"{call['name']}({', '.join(f'{k}={v!r}' for k, v in call['arguments'].items())})" for call in calls]
         name = message.get("name") or message["role"]
-        lines.append(f"[{name}] " + " ".join(part for part in (message["content"].strip(), *said) if part))
+        lines.append(f"[{name}] " + " ".join(part for part in (message["content"].strip(), *shown) if part))
     return "\n".join(lines)
 
 
 def measure(episodes: Sequence[Episode]) -> Metrics:
-    """What is reported of them."""
+    """The metrics of a rollout's episodes."""
     acting = [e for e in episodes if e.has_tools]
     metrics, size = _of_tools(acting) if acting else Metrics(), len(episodes)
     metrics.add("episodes/turns", sum(len(e.turn_ends) for e in episodes) / max(size, 1), size)
@@ -85,7 +85,7 @@ def measure(episodes: Sequence[Episode]) -> Metrics:
 
 
 def _of_tools(episodes: Sequence[Episode]) -> Metrics:
-    """Calls in an episode, and shares of the calls; the first two names are TRL's."""
+    """Calls per episode, and shares of the calls; the first two names are TRL's."""
     metrics, size = Metrics(), len(episodes)
     calls = sum(e.num_calls + e.num_malformed for e in episodes)
     failed = sum(e.num_failed + e.num_late + e.num_malformed for e in episodes)

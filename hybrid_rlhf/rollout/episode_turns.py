@@ -1,7 +1,7 @@
-"""The turns of episodes: what the model said, the calls that this makes, and what it reads next.
+"""The turns of episodes: the model's messages, the tool calls in them, and the answers that it reads next.
 
-Nobody waits for anybody: while a tool works the other sequences are sampled, and one whose answer has come goes on from
-where it stopped. What the model said stays the tokens that it said; what is added is tokenised once.
+A slow tool does not stall the other episodes: they are sampled meanwhile, and a sequence goes on when its answer has
+come. The model's turns stay the tokens that were sampled; added messages are tokenised once.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ _PREFIX = 64  # tokens before a turn: a generation prompt may open a thought
 
 @dataclass
 class Play:
-    """An episode under way. number: its name under the seed. asked: the prompt's messages; ids: its tokens; text: the
-    same for people. tokens, is_sampled, logprobs: of the response so far; kept: what each of the sampled tokens was
-    drawn from, where that is noted; request: its last turn. to_call: calls of
-    that turn still to be made; answers: the messages made of those before. awaited: which call of the environment is
-    under way."""
+    """An episode in progress. number: of its draws, with the seed. asked: the prompt's messages; ids: its tokens; text:
+    the same for people. tokens, is_sampled, logprobs: of the response so far; kept: the candidate tokens of each
+    sampled one, if they are recorded; request: its last turn. to_call: calls of that turn still to be made; answers:
+    the messages of those before. awaited: the call of the environment that runs."""
 
     number: int
     instance: Instance
@@ -60,7 +59,7 @@ class Play:
 
 @dataclass
 class EpisodeTurns:
-    """Plays episodes to their ends. sampling.max_new_tokens: most tokens of a response, with what others add to it."""
+    """Plays episodes to their ends. sampling.max_new_tokens: most tokens of a response, added messages included."""
 
     config: EnvironmentConfig
     tokenizer: Tokenizer
@@ -69,7 +68,7 @@ class EpisodeTurns:
     sampling: SamplingConfig
 
     def run(self, plays: Sequence[Play], seed: int) -> None:
-        """Raises UserError where an environment's step or get_reward fails, or the template refuses its messages."""
+        """Raises UserError if an environment's step or get_reward fails, or the template refuses its messages."""
         by_number = {play.number: play for play in plays}
         for play in plays:
             play.episode.seed, play.episode.number = seed, play.number
@@ -78,7 +77,7 @@ class EpisodeTurns:
             ended = self.turns.step() if self.turns.is_busy else ()
             with before_update():
                 for request in ended:
-                    self._said(by_number[request.number], request)
+                    self._turn_ended(by_number[request.number], request)
                 for number, outcome in self.pool.finished(wait=not self.turns.is_busy):
                     self._answered(by_number[number], outcome)
 
@@ -89,7 +88,7 @@ class EpisodeTurns:
 
     # -- the model's turn --------------------------------------------------------------------------------------------
 
-    def _said(self, play: Play, request: Request) -> None:
+    def _turn_ended(self, play: Play, request: Request) -> None:
         episode, kind, play.request = play.episode, play.instance.environment, request
         episode.turn_starts.append(len(play.tokens))
         episode.limits.append(request.limit)
@@ -127,8 +126,8 @@ class EpisodeTurns:
         return {"role": "assistant", "content": text}, []
 
     def _without_stop(self, tokens: list[int]) -> list[int]:
-        """A turn without a special token that ends it for the model's settings and not for its template (GLM's
-        <|observation|>, the header of the next message): it is nothing that was said."""
+        """A turn without a special token that ends it by the model's settings but not in its template (GLM's
+        <|observation|>, the header of the next message): that is not part of the message."""
         is_foreign = tokens[-1] in self.turns.stops and tokens[-1] not in turn_ends(self.tokenizer)
         return tokens[:-1] if is_foreign and tokens[-1] in special_ids(self.tokenizer).values() else tokens
 
@@ -169,15 +168,15 @@ class EpisodeTurns:
         else:
             self._go_on(play, episode.messages[-1], play.answers)
 
-    def _go_on(self, play: Play, said: dict, added: list[dict]) -> None:
-        """The model's next turn, behind the messages `added`, where it may have one. Else nobody reads them."""
+    def _go_on(self, play: Play, message: dict, added: list[dict]) -> None:
+        """Start the model's next turn after the messages `added`, unless the episode ends and they are dropped."""
         request = play.request
         assert request is not None
         if len(play.episode.turn_ends) >= self.config.max_turns:
             return self._end(play, MAX_TURNS)
-        ids = added_tokens(self.tokenizer, said, added, request.tokens[-1] in turn_ends(self.tokenizer),
+        ids = added_tokens(self.tokenizer, message, added, request.tokens[-1] in turn_ends(self.tokenizer),
                            carried(play.asked).get(KWARGS))
-        ids = ids[ids[:1] == request.tokens[-1:]:]  # a header that the model has begun
+        ids = ids[ids[:1] == request.tokens[-1:]:]  # a header that the model has already begun
         limit = self._limit(play, len(ids))
         if limit < 1:
             return self._end(play, NO_ROOM)
@@ -198,8 +197,8 @@ class EpisodeTurns:
 
 @contextmanager
 def before_update() -> Iterator[None]:
-    """What is the user's to mend here has changed no weight: a run can be taken up before it. A model whose logits have
-    broken is no such thing."""
+    """Mark a UserError of the block as raised before the update: no weight has changed, so the run can resume before
+    this step. Broken logits of the model are not such an error."""
     try:
         yield
     except UserError as error:
@@ -208,7 +207,7 @@ def before_update() -> Iterator[None]:
 
 
 def value_of(outcome: Outcome, instance: Instance, what: str) -> Any:
-    """What a call answered; UserError where it failed: an episode cannot do without it."""
+    """The value of a call that an episode cannot do without; UserError if it failed."""
     if outcome.error is None:
         return outcome.value
     cure = f"{what} needs longer: raise environment.timeout" if outcome.is_late else "fix the environment"

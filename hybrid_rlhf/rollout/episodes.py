@@ -1,4 +1,4 @@
-"""Episodes in place of responses: what `Actor.generate` does where the model has tools or an environment."""
+"""Episodes of several turns: how `Actor.generate` samples a model with tools or an environment."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hybrid_rlhf.rollout.episode_turns import EpisodeTurns, Play, before_update,
 
 @dataclass
 class EpisodePlayer:
-    """Samples episodes. Environments are constructed once and reset often, one for each episode of a rollout; what they
-    hold of an event loop (a session, say) is of the same loop in all rollouts."""
+    """Samples episodes. Environments are constructed once and reset often, one for each episode of a rollout; all
+    rollouts use one event loop, so that an environment may keep a session of it."""
 
     environments: Environments
     config: EnvironmentConfig
@@ -38,11 +38,11 @@ class EpisodePlayer:
     _pool: CallPool | None = None
 
     def play(self, engine: HybridEngine, prompts: Prompts, sampling: SamplingConfig, seed: int,
-             numbers: Sequence[int], keeps: bool = False) -> Rollout:
-        """One episode for each prompt. sampling.max_new_tokens: most tokens of a response, what others add included.
-        keeps: as of `Actor.generate`.
+             numbers: Sequence[int], keep_candidates: bool = False) -> Rollout:
+        """One episode for each prompt. sampling.max_new_tokens: most tokens of a response, added messages included.
+        keep_candidates: as of `Actor.generate`.
 
-        Inside `inference()`. Raises UserError where an environment cannot be reset, stepped or asked for its reward.
+        Inside `inference()`. Raises UserError if reset, step or get_reward of an environment fails.
         """
         plays = self._begin(prompts, numbers)
         with self._calls() as pool:
@@ -51,19 +51,19 @@ class EpisodePlayer:
             if plays:
                 capacity = max(len(play.ids) for play in plays) + sampling.max_new_tokens
                 with before_update():
-                    turns = engine.open_turns(len(plays), capacity, sampling, keeps)
+                    turns = engine.open_turns(len(plays), capacity, sampling, keep_candidates)
                 EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, seed)
         rollout = _rollout(plays, prompts, engine.pad_id, sampling)
-        if keeps and sampling.is_truncated:
+        if keep_candidates and sampling.is_truncated:
             rollout.kept = KeptSets.of_rows([play.kept for play in plays])
         return rollout
 
     @contextmanager
     def _calls(self) -> Iterator[CallPool]:
-        """The pool of all rollouts; a new one where the last rollout was broken off, with calls that nobody awaits."""
+        """The pool of all rollouts; a new one if the last rollout was interrupted and left calls behind."""
         if self._pool is None:
             self._pool = CallPool(self.config.num_workers, self.config.timeout)
-            weakref.finalize(self, self._pool.close)  # who plays no more leaves no threads
+            weakref.finalize(self, self._pool.close)  # a deleted player leaves no threads
         try:
             yield self._pool
         except BaseException:
@@ -90,7 +90,7 @@ class EpisodePlayer:
         return plays
 
     def _reset(self, plays: list[Play], prompts: Prompts, pool: CallPool) -> None:
-        """Reset all environments, side by side, and write the prompts."""
+        """Reset all environments concurrently, and render the prompts."""
         for i, play in enumerate(plays):
             row = self.environments.columns_of(_row(prompts, i))
             pool.start(i, partial(play.instance.reset, row), lane=play.instance.lane)
@@ -117,7 +117,7 @@ def _row(prompts: Prompts, i: int) -> dict:
 
 
 def _written(tokenizer: Tokenizer, asked: list[dict], schemas: list[dict]) -> tuple[list[int], str]:
-    """A prompt's tokens, with the tools in it, and as people read it. UserError where the template cannot write it."""
+    """A prompt's tokens, with the tools in it, and its readable text. UserError if the template cannot render it."""
     try:
         rendered = chat.compose_prompt(tokenizer, with_tools(asked, schemas) or asked)
     except chat.SkipRow as error:
@@ -137,14 +137,14 @@ def _with_text(asked: list[dict], text: str) -> list[dict]:
 
 def _rollout(plays: list[Play], prompts: Prompts, pad_id: int, sampling: SamplingConfig) -> Rollout:
     columns = dict(prompts.columns)
-    if "prompt" in columns:  # what the model was asked, with what the environment has put into it
-        columns["prompt"] = [given if isinstance(given, str) and play.asked[-1:] == [{"role": "user", "content": given}]
-                             else play.asked or given for play, given in zip(plays, columns["prompt"], strict=True)]
+    if "prompt" in columns:  # the model's prompt, with the environment's text in it
+        columns["prompt"] = [text if isinstance(text, str) and play.asked[-1:] == [{"role": "user", "content": text}]
+                             else play.asked or text for play, text in zip(plays, columns["prompt"], strict=True)]
     asked = Prompts([play.ids for play in plays], [play.text for play in plays], columns)
     episodes = [play.episode for play in plays]
     rollout = Rollout.from_responses(
         asked, [play.tokens for play in plays], [e.ended == DONE for e in episodes], pad_id,
-        [e.said_last for e in episodes], [play.is_sampled for play in plays], float(sampling.temperature) or 1.0)
+        [e.last_text for e in episodes], [play.is_sampled for play in plays], float(sampling.temperature) or 1.0)
     rollout.sampled_logprobs = pad_right([play.logprobs for play in plays], 0.0, torch.float32)
     rollout.episodes = episodes
     return rollout

@@ -18,9 +18,9 @@ OLD_LOGPROBS = ("auto", "sampler", "recompute")
 
 @dataclass
 class OldLogprobs:
-    """Whose log-probabilities count as the old ones of a rollout: the sampler's, or a training forward's.
+    """Which log-probabilities are the old ones of a rollout: the sampler's, or those of a training forward.
 
-    mode "sampler" and "recompute" decide once; "auto" takes the sampler's while the mean |sampled - training| stays
+    mode "sampler" and "recompute" are fixed; "auto" takes the sampler's while the mean |sampled - training| stays
     within max_drift (nats per token), and the training forward's otherwise. The drift is measured at every step: on the
     whole rollout where it is recomputed anyway, else on every num_skipped-th sequence.
     """
@@ -30,8 +30,7 @@ class OldLogprobs:
     num_skipped: int = 8
 
     def logprobs(self, rollout: Rollout, actor: Actor, metrics: Metrics) -> Tensor:
-        """(B, R) old log-probabilities; metrics receives engine/logprob_drift and, where auto recomputes, that it did.
-        """
+        """(B, R) old log-probabilities; metrics receives engine/logprob_drift, and whether auto recomputes."""
         if self.mode == "recompute":
             recomputed = actor.logprobs(rollout)
             _mismatch(rollout, recomputed, metrics)
@@ -40,14 +39,14 @@ class OldLogprobs:
         drift = _mismatch(sample, actor.logprobs(sample), metrics)
         if self.mode == "sampler":
             return rollout.sampled_logprobs
-        recomputes = not drift <= self.max_drift  # a mismatch that is not a number counts as one
+        recomputes = not drift <= self.max_drift  # NaN counts as a mismatch
         if recomputes:  # the run's summary counts these steps
             metrics.add(RECOMPUTED, 1.0)
         return actor.logprobs(rollout) if recomputes else rollout.sampled_logprobs
 
 
 def _mismatch(rollout: Rollout, recomputed: Tensor, metrics: Metrics) -> float:
-    """Mean |sampled - recomputed| over the actions of all ranks, so that every rank decides alike."""
+    """Mean |sampled - recomputed| over the actions of all ranks, so that every rank decides the same."""
     gap = (rollout.sampled_logprobs - recomputed).abs()
     count = rollout.action_mask.sum()
     metrics.add("engine/logprob_drift", masked_mean(gap, rollout.action_mask), count)

@@ -1,4 +1,4 @@
-"""The record of one round of sampling: what was asked, what came back, and what was thought of it."""
+"""Sampled responses with log-probabilities, scores and advantages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import KeptSets, SequenceBatch, length_mask, masked_sum, pad_right, to_device
 from hybrid_rlhf.rollout.episode_record import Episode, measure, readable
 
-_LATER: Any = None  # the default of what is filled in after sampling, for every rollout, and not read before
+_LATER: Any = None  # default of fields that are filled in after sampling and not read before
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Prompts:
     """B prompts, as an on-policy loader yields them.
 
     ids: token ids with the template's generation marker; texts: the same as text; columns: every other column of the
-    rows, one list of B values each, handed on to reward functions.
+    rows, one list of B values each, passed to reward functions.
     """
 
     ids: list[list[int]]
@@ -50,7 +50,7 @@ class Prompts:
 
 
 class Totals(NamedTuple):
-    """Counts of a minibatch over all processes: its losses are divided by them, so that no split moves the gradient."""
+    """Counts of a minibatch over all processes. Losses are divided by them, so that no split changes the gradient."""
 
     num_actions: Tensor
     num_sequences: Tensor
@@ -58,24 +58,24 @@ class Totals(NamedTuple):
 
 @dataclass
 class Rollout:
-    """B sampled sequences and all that PPO needs to know of them. R is the longest response.
+    """B sampled sequences and all that PPO needs of them. R is the length of the longest response.
 
     response_ids (B, R), right-padded: everything after the prompt. response_mask (B, R) bool: its real tokens.
     action_mask (B, R) bool: the tokens that the policy sampled, the end of each turn included; it has holes where a
     tool or an environment wrote. has_eos (B,) bool: whether the response ended by itself. The rest is filled in by
     `collect` and the trainer; shapes as in the glossary: logprobs, ref_logprobs, values, rewards, advantages, returns
     (B, R); scores (B,), NaN where a method that allows it has none. source_scores: (B,) of each reward source, NaN
-    where it skipped a response. source_weights: of each source that is one of several, its weight in the scores.
-    is_clipped (B,) bool: whether the score, put on stage 2's scale, was bounded there.
-    shaped_scores (B,): the reward of each response without the KL penalty. numbers: (B,) each sequence's place among
-    those of all processes, where that is not the order of processes. temperature: by which the logits were divided, and
-    are wherever these responses are scored or trained, so that the log-probabilities are those of the policy that
-    sampled. episodes: of each response, where it is one of several turns. token_scores (B, R): the part of the scores
-    that belongs to a token of its own, such as the end of a turn (None: the scores are of whole responses). step_ends
-    (B, R) bool: those tokens, each the last one of a step or a turn, whether its score is 0 or not. remarks: what a
-    judge says of each response, where there is one. kept: the words that each action was drawn from, where sampling was
-    truncated and that is replayed: all log-probabilities are then among them. teacher: what a
-    teacher says of the actions (algorithms/divergence.TeacherTargets), which has rows as these.
+    where it skipped a response. source_weights: the weight of each of several sources in the scores.
+    is_clipped (B,) bool: whether the score was clipped on stage 2's scale.
+    shaped_scores (B,): the reward of each response without the KL penalty. numbers: (B,) the index of each sequence
+    among those of all processes, where that is not the order of processes. temperature: the divisor of the logits in
+    sampling, scoring and training, so that all log-probabilities are those of the policy that sampled. episodes: the
+    episode of each response, where it has several turns. token_scores (B, R): the part of the scores that belongs to
+    single tokens, such as the end of a turn (None: the scores are of whole responses). step_ends (B, R) bool: those
+    tokens, each the last one of a step or a turn, whether its score is 0 or not. remarks: a judge's reason for each
+    response, if any. kept: the candidate tokens of each action, where sampling was truncated and that is replayed: all
+    log-probabilities are then normalised over them. teacher: a teacher's targets for the actions
+    (algorithms/divergence.TeacherTargets), with the same rows.
     """
 
     prompts: Prompts
@@ -112,7 +112,7 @@ class Rollout:
                        is_sampled: Sequence[Sequence[bool]] | None = None, temperature: float = 1.0) -> Rollout:
         """Build the record from token lists; the masks come from lengths. An empty response is not allowed.
 
-        is_sampled: of each response's tokens, which the policy sampled (None: all of them). temperature: by which.
+        is_sampled: which tokens of each response the policy sampled (None: all). temperature: of the sampling.
         """
         mask = length_mask(torch.tensor([len(r) for r in responses]))
         actions = mask if is_sampled is None else pad_right(is_sampled, False, torch.bool)
@@ -123,7 +123,7 @@ class Rollout:
         return self.response_ids.shape[0]
 
     def shown(self, i: int) -> str:
-        """Response i for people: its text, or all that was said in the episode."""
+        """Response i for people: its text, or all messages of the episode."""
         return readable(self.episodes[i].messages) if self.episodes else self.completions[i]
 
     def responses(self) -> list[str | list[dict]]:
@@ -132,18 +132,18 @@ class Rollout:
 
     @property
     def episode_rewards(self) -> list[float | None]:
-        """What the environment of each episode gave it, all turns together."""
+        """The total reward of each episode from its environment."""
         return [episode.total_reward for episode in self.episodes]
 
     def turn_rewards(self) -> Tensor:
-        """(B, R): what each turn of an episode earned by itself, at its last token."""
+        """(B, R): the reward of each turn of an episode, at its last token."""
         placed = torch.zeros(self.action_mask.shape)
         for i, place, reward in self._rewarded_turns():
             placed[i, place] = reward
         return placed
 
     def rewarded_turn_ends(self) -> Tensor:
-        """(B, R) bool: the last token of each turn that earned something by itself, 0 included."""
+        """(B, R) bool: the last token of each turn with a reward of its own, 0 included."""
         ends = torch.zeros_like(self.action_mask)
         for i, place, _ in self._rewarded_turns():
             ends[i, place] = True
@@ -152,11 +152,11 @@ class Rollout:
     def _rewarded_turns(self) -> Iterator[tuple[int, int, float]]:
         """(row, column, reward)"""
         for i, episode in enumerate(self.episodes):
-            for end, reward in zip(episode.turn_ends, episode.turn_rewards, strict=False):  # none: no turn has one
+            for end, reward in zip(episode.turn_ends, episode.turn_rewards, strict=False):  # may be empty
                 yield i, end - 1, reward
 
     def of_actions(self, values: Tensor) -> Tensor:
-        """`values` (B, R), where this rollout is, at the actions alone: (N,), row by row."""
+        """`values` (B, R), on this rollout's device, at the actions alone: (N,), row by row."""
         return values.flatten().index_select(0, self._action_places())
 
     def owners(self) -> Tensor:
@@ -164,8 +164,8 @@ class Rollout:
         return self._action_places().div(max(1, self.action_mask.shape[1]), rounding_mode="floor")
 
     def _action_places(self) -> Tensor:
-        """(N,) long: where the actions stand in a flat (B * R). Found before it goes to a device, for whose answer the
-        host would wait."""
+        """(N,) long: indices of the actions in a flat (B * R). Computed before it moves to a device, where nonzero()
+        would make the host wait."""
         return self.action_mask.flatten().nonzero()[:, 0] if self._places is None else self._places
 
     def sequences(self, pad_id: int) -> SequenceBatch:
@@ -193,7 +193,7 @@ class Rollout:
         return Rollout(prompts, **part)
 
     def __add__(self, other: Rollout) -> Rollout:
-        """The sequences of both, these first, padded to the longer of the two widths (with 0, which nobody reads).
+        """The sequences of both, these first, padded to the longer of the two widths (with 0, which is masked).
         Raises ValueError for rollouts of different temperatures."""
         if self.temperature != other.temperature:
             raise ValueError(f"rollouts sampled at temperatures {self.temperature} and {other.temperature}")
@@ -214,22 +214,21 @@ class Rollout:
                                    for f in fields(self) if f.init and f.name != "prompts"})
 
     def has_reward_variance(self, group_size: int) -> Tensor:
-        """(groups,) bool: whether the rewards of a prompt's responses differ, of those that have one. Groups are
-        contiguous rows."""
+        """(groups,) bool: whether the rewards of a prompt's scored responses differ. Groups are contiguous rows."""
         grouped, is_skipped = (x.view(-1, group_size) for x in (self.shaped_scores, self.shaped_scores.isnan()))
         return grouped.masked_fill(is_skipped, -torch.inf).amax(1) > grouped.masked_fill(is_skipped, torch.inf).amin(1)
 
     def scored(self) -> Rollout:
-        """The responses that have a score, numbered anew over all processes; this itself where all have one. Every
-        process calls it."""
+        """The responses that have a score, renumbered over all processes; self if all have one. Every process calls
+        it."""
         is_scored = ~self.scores.isnan()
         if not max_over_ranks(int(not is_scored.all())):
             return self
-        found = self.rows(is_scored.nonzero()[:, 0])
-        if found.numbers is not None:
-            numbers = sorted(n for part in gather_over_ranks(found.numbers.tolist()) for n in part)
-            found.numbers = torch.searchsorted(torch.tensor(numbers, dtype=torch.long), found.numbers)
-        return found
+        scored = self.rows(is_scored.nonzero()[:, 0])
+        if scored.numbers is not None:
+            numbers = sorted(n for part in gather_over_ranks(scored.numbers.tolist()) for n in part)
+            scored.numbers = torch.searchsorted(torch.tensor(numbers, dtype=torch.long), scored.numbers)
+        return scored
 
     def to(self, device: torch.device | str) -> Rollout:
         part = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
@@ -242,17 +241,18 @@ class Rollout:
                  ) -> Iterator[Rollout]:
         """Pieces of at most `size` sequences in an order drawn from `generator`.
 
-        Where these are numbers first, first + 1, ... (or `numbers`) of `total` over all processes, `size` counts all of
-        them and each piece holds the process's own share of it, empty at times: every process yields as many pieces.
+        total: sequences of all processes, of which these have the numbers first, first + 1, ... (or `numbers`). `size`
+        then counts those of all processes, and a piece has this process's share, which may be empty: every process
+        yields as many pieces.
         """
         order = torch.randperm(len(self) if total is None else total, generator=generator)
-        rows = torch.full((len(order),), -1)  # number -> row, where it is one of ours
+        rows = torch.full((len(order),), -1)  # number -> row of this process, or -1
         rows[first + torch.arange(len(self)) if self.numbers is None else self.numbers] = torch.arange(len(self))
         for piece in order.split(size):
             yield self.rows(rows[piece][rows[piece] >= 0])
 
     def totals(self) -> Totals:
-        """What the losses of a minibatch are divided by. Every process calls it."""
+        """The divisors of a minibatch's losses. Every process calls it."""
         counts = sum_over_ranks(torch.stack([self.action_mask.sum(), torch.tensor(len(self))]))
         return Totals(*counts.unbind())
 
@@ -262,18 +262,18 @@ class Rollout:
         return float(masked_sum(difference, self.action_mask) / max(len(self), 1))
 
     def _add_variety(self, metrics: Metrics) -> None:
-        """How alike the responses are: distinct-2 of tokens (1510.03055), and the answers of unlike prompts, of which
-        what a prompt's own samples have in common is no part. All fall with the number of responses."""
+        """Diversity of the responses: distinct-2 of tokens (1510.03055), distinct answers over prompts (repetition in
+        a prompt's own samples does not count), share of the top 3. All fall with the number of responses."""
         ids, both = self.response_ids.tolist(), self.action_mask[:, 1:] & self.action_mask[:, :-1]
         pairs = (f"{row[t]} {row[t + 1]}" for row, where in zip(ids, both, strict=True) for t in where.nonzero()[:, 0])
         metrics.add_items("completions/distinct_2", pairs, "distinct")
         texts = [text.strip() for text in self.completions]
-        asked = (hashlib.sha256(str(ids).encode()).hexdigest()[:16] for ids in self.prompts.ids)  # short: it travels
-        metrics.add_grouped("completions/distinct_answers", zip(asked, texts, strict=False))  # no texts, no answers
+        asked = (hashlib.sha256(str(ids).encode()).hexdigest()[:16] for ids in self.prompts.ids)  # short: it is sent
+        metrics.add_grouped("completions/distinct_answers", zip(asked, texts, strict=False))  # may be empty
         metrics.add_items("completions/top3_share", texts, "top3")
 
     def metrics(self) -> Metrics:
-        """What every on-policy method reports of its samples (names follow TRL)."""
+        """The metrics of the samples of every on-policy method (names follow TRL)."""
         metrics, size = Metrics(), len(self)
         lengths = self.action_mask.sum(1).float()
         scored = self.scores[~torch.isnan(self.scores)]
@@ -283,7 +283,7 @@ class Rollout:
             known = scores[~torch.isnan(scores)]
             metrics.add(f"rewards/{name}/mean", known.mean(), len(known))
             metrics.add_spread(f"rewards/{name}/std", known, "std")
-            if self.source_weights.get(name) == 0:  # what an alarm needs to know of a second opinion
+            if self.source_weights.get(name) == 0:  # for an alarm about a second reward
                 metrics.add_spread(f"rewards/{name}/max", known, "max")
                 metrics.add(f"rewards/{name}/correlation", *_correlation(scores, self.scores))
         if self.is_clipped is not None:
@@ -305,7 +305,7 @@ class Rollout:
 
 
 def _correlation(first: Tensor, second: Tensor) -> tuple[float, int]:
-    """Pearson's, of those responses (B,) that have both numbers, and of how many; of none where one does not vary."""
+    """Pearson correlation over the responses (B,) that have both, and their number; (0, 0) if one is constant."""
     both = torch.stack([first, second]).double()
     both = both[:, ~both.isnan().any(0)]
     spread = both.std(1, correction=0)

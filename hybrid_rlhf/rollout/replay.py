@@ -1,4 +1,4 @@
-"""Episodes drawn once more from their records, without their environments: to see what a model did, and why."""
+"""Replay of recorded episodes without their environments: to see what a model did, and why."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hybrid_rlhf.engine.decode.request import Request, following
 
 
 def replay(engine: HybridEngine, records: Sequence[dict], sampling: SamplingConfig) -> list[tuple[list, list]]:
-    """The turns of each episode, and their log-probabilities, drawn again: ([tokens of each turn], [logprobs of each]).
+    """Sample the turns of each episode again: ([tokens of each turn], [logprobs of each]) per episode.
 
-    records: `Episode.replay_record`, which samples.jsonl keeps of what it shows ("replay"). With the weights and
-    settings that drew an episode, its tokens are drawn again; what the environment added is taken from the record. An
-    episode that is drawn otherwise ends at the turn that differs. Only inside `inference()`.
+    records: `Episode.replay_record`, which samples.jsonl has for the samples that it shows ("replay"). With the weights
+    and settings of the original, the same tokens are drawn; the environment's messages are taken from the record. An
+    episode that is drawn differently ends at the turn that differs. Only inside `inference()`.
     """
     drawn: list[tuple[list, list]] = [([], []) for _ in records]
     if not records:

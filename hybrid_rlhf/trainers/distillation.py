@@ -96,7 +96,8 @@ class DistillTrainer:
             roles.teacher.check(config.top_k)
         self.roles, self.source, self.config, self.seed = roles, source, config, seed
         self.teacher, self.kind, self.demonstrations = roles.teacher, config.kind, demonstrations
-        self.sampler = BestOfNSampler(roles, source, config.sampling, seed, keeps=config.kind is None)  # its ratio
+        self.sampler = BestOfNSampler(roles, source, config.sampling, seed,
+                                      keep_candidates=config.kind is None)  # for its ratio
         self.rng = torch.Generator().manual_seed(seed)
         self.num_steps = 0
 
@@ -180,7 +181,7 @@ class DistillTrainer:
         metrics = Metrics()
         for i, prompts in enumerate(batches):
             rollout = collect(prompts, self.roles, self.source, self.config.sampling, self.seed + i, Metrics(),
-                              keeps=self.kind is None)
+                              keep_candidates=self.kind is None)
             rollout.source_weights = {}
             self._ask(rollout, metrics)
             if self.kind is not None:

@@ -129,7 +129,7 @@ class PPOTrainer:
 
         def sample(given: Prompts, number: int) -> Rollout:
             found = collect(given, self.roles, self.source, config.sampling, self._sampling_seed() + number * 500_009,
-                            metrics, self.old_logprobs, with_values=False, keeps=config.replay_truncation)
+                            metrics, self.old_logprobs, with_values=False, keep_candidates=config.replay_truncation)
             self.shape(found)
             if size > 1:
                 has_none = ~found.has_reward_variance(size)
@@ -302,7 +302,7 @@ class PPOTrainer:
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
         return collect_held_out(batches, self.roles, self.source, self.config.sampling, self.seed,
-                                keeps=self.config.replay_truncation)
+                                keep_candidates=self.config.replay_truncation)
 
     def _sampling_seed(self) -> int:
         """A seed of its own for every step, so that resuming at a step draws what that step would have drawn."""

@@ -327,7 +327,7 @@ def test_a_probability_is_of_the_words_among_the_likeliest_tokens(server):
     (YES, "without top_logprobs"), (tops(("maybe", 0.9)), "none of Yes, No is likely"),
     ({"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "Yes", "logprob": "x"}]}]}}]}, "top_logprobs"),
     ({"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "Yes", "logprob": math.nan}]}]}}]},
-     "no number"),
+     "not a number"),
 ])
 def test_an_address_without_probabilities_is_a_counted_failure(server, answer, what, capsys):
     server.answers = [(200, answer)]

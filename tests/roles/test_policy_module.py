@@ -175,7 +175,7 @@ def test_rows_that_cannot_be_shared_are_computed_whole_and_why_is_said(module):
 
 def test_packed_documents_are_kept_apart_where_the_model_can_and_else_it_is_said(module):
     module.states(batch([1, 2], documents=True))
-    assert module.model.told == [("its attention is no plain causal one, or its weights are in parts", True), "whole"]
+    assert module.model.told == [("its attention is not plain causal, or its weights are in parts", True), "whole"]
     module.model.told.clear()
     module._can_share = True
     module.states(batch([1, 2], documents=True))

@@ -138,7 +138,7 @@ def test_responses_are_numbered_over_all_processes_and_read_without_the_token_th
     engine = Sampler(Generation([[8, 3], [5, 6]], ["eos", "length"], [[-0.5, -1.0], [-2.0, -0.25]], kept))
     actor = Actor(engine, TEXTS)
     prompts = Prompts([[1], [2]], ["one", "two"])
-    made = actor.generate(prompts, SamplingConfig(temperature=0.7, top_p=0.9), 42, keeps=True)
+    made = actor.generate(prompts, SamplingConfig(temperature=0.7, top_p=0.9), 42, keep_candidates=True)
     assert engine.told == [([[1], [2]], 0.7, 42, [7, 8], True)]
     assert made.completions == ["8", "5 6"] and made.has_eos.tolist() == [True, False]
     assert made.response_ids.tolist() == [[8, 3], [5, 6]] and made.prompts is prompts
@@ -168,5 +168,5 @@ def test_episodes_are_played_by_who_plays_them(second_process):
     seen = []
     actor = Actor(Noted(), None, episodes=SimpleNamespace(play=lambda *given: seen.append(given) or "a rollout"))
     prompts, sampling = Prompts([[1], [2]], ["", ""]), SamplingConfig()
-    assert actor.generate(prompts, sampling, 5, keeps=True) == "a rollout"
+    assert actor.generate(prompts, sampling, 5, keep_candidates=True) == "a rollout"
     assert seen == [(actor.engine, prompts, sampling, 5, range(7, 9), True)]

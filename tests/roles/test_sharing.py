@@ -113,7 +113,7 @@ def test_what_was_asked_for_and_cannot_be_is_refused_with_the_first_reason():
         cannot.format("pairs") + "the actor starts from sft and the ref from other" + cure)
     held = replace(SFT, dtype="bfloat16", quantize="4bit")
     assert refused("all", named={"reward": held}) == cannot.format("all") + (
-        "the actor is held as auto, quantize none, and the reward as bfloat16, quantize 4bit") + cure
+        "the actor is loaded as auto, quantize none, and the reward as bfloat16, quantize 4bit") + cure
 
 
 def test_a_head_needs_a_reward_model_s_states_and_an_adapter_needs_adapters():

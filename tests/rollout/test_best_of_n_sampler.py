@@ -32,13 +32,13 @@ def asked(monkeypatch) -> list[tuple]:
 
 
 def test_each_round_has_a_seed_of_its_own_and_a_response_without_an_end_ranks_lower(asked):
-    sampler, metrics = BestOfNSampler("roles", "source", SAMPLING, 7, 0.5, keeps=True), Metrics()
+    sampler, metrics = BestOfNSampler("roles", "source", SAMPLING, 7, 0.5, keep_candidates=True), Metrics()
     for number in range(2):
         rollout, ranks = sampler.sample(PROMPTS, metrics)
         assert ranks[:2].tolist() == [1.0, 1.5] and ranks[2].isnan() and rollout is sampler.last_rollout
         given, named = asked[number]
         assert given == (PROMPTS, "roles", "source", SAMPLING, 7 * 1_000_003 + number, metrics, sampler.old_logprobs)
-        assert named == {"keeps": True}
+        assert named == {"keep_candidates": True}
     assert sampler.num_steps == 2 and sampler.samples(1) == sampler.samples()[:1]
     assert [each["completion"] for each in sampler.samples()] == ["a", "c"]
 
@@ -46,7 +46,7 @@ def test_each_round_has_a_seed_of_its_own_and_a_response_without_an_end_ranks_lo
 def test_nothing_is_subtracted_or_kept_and_nobody_shown_unless_asked_for(asked):
     sampler = BestOfNSampler("roles", "source", SAMPLING, 0)
     assert sampler.samples() == [] and sampler.num_steps == 0
-    assert sampler.sample(PROMPTS, Metrics())[1][:2].tolist() == [1.0, 2.0] and asked[0][1]["keeps"] is False
+    assert sampler.sample(PROMPTS, Metrics())[1][:2].tolist() == [1.0, 2.0] and asked[0][1]["keep_candidates"] is False
 
 
 def test_four_responses_are_shown_where_nobody_says_how_many():
@@ -57,10 +57,10 @@ def test_four_responses_are_shown_where_nobody_says_how_many():
 
 
 def test_held_out_prompts_are_always_drawn_alike(asked):
-    sampler = BestOfNSampler("roles", "source", SAMPLING, 7, keeps=True)
+    sampler = BestOfNSampler("roles", "source", SAMPLING, 7, keep_candidates=True)
     sampler.sample(PROMPTS, Metrics())
     assert sampler.evaluate([PROMPTS]) == "found"
-    assert asked[1] == (([PROMPTS], "roles", "source", SAMPLING, 7), {"keeps": True})
+    assert asked[1] == (([PROMPTS], "roles", "source", SAMPLING, 7), {"keep_candidates": True})
 
 
 def test_a_run_goes_on_with_its_rounds_and_its_source():

@@ -100,7 +100,7 @@ def test_who_is_asked_when_and_what_is_kept_of_it(peaks, monkeypatch):
     monkeypatch.setattr(collect_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     group, metrics, said = Group(), Metrics(), []
     with activity.listening(said.append):
-        made = collect(TWO, group, group, PAIRS, 42, metrics, keeps=True)
+        made = collect(TWO, group, group, PAIRS, 42, metrics, keep_candidates=True)
     assert group.asked == ([[5], [5], [6], [6]], PAIRS, 42, True)
     assert group.told == ["staying begins", "inference begins", "generate", "inference ends", "actor", "staying ends",
                           "ref", "source", "critic"]
@@ -219,7 +219,7 @@ def test_held_out_prompts_are_drawn_by_seeds_of_their_own_and_need_no_values():
         return generate(prompts, sampling, seed, keeps)
 
     group.actor.generate = noted
-    found = collect_held_out([TWO, Prompts([[7]], ["seven"])], group, group, PAIRS, 5, keeps=True).compute()
+    found = collect_held_out([TWO, Prompts([[7]], ["seven"])], group, group, PAIRS, 5, keep_candidates=True).compute()
     assert seeds == [(5, True), (6, True)] and "critic" not in group.told
     assert found["reward"] == pytest.approx((0 + 2 + 5 + 5 + 0 + 2) / 6)
     assert found["kl"] == pytest.approx(0.5 * (2 + 1) / 2) and "prompts/best_score" not in found

@@ -214,7 +214,7 @@ def test_an_episode_for_people_and_its_last_word():
     assert (made.shown(0), made.responses()) == ("5 ", ["5 "])
     made.episodes = [Episode(messages=messages)]
     assert made.shown(0) == readable(messages) and made.responses() == [messages]
-    assert made.episodes[0].said_last == " Well " and Episode().said_last == ""
+    assert made.episodes[0].last_text == " Well " and Episode().last_text == ""
 
 
 def test_what_draws_an_episode_again():

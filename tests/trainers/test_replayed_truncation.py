@@ -47,7 +47,7 @@ def truth(model, rollout: Rollout) -> torch.Tensor:
 
 def collected(keeps: bool, sampling: SamplingConfig = CUT) -> tuple[Rollout, Roles]:
     roles = roles_of()
-    return collect(PROMPTS, roles, LENGTH, sampling, 3, Metrics(), keeps=keeps), roles
+    return collect(PROMPTS, roles, LENGTH, sampling, 3, Metrics(), keep_candidates=keeps), roles
 
 
 def test_without_replay_the_ratio_is_about_nine_tenths_and_with_it_one():
@@ -80,7 +80,7 @@ def test_the_reference_speaks_of_the_actor_s_words():
 def test_chosen_and_joined_sequences_keep_their_words():
     rollout, roles = collected(True)
     three = SamplingConfig(max_new_tokens=4, top_k=3, temperature=0.9)
-    other = collect(PROMPTS.rows([8, 1]), roles, LENGTH, three, 4, Metrics(), keeps=True)
+    other = collect(PROMPTS.rows([8, 1]), roles, LENGTH, three, 4, Metrics(), keep_candidates=True)
     both = (rollout.rows(torch.tensor([7, 2, 2])) + other).rows(torch.tensor([4, 1, 0, 3]))
     assert torch.allclose(roles.actor.logprobs(both), both.logprobs, atol=5e-5)
     assert [len(sizes) for sizes in both.kept.sizes] == both.action_mask.sum(1).tolist()
@@ -145,7 +145,7 @@ def test_held_out_kl_is_of_the_same_kind():
     trainer = online(settings(sampling=CUT, estimator="grpo"), count_of(42))
     for _ in range(3):
         trainer.step(PROMPTS)
-    rollout = collect(PROMPTS, trainer.roles, trainer.source, CUT, 0, Metrics(), keeps=True)
+    rollout = collect(PROMPTS, trainer.roles, trainer.source, CUT, 0, Metrics(), keep_candidates=True)
     assert trainer.evaluate([PROMPTS]).compute()["kl"] == pytest.approx(rollout.mean_kl(), rel=1e-6)
     whole = collect(PROMPTS, trainer.roles, trainer.source, CUT, 0, Metrics())
     assert abs(rollout.mean_kl() - whole.mean_kl()) > 1e-6
@@ -156,7 +156,7 @@ def test_large_sets_are_said_once_with_what_makes_them_smaller(monkeypatch, capl
     roles = roles_of()
     with caplog.at_level(logging.WARNING):
         for seed in (3, 4):
-            collect(PROMPTS, roles, LENGTH, CUT, seed, Metrics(), keeps=True)
+            collect(PROMPTS, roles, LENGTH, CUT, seed, Metrics(), keep_candidates=True)
     assert caplog.text.count("ppo.replay_truncation false keeps none") == 1
 
 

@@ -59,8 +59,8 @@ class GuessNumber:
 class GuessNumberTool:
     """The same game with a tool: the model calls guess(number), and the reward is that of the whole game.
 
-    Columns and attributes are those of GuessNumber. After the right guess, or max_guesses, the game is over and the reward
-    stays.
+    Columns and attributes are those of GuessNumber. After the right guess, or max_guesses, the game is over, and the
+    reward does not change.
     """
 
     low: int = 1
