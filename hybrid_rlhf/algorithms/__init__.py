@@ -1,1 +1,1 @@
-"""Formulas: pure functions on tensors, fp32 inside, every mean masked. They import torch and nothing above it."""
+"""Formulas: pure functions on tensors, in fp32, every mean masked. They import torch and core/tensors.py alone."""

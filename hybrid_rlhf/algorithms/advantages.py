@@ -1,4 +1,4 @@
-"""How much better an action was than expected. One function and one row of ESTIMATORS per method."""
+"""Advantage estimators: one function and one row of ESTIMATORS per method."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Reduce = Callable[[Tensor], Tensor]  # the sum of a tensor over all ranks
 
 
 def identity(total: Tensor) -> Tensor:
-    """The sum over ranks when there is one rank."""
+    """The sum over ranks of a single rank."""
     return total
 
 
 class Estimator(NamedTuple):
-    """One way to advantages. The row alone says whether a critic is built and whether groups are required.
+    """An advantage estimator. Its row alone determines whether a critic is built and whether groups are required.
 
     fn(rewards (B, R), action_mask (B, R), *, values (B, R) or None, gamma, lam, reduce, group_size, step_ends (B, R)
     bool or None) -> (advantages (B, R), returns (B, R)), both zero outside the actions. Groups are contiguous rows;
-    a row without an action, such as a response without a score, is no part of its group's mean and spread.
-    step_ends: where the rewards of steps stand, of a process reward model, say.
+    a row without an action, such as a response without a score, does not count in its group's mean and spread.
+    step_ends: the tokens with rewards of steps, such as those of a process reward model.
     kl_in, aggregation: where the method's paper puts the KL penalty (reward or loss) and how it averages the loss
-    (a row of policy.AGGREGATIONS); what ppo.kl_in and ppo.aggregation are where they are not given. With kl_in loss
-    the rewards are the scores alone, at the last action. discounts: whether it reads gamma. sums: whether the rewards
-    of a response are added up first, so that all of its tokens have one advantage, whichever token earned them.
+    (a row of policy.AGGREGATIONS): the defaults of ppo.kl_in and ppo.aggregation. With kl_in loss the rewards are the
+    scores alone, at the last action. discounts: whether it uses gamma. sums: whether the rewards of a response are
+    summed first, so that all of its tokens have the same advantage.
     """
 
     fn: Callable[..., tuple[Tensor, Tensor]]
@@ -47,9 +47,9 @@ def gae(rewards: Tensor, action_mask: Tensor, *, values: Tensor, gamma: float = 
     """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), each (B, R) fp32.
 
     delta_t = r_t + gamma * V_{t+1} - V_t with V = 0 after the last action; A_t = delta_t + gamma * lam * A_{t+1};
-    returns = A + V. rewards, values (B, R); action_mask (B, R) bool. t counts actions: columns that are none are
-    stepped over, come out as zero and are never read, NaN included. reduce, group_size and step_ends are other rows'
-    business.
+    returns = A + V. rewards, values (B, R); action_mask (B, R) bool. t counts actions: other columns are
+    skipped and zero in the result, and their values, even NaN, are never used. reduce, group_size and step_ends are
+    ignored.
     """
     del reduce, group_size, step_ends
     rewards, values = rewards.float().masked_fill(~action_mask, 0), values.float().masked_fill(~action_mask, 0)
@@ -68,7 +68,7 @@ def gae(rewards: Tensor, action_mask: Tensor, *, values: Tensor, gamma: float = 
 def reinforce_pp(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0,
                  lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1,
                  step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ (arXiv 2501.03262): the discounted sum of the rewards to come, whitened over all ranks' actions.
+    """REINFORCE++ (arXiv 2501.03262): the discounted sum of future rewards, whitened over all ranks' actions.
 
     (advantages, returns), each (B, R) fp32; returns_t = r_t + gamma * returns_{t+1} over actions. No values, no group.
     """
@@ -127,10 +127,10 @@ def process_grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None 
                  lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1,
                  step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """GRPO by process supervision (arXiv 2402.03300, section 4.1.3): the rewards of steps less the mean of all steps of
-    the group, over their spread (n - 1, + 1e-4); the advantage of a token is the sum of its own step's and the later
-    ones'.
+    the group, over their spread (n - 1, + 1e-4); the advantage of a token is the sum over its own step and the later
+    ones.
 
-    A step ends where `step_ends` (B, R) bool says, and at the last action; its reward is the sum of its actions'. With
+    A step ends at each true `step_ends` (B, R) and at the last action; its reward is the sum of its actions'. With
     step_ends None a response is one step, and this is `grpo`. Raises ValueError for groups of one.
     """
     _check_groups(rewards, group_size)
@@ -148,7 +148,7 @@ def process_grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None 
 
 
 def _to_come(values: Tensor) -> Tensor:
-    """(B, R): the sum of each column and those behind it."""
+    """(B, R): the sum of each column and the later ones."""
     return values.flip(1).cumsum(1).flip(1)
 
 
@@ -159,10 +159,10 @@ def _check_groups(rewards: Tensor, group_size: int) -> None:
 
 def _group_totals(rewards: Tensor, action_mask: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """(groups, group_size): the total reward of each response, and bool, whether it has an action. Raises ValueError
-    for rows that are no whole groups.
+    for rows that do not divide into groups.
 
-    In fp64: in fp32 the mean of equal scores is not always that score. Of eight times 73.3 it is 7e-6 off, and GRPO,
-    which divides by a spread as small, made of that an advantage of 0.07.
+    In fp64: in fp32 the mean of equal scores is not always that score. For eight times 73.3 it is 7e-6 off, and GRPO,
+    which divides by a spread as small, turned that into an advantage of 0.07.
     """
     _check_groups(rewards, group_size)
     totals = rewards.double().masked_fill(~action_mask, 0).sum(1)
@@ -175,7 +175,7 @@ def _mean(totals: Tensor, is_scored: Tensor) -> Tensor:
 
 
 def _at_actions(advantages: Tensor, totals: Tensor, action_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of responses (groups, group_size) each as (B, R), the same at every action."""
+    """Values of responses (groups, group_size) as (B, R), the same at every action."""
     return advantages.float().reshape(-1, 1) * action_mask, totals.float().reshape(-1, 1) * action_mask
 
 
@@ -195,8 +195,8 @@ ESTIMATORS: dict[str, Estimator] = {
 def whiten(values: Tensor, mask: Tensor, reduce: Reduce = identity) -> Tensor:
     """(values - mean) / sqrt(var + 1e-8) over the true positions of `mask` on all ranks; zero elsewhere, fp32.
 
-    The mean is removed. var is the population variance (divided by n, not n - 1): the actions at hand are all there
-    are, not a sample of more, and a single action then gives 0 and not NaN. values, mask: the same shape. Every rank
+    The mean is removed. var is the population variance (divided by n, not n - 1): the actions are the population,
+    not a sample, and a single action gives 0 and not NaN. values, mask: the same shape. Every rank
     must call it, with or without actions.
     """
     total, count = reduce(torch.stack([masked_sum(values.double(), mask), mask.sum().double()])).unbind()
@@ -211,8 +211,8 @@ def whiten(values: Tensor, mask: Tensor, reduce: Reduce = identity) -> Tensor:
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce = identity) -> Tensor:
     """1 - Var(returns - values) / Var(returns) over the true positions of `mask` on all ranks.
 
-    A scalar: 1 is perfect, 0 no better than a constant, and what is said where the returns do not vary, for there is
-    nothing to explain. Every rank must call it, with or without actions.
+    A scalar: 1 is perfect, 0 no better than a constant; also 0 if the returns do not vary, as there is nothing to
+    explain. Every rank must call it, with or without actions.
     """
     both = torch.stack([returns.double()[mask], (returns.double() - values.double())[mask]])  # (2, n)
     count = reduce(mask.sum().double()).clamp(min=1)

@@ -12,8 +12,8 @@ ESTIMATORS = ("k1", "k2", "k3")
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
     """Per-token estimate of KL(policy || reference) in nats, from tokens that the policy sampled.
 
-    logprobs, ref_logprobs: the same shape, (B, R) or flat; the result has it too, fp32. What stands at padding is
-    meaningless: mask it. With D = logprobs - ref_logprobs (Schulman, "Approximating KL divergence"):
+    logprobs, ref_logprobs: the same shape, (B, R) or flat; the result has it too, fp32. Values at padding are
+    meaningless: mask them. With D = logprobs - ref_logprobs (Schulman, "Approximating KL divergence"):
     k1 = D, unbiased, of either sign; k2 = D^2 / 2, biased, >= 0; k3 = exp(-D) - 1 + D, unbiased, >= 0, with D clamped
     to +-10 so that one token cannot outweigh a batch. Raises ValueError for another name.
     """
@@ -31,19 +31,19 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, denominator: Tensor | float) -> Tensor:
     """The mean KL(policy || reference) as a term of the loss, in nats; vectors (N,), denominator as of policy_loss.
 
-    Its gradient is that of the estimate: right for k2, GRPO's for k3 (arXiv 2402.03300), and zero on average for k1.
+    Its gradient is that of the estimate: correct for k2, GRPO's for k3 (arXiv 2402.03300), and zero on average for k1.
     """
     return (kl_estimate(logprobs, ref_logprobs.detach(), estimator) / denominator).sum()
 
 
 class FixedKL:
-    """A kl_coef that stays as it is."""
+    """A constant kl_coef."""
 
     def __init__(self, value: float) -> None:
         self.value = float(value)
 
     def update(self, mean_kl: float, num_sequences: int) -> None:
-        """Nothing to learn from."""
+        """Does nothing."""
 
     def state(self) -> dict[str, float]:
         return {"value": self.value}
@@ -67,7 +67,7 @@ class AdaptiveKL:
     def update(self, mean_kl: float, num_sequences: int) -> None:
         """value *= 1 + clip(mean_kl / target - 1, +-0.2) * num_sequences / horizon.
 
-        mean_kl is the mean over all num_sequences of all ranks: ranks that are told different things drift apart.
+        mean_kl is the mean over all num_sequences of all ranks: with different values the ranks would drift apart.
         Raises ValueError for a mean_kl that is not finite, and for a step that would turn the coefficient negative
         (more than five horizons at once).
         """
@@ -86,7 +86,7 @@ class AdaptiveKL:
 
 
 class UpdateRate:
-    """A factor of the learning rate by which the updates on one rollout move the policy about `target` nats per token.
+    """A factor of the learning rate, adapted so that the updates on a rollout move the policy by `target` nats a token.
 
     After each rollout it is multiplied by sqrt(target / kl), as the KL of small moves grows with their square, but by
     no less than 0.1 and no more than 1.5; it is never above 1. (An adaptive rate with steps of 1.5 is that of
@@ -97,8 +97,8 @@ class UpdateRate:
         self.target, self.value = target, 1.0
 
     def update(self, kl: float) -> None:
-        """After the updates on a rollout, which the policy ended `kl` nats per token away from. What is no number was
-        too far."""
+        """Adapt after the updates on a rollout, which moved the policy by `kl` nats per token. A kl that is not finite
+        counts as too far."""
         if not self.target:
             return
         change = math.sqrt(self.target / max(kl, 1e-12)) if math.isfinite(kl) else 0.0

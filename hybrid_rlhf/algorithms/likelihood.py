@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens from hidden states, a chunk of tokens at a time.
 
-Logits of a whole batch are its largest tensor by far (64 x 512 tokens x 152k words in fp32 are 20 GB). Here they exist
-for one chunk only, in the forward pass as in the backward pass, where each chunk's are computed again, and in fp32 for
-one block of its rows only.
+The logits of a batch would be its largest tensor by far (64 x 512 tokens x vocabulary of 152k in fp32 is 20 GB). Here
+they exist for one chunk only, in the forward pass and in the backward pass, which recomputes them, and in fp32 for one
+block of its rows only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from hybrid_rlhf.core.tensors import KeptSets, to_device
 
 Scores = tuple[Tensor, Tensor | None, Tensor]
-_BLOCK_NUMBERS = {"cpu": 1 << 19}  # 2 MiB in fp32, which stay in a processor's cache
+_BLOCK_NUMBERS = {"cpu": 1 << 19}  # 2 MiB in fp32, which fit into a CPU's cache
 _BLOCK_ELSEWHERE = 1 << 25
 _CHUNK_BYTES = 128 << 20
 
 
 def chunk_rows(vocab_size: int, dtype: torch.dtype) -> int:
-    """Rows of logits that make a chunk of 128 MiB: the most that `token_logprobs` ought to hold at once."""
+    """Rows of logits in a chunk of 128 MiB: the most that `token_logprobs` should have at once."""
     return max(1, _CHUNK_BYTES // (vocab_size * dtype.itemsize))
 
 
@@ -35,11 +35,11 @@ def token_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Ten
 
     hidden (N, H): the states that predict targets (N,) long. head: hidden rows (n, H) -> logits (n, V), n up to
     chunk_size. The distribution is softmax(logits / temperature), taken in fp32; correct marks the targets that are
-    its most likely token. Logprobs and entropy are differentiable; N = 0 gives empty vectors that still lead back to
-    hidden and head. num_chunks: how often head is called at least, where others wait in each call.
+    its most likely token. Logprobs and entropy are differentiable; N = 0 gives empty vectors that are still connected
+    to hidden and head. num_chunks: least number of calls of head, if each call is a collective.
     score_logits(logits, targets, temperature, with_entropy): the same of a chunk of logits (None: by torch).
-    kept: the words, of each target, that the softmax is taken over (None: all). Raises ValueError for unlike lengths,
-    and for a temperature or chunk_size that is not positive.
+    kept: the candidate tokens of each target, over which the softmax is taken (None: all). Raises ValueError for
+    different lengths, and for a temperature or chunk_size that is not positive.
     """
     return token_logprobs_and(None, (), hidden, targets, head, temperature, chunk_size, with_entropy, num_chunks,
                               score_logits, kept)[0]
@@ -50,10 +50,10 @@ def token_logprobs_and(measure: Callable[..., tuple[Tensor, ...]] | None, beside
                        chunk_size: int = 1024, with_entropy: bool = False, num_chunks: int = 1,
                        score_logits: Callable[..., Scores] | None = None,
                        kept: KeptSets | None = None) -> tuple[Scores, tuple[Tensor, ...]]:
-    """`token_logprobs`, and what else is to be known of the same logits while they are there.
+    """`token_logprobs`, and further results of the same logits.
 
     measure(logits of a chunk (n, V), the chunk's part of each tensor of beside (N, ..)) -> tensors (n, ..), which come
-    back as (N, ..). It is called in the second pass too, where there is one, and sees all words, whatever is kept.
+    back as (N, ..). It is called again in a backward pass that recomputes, and gets the logits of all tokens.
     """
     counts = [*map(len, (targets, *beside)), *([] if kept is None else [sum(map(len, kept.sizes))])]
     if any(count != len(hidden) for count in counts):
@@ -72,7 +72,7 @@ def token_logprobs_and(measure: Callable[..., tuple[Tensor, ...]] | None, beside
     chunks: list[tuple] = [(words, *parts) for words, *parts in zip(
         sets, *(tensor.split(chunk_size) for tensor in tensors), strict=False)]  # checked above
     chunks += [(None, *(tensor[:0] for tensor in tensors))] * (num_chunks - len(chunks))
-    if len(chunks) > 1 and torch.is_grad_enabled():  # one chunk is the bound itself: keeping it spares the second pass
+    if len(chunks) > 1 and torch.is_grad_enabled():  # one chunk alone is kept, not recomputed
         scored = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     else:
         scored = [score(*chunk) for chunk in chunks]
@@ -82,10 +82,10 @@ def token_logprobs_and(measure: Callable[..., tuple[Tensor, ...]] | None, beside
 
 
 def _among(logits: Tensor, ids: Tensor, sizes: Tensor) -> Tensor:
-    """logits (n, V), -inf at all words but those of each row's set. ids (M,) and sizes (n,), on the host: the sets, row
-    after row, and how many words each has. ValueError for words that there are no logits of."""
+    """logits (n, V), -inf at all but each row's candidate tokens. ids (M,) and sizes (n,), on the host: the candidates
+    of all rows, and how many each row has. ValueError for tokens outside the logits."""
     if len(ids) and int(ids.max()) >= logits.shape[1]:
-        raise ValueError(f"word {int(ids.max())} was kept, and there are logits of {logits.shape[1]}")
+        raise ValueError(f"candidate token {int(ids.max())} is outside of {logits.shape[1]} logits")
     places = torch.arange(len(sizes)).repeat_interleave(sizes) * logits.shape[1] + ids
     is_cut = torch.ones(logits.numel(), dtype=torch.bool, device=logits.device)
     is_cut.index_fill_(0, to_device(places, logits.device), False)
@@ -95,8 +95,8 @@ def _among(logits: Tensor, ids: Tensor, sizes: Tensor) -> Tensor:
 class _Score(torch.autograd.Function):
     """logits (n, V) -> logprobs, entropy and correct (n,) each, and the gradient of the first two.
 
-    What is kept for the backward pass is the logits in their own dtype, one log-normaliser and one entropy per row. The
-    fp32 numbers exist for a block of rows, in buffers that every block reuses. With p = softmax(logits / T):
+    Saved for the backward pass: the logits in their own dtype, one log-normaliser and one entropy per row. The fp32
+    values exist for a block of rows, in buffers that every block reuses. With p = softmax(logits / T):
     d logprob / d logits_j = (1[j = target] - p_j) / T and d entropy / d logits_j = -p_j (log p_j + entropy) / T.
     """
 
@@ -112,8 +112,8 @@ class _Score(torch.autograd.Function):
             correct[rows] = best == targets[rows]
             chosen = x.gather(-1, targets[rows, None])[:, 0] - highest
             x -= highest[:, None]
-            if with_entropy:  # log z - sum_j p_j x_j; a word ruled out by -inf adds 0, not the NaN of 0 * -inf
-                p = torch.exp(x, out=other.resize_(x.shape))  # fresh memory would cost more than the numbers in it
+            if with_entropy:  # log z - sum_j p_j x_j; a logit of -inf adds 0, not the NaN of 0 * -inf
+                p = torch.exp(x, out=other.resize_(x.shape))  # allocation would cost more than the computation
                 z = p.sum(-1)
                 entropy[rows] = z.log() - p.mul_(x.clamp_(min=-1e30)).sum(-1) / z
             else:
@@ -148,7 +148,7 @@ class _Score(torch.autograd.Function):
 
 
 def imitation_loss(logprobs: Tensor, correct: Tensor, *, denominator: Tensor | float) -> tuple[Tensor, dict]:
-    """Cross-entropy of these tokens as a share of `denominator` tokens, and what to report: {name: (mean, count)}.
+    """Cross-entropy of these tokens as a share of `denominator` tokens, and its metrics: {name: (mean, count)}.
 
     logprobs (N,); correct (N,) bool, whether the token was the likeliest.
     """
@@ -159,7 +159,7 @@ def imitation_loss(logprobs: Tensor, correct: Tensor, *, denominator: Tensor | f
 
 
 def _blocks(logits: Tensor, device_type: str | None = None) -> Iterator[slice]:
-    """Blocks of rows, small enough for the fp32 copy of one to be no matter."""
+    """Blocks of rows whose fp32 copy is small."""
     size = max(1, _BLOCK_NUMBERS.get(device_type or logits.device.type, _BLOCK_ELSEWHERE) // logits.shape[1])
     yield from (slice(start, start + size) for start in range(0, len(logits), size))
 

@@ -1,8 +1,8 @@
 """Losses of the on-policy updates, on flat vectors of the N actions of one micro batch.
 
 Every loss is a sum divided by `denominator`, the number of actions in the whole minibatch over all ranks, or one number
-for each action (`denominators`): micro-batch losses then add up to the minibatch's, however it was cut. What to report
-comes as {name: (mean, weight)}, with the number of actions as weight.
+for each action (`denominators`): micro-batch losses then sum to the minibatch's, however it is split. Metrics are
+{name: (mean, weight)}, with the number of actions as weight.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ AGGREGATIONS = ("token", "sequence", "constant")
 
 
 class PolicyLoss(NamedTuple):
-    """One way from ratios to losses.
+    """A policy loss as a function of ratios.
 
-    fn(ratio, advantages, new_logprobs, low, high), vectors (N,) -> (N,). level: whose ratio it is: an action's
-    ("token"), or a whole sequence's, as the geometric mean of its actions' ("mean") or as their product ("sum").
+    fn(ratio, advantages, new_logprobs, low, high), vectors (N,) -> (N,). level: what the ratio is of: an action
+    ("token"), or a whole sequence, as the geometric mean of its actions' ("mean") or as their product ("sum").
     is_bounded_below: whether ratios below 1 - low are clipped too.
     """
 
@@ -48,10 +48,10 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 def denominators(aggregation: str, owner: Tensor, *, num_actions: Tensor | float, num_sequences: Tensor | float,
                  length: int, num_rows: int | None = None) -> Tensor | float:
-    """What each action's loss is divided by, so that the sum over the minibatch is its mean loss.
+    """The divisor of each action's loss, so that the sum over the minibatch is its mean loss.
 
-    token: over all actions; sequence: over each sequence's actions, then over sequences; constant: each sequence's sum
-    divided by `length`, the same for all (Dr. GRPO). owner (N,) long: the row that each action belongs to.
+    token: mean over all actions; sequence: over each sequence's actions, then over sequences; constant: each sequence's
+    sum divided by `length`, the same for all (Dr. GRPO). owner (N,) long: the row that each action belongs to.
     num_actions, num_sequences: of the minibatch over all ranks. num_rows: see policy_loss. Raises ValueError for
     another aggregation.
     """
@@ -66,7 +66,7 @@ def denominators(aggregation: str, owner: Tensor, *, num_actions: Tensor | float
 
 def importance_weights(old_logprobs: Tensor, sampled_logprobs: Tensor, owner: Tensor, *, level: str,
                        cap: float, num_rows: int | None = None) -> Tensor:
-    """Truncated importance weights (N,) of actions that one set of kernels sampled and another one trains.
+    """Truncated importance weights (N,) for the mismatch of the kernels of sampling and training.
 
     min(exp(old - sampled), cap) of each action (level "token") or of its whole sequence ("sequence": the product).
     """
@@ -78,7 +78,7 @@ def importance_weights(old_logprobs: Tensor, sampled_logprobs: Tensor, owner: Te
 def sequences_within(old_logprobs: Tensor, sampled_logprobs: Tensor, owner: Tensor, *, low: float, high: float,
                      num_rows: int | None = None) -> Tensor:
     """(num_rows,) bool: whether the ratio exp(old - sampled) of a sequence, the geometric mean of its actions', lies in
-    [low, high]: masked importance sampling leaves the others out. Vectors (N,); a row without actions lies there."""
+    [low, high]: masked importance sampling drops the others. Vectors (N,); true for a row without actions."""
     difference = old_logprobs.float() - sampled_logprobs.float()
     totals = difference.new_zeros(_num_rows(owner, num_rows)).index_add(0, owner, difference)
     ratio = (totals / _counts(owner, num_rows).clamp(min=1)).exp().detach()
@@ -86,7 +86,7 @@ def sequences_within(old_logprobs: Tensor, sampled_logprobs: Tensor, owner: Tens
 
 
 def _counts(owner: Tensor, num_rows: int | None) -> Tensor:
-    """(num_rows,) long: how many actions each row has. (bincount would look for the largest row first.)"""
+    """(num_rows,) long: how many actions each row has. (bincount would compute the largest row first.)"""
     size = _num_rows(owner, num_rows)
     return owner.new_zeros(size).index_add_(0, owner, torch.ones_like(owner))
 
@@ -113,12 +113,12 @@ def policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, 
 
     ratio = exp(clamp(new - old, +-20)), of the action or of its sequence; cispo: -min(ratio, 1 + high) A new, the
     factor without gradient. cliprange = (low, high). owner (N,) long: the row of each action, for ratios of sequences.
-    num_rows: how many rows there are (None: those that own an action, for which the host waits for the device).
+    num_rows: the number of rows (None: up to the last one with an action, for which the host waits for the device).
     weights (N,): factors of the losses, such as importance_weights. dual_clip c > 1 (arXiv 1912.09729) bounds the loss
-    of actions with A < 0 by -c A, so that a ratio gone astray cannot dominate. Observed: policy/loss, policy/approx_kl
+    of actions with A < 0 by -c A, so that one extreme ratio cannot dominate. Observed: policy/loss, policy/approx_kl
     (k3 of KL(old || new), nats), policy/clip_fraction, policy/ratio; clip_ratio/low_mean (ratio below 1 - low while
     A < 0), high_mean (above 1 + high while A > 0) and region_mean (either; equals clip_fraction). Raises ValueError
-    for vectors of unlike shapes, for dual_clip <= 1, and for a ratio of sequences without owner.
+    for vectors of different shapes, for dual_clip <= 1, and for a ratio of sequences without owner.
     """
     _check_flat(new_logprobs, old_logprobs, advantages)
     if dual_clip is not None and not dual_clip > 1:
@@ -147,7 +147,7 @@ def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, *, clipr
     """Clipped value loss, all vectors (N,): 0.5 max((V - R)^2, (V_old + clamp(V - V_old, +-cliprange_value) - R)^2).
 
     cliprange_value None: 0.5 (V - R)^2. Observed: value/loss and value/clip_fraction, the share of actions whose
-    clipped term is the larger one and passes no gradient. Raises ValueError for vectors of unlike shapes.
+    clipped term is the larger one and has no gradient. Raises ValueError for vectors of different shapes.
     """
     _check_flat(new_values, old_values, returns)
     new, old, returns = new_values.float(), old_values.float().detach(), returns.float().detach()
@@ -155,18 +155,18 @@ def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, *, clipr
     clipped, is_far = plain, torch.zeros_like(plain, dtype=torch.bool)
     if cliprange_value is not None:
         clipped = (old + (new - old).clamp(-cliprange_value, cliprange_value) - returns).square()
-        is_far = (new - old).abs() > cliprange_value  # within the range the two terms differ by rounding alone
+        is_far = (new - old).abs() > cliprange_value  # within the range the two terms differ only by rounding
     loss = 0.5 * torch.maximum(plain, clipped)
     return loss.sum() / denominator, _means({"value/loss": loss, "value/clip_fraction": is_far & (clipped > plain)})
 
 
 def entropy_loss(entropy: Tensor, *, denominator: Tensor | float) -> Tensor:
-    """Minus the mean entropy of the actions, in nats: what a bonus coefficient multiplies. entropy (N,)."""
+    """Minus the mean entropy of the actions, in nats, for the entropy bonus. entropy (N,)."""
     return -entropy.float().sum() / denominator
 
 
 def _check_flat(*vectors: Tensor) -> None:
-    """Unlike shapes would broadcast to (N, N) and train on nonsense."""
+    """Refuse different shapes, which would broadcast to (N, N)."""
     shapes = [tuple(v.shape) for v in vectors]
     if len(shapes[0]) != 1 or len(set(shapes)) > 1:
         raise ValueError(f"flat vectors of one length are needed, not shapes {shapes}")

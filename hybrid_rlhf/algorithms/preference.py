@@ -1,4 +1,4 @@
-"""Losses on preferences: one function per loss, from what was chosen and what was rejected to one number per pair."""
+"""Preference losses: one function per loss, from chosen and rejected responses to one loss per pair."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def bradley_terry(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor
 def dpo(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0, **_: object) -> Tensor:
     """Direct preference optimisation (2305.18290): -log sigmoid(beta (chosen - rejected)) of each pair (P,).
 
-    chosen, rejected (P,): log(policy / reference), summed over the response. label_smoothing: the share of pairs whose
-    label is taken to be wrong (conservative DPO).
+    chosen, rejected (P,): log(policy / reference), summed over the response. label_smoothing: the assumed share of
+    pairs with a wrong label (conservative DPO).
     """
     return _smoothed(beta * (chosen.float() - rejected.float()), label_smoothing)
 
@@ -41,7 +41,7 @@ def dpo(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float
 def ipo(chosen: Tensor, rejected: Tensor, *, beta: float, **_: object) -> Tensor:
     """Identity preference optimisation (2310.12036, eq. 17): (chosen - rejected - 1 / (2 beta))^2 of each pair (P,).
 
-    chosen, rejected (P,): log(policy / reference), averaged over the response's tokens, as its authors and TRL have it.
+    chosen, rejected (P,): log(policy / reference), averaged over the response's tokens, as by its authors and in TRL.
     """
     return (chosen.float() - rejected.float() - 1 / (2 * beta)).square()
 
@@ -72,10 +72,10 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float, **_: object) -> Tenso
 
 def kto(ratios: Tensor, labels: Tensor, kl: Tensor, *, beta: float, desirable_weight: float,
         undesirable_weight: float, **_: object) -> Tensor:
-    """Kahneman-Tversky optimisation (2402.01306, eq. 7) of each response (B,): what it falls short of its weight.
+    """Kahneman-Tversky optimisation (2402.01306, eq. 7) of each response (B,): its weight minus its value.
 
     ratios (B,): log(policy / reference), summed over the response; labels (B,) bool, whether it is desirable; kl: the
-    point of reference, one number, not below 0 (see `kto_kl`). weight (1 - sigmoid(+-beta (ratio - kl))).
+    reference point, one number, not below 0 (see `kto_kl`). weight (1 - sigmoid(+-beta (ratio - kl))).
     """
     sign = torch.where(labels, 1.0, -1.0)
     weight = torch.where(labels, desirable_weight, undesirable_weight)
@@ -93,8 +93,8 @@ def kto_kl(mismatched_ratios: Tensor, reduce: Callable[[Tensor], Tensor] = lambd
 def best_and_worst(scores: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Rows (K,) of the highest and (K,) of the lowest score in each group that has two different scores.
 
-    scores (B,), groups contiguous; NaN was not scored and is neither. Of equal scores the first row's counts. A group
-    without two different scores is left out: it says nothing of better and worse.
+    scores (B,), groups contiguous; NaN: not scored, never chosen. Ties go to the first row. A group whose scores are
+    all equal is left out: it has no preference.
     """
     grouped = scores.view(-1, group_size)
     unknown, first = grouped.isnan(), torch.arange(len(scores), device=scores.device)[::group_size]
@@ -111,17 +111,17 @@ def best_at_least(scores: Tensor, group_size: int, bar: float) -> Tensor:
 
 
 def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
-    """Cross-entropy of a preference with logits (P,) where a share of the labels is taken to be wrong."""
+    """Cross-entropy of a preference with logits (P,) where a share of the labels is assumed to be wrong."""
     if not label_smoothing:
         return -logsigmoid(logits)
     return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) of x < 0 without cancellation; x is held below -1e-7, for a certain response (x = 0) has -inf."""
+    """log(1 - exp(x)) of x < 0 without cancellation; x is clamped to -1e-7, as x = 0 (a certain response) has -inf."""
     x = x.clamp(max=-1e-7)
     near = x > -math.log(2)
-    # each branch sees only what it is good for: the other's infinite gradient would be multiplied by zero into NaN
+    # each branch gets only its own range: the other's infinite gradient times zero would be NaN
     return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -1.0))),
                        torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
@@ -129,8 +129,8 @@ def _log1mexp(x: Tensor) -> Tensor:
 class PreferenceLoss(NamedTuple):
     """fn: (chosen, rejected) -> (P,) where pairs are needed, else (ratios, labels, kl) -> (B,); settings by keyword.
 
-    needs_reference: whether its numbers are log(policy / reference), or the policy's own. is_mean: whether they are
-    averaged over a response's tokens, or summed. beta: the usual one.
+    needs_reference: whether its inputs are log(policy / reference), or the policy's own. is_mean: whether they are
+    averaged over a response's tokens, or summed. beta: the default.
     """
 
     fn: Callable[..., Tensor]

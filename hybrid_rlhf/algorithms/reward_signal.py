@@ -1,7 +1,7 @@
-"""Whether a task can be learned from its rewards: the scores of several responses to each prompt, in figures and words.
+"""The learning signal of a task's rewards: statistics of several responses to each prompt, and a verdict in words.
 
 Best-of-k over k samples is pass@k (2107.03374) where scores are 0 or 1. Groups without two different scores have no
-gradient under group-relative advantages (2503.14476), and a task on which every score is the same has none at all.
+gradient under group-relative advantages (2503.14476), and a task whose scores are all the same has none at all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MOST_EMPTY, FEW_ENDED = 0.2, 0.5  # shares of responses
 
 @dataclass(frozen=True)
 class RewardSignal:
-    """Figures of G responses to each of P prompts.
+    """Statistics of G responses to each of P prompts.
 
     mean: of all scores; best: mean over prompts of the best score; with_spread: share of prompts whose responses have
     different scores; is_constant: whether all scores of all prompts are the same; is_binary: whether they are all 0 or
-    1. ended, empty: shares of responses; length: their mean, in tokens. num_prompts: P, 0 where it is not known.
+    1. ended, empty: shares of responses; length: their mean, in tokens. num_prompts: P, 0 if unknown.
     """
 
     num_prompts: int
@@ -38,7 +38,7 @@ class RewardSignal:
 
 
 def measure(scores: Tensor, lengths: Tensor, has_eos: Tensor, is_empty: Tensor) -> RewardSignal:
-    """The figures of scores (P, G), NaN where a response was skipped; lengths (P, G) in tokens; has_eos and is_empty
+    """The statistics of scores (P, G), NaN where a response was skipped; lengths (P, G) in tokens; has_eos and is_empty
     (P, G) bool. A prompt whose responses were all skipped counts as one without spread and has no best score."""
     known = ~scores.isnan()
     values, is_scored = scores[known], known.any(1)
@@ -52,7 +52,7 @@ def measure(scores: Tensor, lengths: Tensor, has_eos: Tensor, is_empty: Tensor) 
 
 
 def figures(signal: RewardSignal) -> dict[str, str]:
-    """The figures for people, by name."""
+    """The statistics for people, by name."""
     size = signal.group_size
     rates = (f" (pass@1 {signal.mean:.0%})", f" (pass@{size} {signal.best:.0%})") if signal.is_binary else ("", "")
     groups = {} if size == 1 else {f"best of {size}": f"{signal.best:.4g}{rates[1]}, mean over prompts",
@@ -63,11 +63,10 @@ def figures(signal: RewardSignal) -> dict[str, str]:
 
 
 def verdict(signal: RewardSignal) -> list[str]:
-    """What the figures mean, a sentence each, the gravest first; one that begins with "healthy" where nothing is wrong.
-    """
-    found = [text for text in (_of_scores(signal), _of_responses(signal)) if text]
-    if found:
-        return found
+    """What the statistics mean, one sentence each, the gravest first; or one that begins with "healthy"."""
+    sentences = [text for text in (_of_scores(signal), _of_responses(signal)) if text]
+    if sentences:
+        return sentences
     if signal.group_size == 1:
         return ["healthy: the scores differ, and the responses end"]
     return [f"healthy: the responses differ in score on {_prompts(signal.with_spread, signal)}, which is what the "
@@ -104,7 +103,7 @@ def _of_responses(signal: RewardSignal) -> str:
 
 
 def _prompts(share: float, signal: RewardSignal) -> str:
-    """A share of the prompts: '3 of 32 prompts', or '9% of the prompts' where their number is not known."""
+    """A share of the prompts: '3 of 32 prompts', or '9% of the prompts' if their number is unknown."""
     if not signal.num_prompts:
         return f"{share:.0%} of the prompts"
     return f"{round(share * signal.num_prompts)} of {signal.num_prompts} prompts"

@@ -1,4 +1,4 @@
-"""Learning rates over time, as factors of the peak."""
+"""Learning-rate schedules, as factors of the peak."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def learning_rate_factor(step: int, *, total_steps: int, warmup_steps: int = 0, 
     Names are those of transformers.get_scheduler, and so are the values from step warmup_steps on: linear falls to 0,
     and cosine as 0.5 (1 + cos(pi x)), both reaching 0 at step total_steps, one after the last. Warm-up is
     (step + 1) / warmup_steps, where transformers has step / warmup_steps: an update at rate 0 would cost as much as any
-    other and change nothing. `constant` knows no warm-up. Past total_steps the factor stays 0 (transformers' cosine
+    other and change nothing. `constant` has no warm-up. Past total_steps the factor stays 0 (transformers' cosine
     would rise again). Raises ValueError for another kind.
     """
     if kind not in KINDS:

@@ -1,4 +1,4 @@
-"""From the score of a whole response to the reward of each of its tokens."""
+"""Reward shaping: from the score of a response to the reward of each of its tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def shape_rewards(scores: Tensor, kl: Tensor, kl_coef: float, action_mask: Tenso
                   token_scores: Tensor | None = None) -> Tensor:
     """Rewards (B, R): -kl_coef * kl at every action, and the score at the last one (arXiv 1909.08593, 2203.02155).
 
-    scores (B,); kl (B, R) nats; action_mask (B, R) bool. Zero outside the actions, whatever `kl` holds there; a row
-    without an action has reward 0. token_scores (B, R): the part of the scores that stands at an action of its own,
-    such as the end of a turn; the rest stands at the last one.
+    scores (B,); kl (B, R) nats; action_mask (B, R) bool. Zero outside the actions, whatever `kl` is there; a row
+    without an action has reward 0. token_scores (B, R): the part of the scores that belongs to single actions, such as
+    the end of a turn; the rest stands at the last one.
     """
     if token_scores is not None:
         token_scores = token_scores.float().masked_fill(~action_mask, 0)
@@ -29,7 +29,7 @@ def shape_rewards(scores: Tensor, kl: Tensor, kl_coef: float, action_mask: Tenso
 def normalise(scores: Tensor, mean: float, std: float) -> Tensor:
     """Scores (B,) on a scale of mean 0 and std 1, by the statistics that stage 2 measured.
 
-    Raises ValueError if std is not positive: a source that gives everything one score cannot be put on a scale.
+    Raises ValueError if std is not positive: a source whose scores are all equal cannot be normalised.
     """
     if not std > 0:
         raise ValueError(f"scores cannot be normalised by a standard deviation of {std}")
@@ -44,7 +44,7 @@ def missing_eos(scores: Tensor, has_eos: Tensor, penalty: float) -> Tensor:
 def overlong(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """DAPO's soft punishment (arXiv 2503.14476, equation 13) of responses of `lengths` (B,) tokens, in [-1, 0].
 
-    0 up to max_length - buffer, from there down in a straight line to -1 at max_length. Raises ValueError for a buffer
+    0 up to max_length - buffer, then linearly down to -1 at max_length. Raises ValueError for a buffer
     that is not in [1, max_length].
     """
     if not 1 <= buffer <= max_length:

@@ -1,1 +1,1 @@
-"""What one step is, method by method. Trainers hold roles and never import each other, engines or models."""
+"""The step of each method. Trainers use roles and never import each other, engines or models."""

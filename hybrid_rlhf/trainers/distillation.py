@@ -1,4 +1,4 @@
-"""On-policy distillation: the student is moved towards a teacher on what the student itself has written.
+"""On-policy distillation: the student is trained towards a teacher on the student's own samples.
 
 Generalised knowledge distillation (2306.13649): a divergence of the two distributions at every token, on the student's
 own samples, on demonstrations, or on both. policy_gradient: the same reverse KL from the sampled tokens alone.
@@ -32,24 +32,25 @@ from hybrid_rlhf.rollout.best_of_n import BestOfNSampler
 from hybrid_rlhf.rollout.collect import collect
 
 POLICY_GRADIENT = "policy_gradient"
-CLIPRANGE = (0.2, 0.2)  # of the ratio in policy_gradient, where a rollout has several updates: PPO's
+CLIPRANGE = (0.2, 0.2)  # of the ratio in policy_gradient, for several updates on a rollout: PPO's
 
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """What the student learns from its teacher, and on which texts.
+    """How the student learns from its teacher, and on which texts.
 
     Attributes:
         sampling: How the student's responses are drawn.
         lmbda: Share of the steps that are made on the student's own samples (TRL's GKDTrainer calls it so); the others
             are made on demonstrations. They are spread evenly: at 0.5 every second step.
-        divergence: reverse_kl (what the student writes is to be likely under the teacher), forward_kl (what the teacher
-            would write is to be likely under the student), jsd (between them, see beta), each over the whole
-            vocabulary; or policy_gradient (reverse_kl from the sampled tokens alone: the teacher only scores them).
+        divergence: reverse_kl (mode-seeking: the student's text is to be likely under the teacher), forward_kl
+            (mode-covering: the teacher's text is to be likely under the student), jsd (between them, see beta), each
+            over the whole vocabulary; or policy_gradient (reverse_kl from the sampled tokens alone: the teacher only
+            scores them).
         beta: Of jsd, between 0 (as forward_kl) and 1 (as reverse_kl).
         temperature: Divides the logits of both before they are compared.
-        top_k: The divergence over the teacher's k likeliest words and all others as one: a lower bound, for a teacher
-            whose weights are in parts; 0 takes the whole vocabulary.
+        top_k: The divergence over the teacher's k likeliest tokens and all others as one: a lower bound, for a teacher
+            whose weights are sharded; 0 takes the whole vocabulary.
         num_epochs: Passes over the samples (or demonstrations) of a step.
         num_minibatches: Optimizer steps per pass.
     """
@@ -80,8 +81,8 @@ class DistillConfig:
 
 
 class DistillTrainer:
-    """One step: sample, ask the teacher, and move towards it; or the same on demonstrations, of which `demonstrations`
-    gives a minibatch at a time (needed where lmbda is below 1). source: scores the samples, for the report alone."""
+    """One step: sample, run the teacher, and update towards it; or the same on demonstrations, of which
+    `demonstrations` yields minibatches (needed where lmbda is below 1). source: scores the samples for the report."""
 
     progress_keys = ("distill/divergence", "distill/data_divergence", "distill/teacher_kl", "entropy",
                      "completions/mean_length", "reward")
@@ -105,7 +106,7 @@ class DistillTrainer:
         config, number = self.config, self.num_steps
         schedule_at(self.roles.actor, number * config.num_epochs * config.num_minibatches)
         self.num_steps += 1
-        # how many of the steps so far are on samples, before this one and with it
+        # the number of steps on samples, without this one and with it
         if floor((number + 1) * config.lmbda + 1e-9) > floor(number * config.lmbda + 1e-9):
             return self._step_on_samples(prompts)
         return self._step_on_demonstrations()
@@ -113,12 +114,12 @@ class DistillTrainer:
     def _step_on_samples(self, prompts: Prompts) -> Metrics:
         metrics = Metrics()
         rollout, _ = self.sampler.sample(prompts, metrics)
-        rollout.source_weights = {}  # nothing is paid
+        rollout.source_weights = {}  # no score is trained on
         with metrics.timer("teacher"):
             self._ask(rollout, metrics)
         with metrics.timer("train"):
             learned = self._learn(rollout)
-        rollout.teacher = None  # the rollout stays for its samples, and these are gigabytes
+        rollout.teacher = None  # last_rollout is kept for its samples, and this is gigabytes
         return metrics + learned + rollout.metrics()
 
     def _learn(self, rollout: Rollout) -> Metrics:
@@ -143,8 +144,8 @@ class DistillTrainer:
 
     @torch.no_grad()
     def _ask(self, rollout: Rollout, metrics: Metrics) -> None:
-        """What the teacher says of the samples: its targets or, for policy_gradient, advantages; and how far the
-        student is from it."""
+        """Set the teacher's targets for the samples or, for policy_gradient, the advantages; and measure the student's
+        KL to it."""
         activity.doing("asking the teacher")
         pad_id, mask = self.roles.actor.engine.pad_id, rollout.action_mask
         if self.kind is None:
@@ -163,7 +164,7 @@ class DistillTrainer:
             metrics.add("distill/divergence", distance, mask.sum())
 
     def loss(self, tokens: TokenScores, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
-        """The loss of these rows as a share of the minibatch's, and what to report."""
+        """The loss of these rows as a share of the minibatch's, and its metrics."""
         size = tokens.logprobs.numel()
         if self.kind is None:
             loss, observed = policy_loss(
@@ -187,8 +188,8 @@ class DistillTrainer:
             if self.kind is not None:
                 batch = rollout.sequences(self.roles.actor.engine.pad_id)
                 for tokens in self.roles.actor.score_tokens(batch, teacher=rollout.teacher):
-                    found = present(tokens.divergence, "the divergence")
-                    metrics.add("distill/divergence", found.mean(), found.numel())
+                    divergence = present(tokens.divergence, "the divergence")
+                    metrics.add("distill/divergence", divergence.mean(), divergence.numel())
             metrics += rollout.metrics()
         return metrics.over_ranks()
 
@@ -196,13 +197,13 @@ class DistillTrainer:
         return self.sampler.samples()
 
     def state(self) -> dict:
-        """Everything that the next step depends on; the tensors are no copies."""
-        own = {"num_trainer_steps": self.num_steps, "rng": self.rng.get_state()}
-        return self.sampler.state() | own | (
+        """Everything that the next step depends on; the tensors are not copied."""
+        progress = {"num_trainer_steps": self.num_steps, "rng": self.rng.get_state()}
+        return self.sampler.state() | progress | (
             {"demonstrations": self.demonstrations.state()} if self.demonstrations else {})
 
     def load_state(self, state: Mapping) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         self.sampler.load_state(state)
         self.num_steps = int(state["num_trainer_steps"])
         self.rng.set_state(state["rng"])
@@ -211,7 +212,7 @@ class DistillTrainer:
 
 
 def _joined(rows: list[Tensor]) -> Tensor:
-    """All rows' numbers (n,) as one; a process may have no rows, in an evaluation."""
+    """Concatenate the rows (n,); a process may have none in an evaluation."""
     return torch.cat([*rows, torch.zeros(0)])
 
 

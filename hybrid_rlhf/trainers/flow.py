@@ -1,4 +1,4 @@
-"""A training step of the user's own, as a plain function over roles, in the form that `fit` drives."""
+"""A user's own training step, a plain function over roles, as a trainer for `fit`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Step = Callable[[Roles, RewardSource, Prompts, SamplingConfig, int], tuple[Rollo
 
 
 class FlowTrainer:
-    """One step: whatever `flow(roles, source, prompts, sampling, seed)` does, which answers (rollout, metrics).
+    """One step: `flow(roles, source, prompts, sampling, seed)`, which returns (rollout, metrics).
 
-    seed is another one in every step, for the sampling; the run's own is `seed` here. The rollout, with its scores and,
-    for the metric kl, its logprobs and ref_logprobs, is reported beside what the function observed. Evaluation samples
-    and scores held-out prompts as every on-policy method does. What the function keeps for itself is in no checkpoint.
+    flow gets another seed at every step, for the sampling; `seed` is that of the run. The rollout's metrics, with its
+    scores and, for the metric kl, its logprobs and ref_logprobs, are added to those of the function. Evaluation samples
+    and scores held-out prompts as for every on-policy method. The function's own state is not in checkpoints.
     """
 
     progress_keys = ("reward", "kl", "completions/mean_length")
@@ -43,9 +43,9 @@ class FlowTrainer:
         return self.sampler.samples()
 
     def state(self) -> dict:
-        """Everything that the next step depends on; the tensors are no copies."""
+        """Everything that the next step depends on; the tensors are not copied."""
         return self.sampler.state()
 
     def load_state(self, state: Mapping) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         self.sampler.load_state(state)

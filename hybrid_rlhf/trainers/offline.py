@@ -1,4 +1,4 @@
-"""Preference optimisation without sampling: DPO and its variants on pairs, KTO on labelled responses."""
+"""Offline preference optimisation: DPO and its variants on pairs, KTO on labelled responses."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class DPOConfig:
 
     Attributes:
         loss_type: sigmoid (DPO), ipo, hinge, kto, orpo or simpo.
-        beta: How strongly the policy is held to the reference, or the loss's own factor (simpo's scale, orpo's weight
-            of the odds ratio); null takes the usual one: 0.1, for simpo 2.0.
-        label_smoothing: Share of pairs whose label is taken to be wrong (sigmoid and simpo).
+        beta: Strength of the implicit KL penalty to the reference, or the loss's own factor (simpo's scale, orpo's
+            weight of the odds ratio); null takes the usual one: 0.1, for simpo 2.0.
+        label_smoothing: Assumed share of pairs with a wrong label (sigmoid and simpo).
         simpo_gamma: SimPO's target margin.
         desirable_weight: KTO's weight of desirable responses.
         undesirable_weight: KTO's weight of undesirable responses.
@@ -54,8 +54,8 @@ class DPOConfig:
 class OfflineTrainer:
     """Fits a policy to preferences, against the frozen reference where the loss has one.
 
-    Batches: PairBatch, or LabelledBatch for a loss without pairs. The reference is asked once per batch, the policy's
-    response log-probabilities are summed over the response (averaged where the loss says so).
+    Batches: PairBatch, or LabelledBatch for a loss without pairs. The reference is evaluated once per batch; the
+    policy's log-probabilities are summed over the response (averaged if the loss is defined so).
     """
 
     progress_keys = ("loss", "rewards/accuracies", "rewards/margins", "learning_rate")
@@ -72,23 +72,23 @@ class OfflineTrainer:
                           undesirable_weight=config.undesirable_weight)
 
     def step(self, batch: PairBatch | LabelledBatch, start: Tensor | None = None) -> Metrics:
-        """One optimizer step. start: the reference's (rows,) log-probabilities of the responses where they are known.
+        """One optimizer step. start: the reference's (rows,) log-probabilities of the responses, if they are known.
 
-        An empty batch keeps step with the other processes.
+        An empty batch takes part in the other processes' collectives.
         """
         count = sum_over_ranks(torch.tensor(float(len(batch))))
         groups, losses, metrics = self._groups(batch), *self._losses(batch, start)
 
         def share(logprobs: Tensor, index: Tensor) -> tuple[Tensor, dict]:
-            found, observed = losses(logprobs, index)
-            return found.sum() / to_device(count, found.device), observed
+            values, observed = losses(logprobs, index)
+            return values.sum() / to_device(count, values.device), observed
 
         metrics += self.policy.fit_sequences(batch.sequences, groups, share)
         return self._with_margins(metrics)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[PairBatch | LabelledBatch]) -> Metrics:
-        """What `step` reports of the loss, rewards and log-probabilities, over all batches."""
+        """The metrics of `step` for loss, rewards and log-probabilities, over all batches."""
         total = Metrics()
         for batch in batches:
             groups, losses, metrics = self._groups(batch), *self._losses(batch)
@@ -99,11 +99,11 @@ class OfflineTrainer:
         return self._with_margins(total.over_ranks())
 
     def _groups(self, batch: PairBatch | LabelledBatch) -> Tensor:
-        """(G, 2) rows of each pair (chosen ones come first in the batch), or (G, 1): responses alone."""
+        """(G, 2) rows of each pair (chosen ones come first in the batch), or (G, 1): single responses."""
         return torch.arange(len(batch.sequences)).view(2 if self.row.needs_pairs else 1, len(batch)).T
 
     def _losses(self, batch: PairBatch | LabelledBatch, start: Tensor | None = None) -> tuple:
-        """A function (logprobs (k, g), index (g,)) -> (losses (g,), what to report), and metrics of the whole batch."""
+        """A function (logprobs (k, g), index (g,)) -> (losses (g,), metrics), and metrics of the whole batch."""
         lengths = batch.sequences.loss_mask[:, 1:].sum(1).clamp(min=1)
         if self.reference is None:
             start = torch.zeros(len(lengths))
@@ -121,11 +121,11 @@ class OfflineTrainer:
             values = ratios / size if self.row.is_mean else ratios
             shown = (logprobs.detach(), ratios.detach()) if self.row.needs_reference else (values.detach(),) * 2
             if isinstance(batch, PairBatch):
-                found = self.fn(values[0], values[1])
-                return found, _of_pairs(found.detach(), *shown, self.beta)
+                losses_of_rows = self.fn(values[0], values[1])
+                return losses_of_rows, _of_pairs(losses_of_rows.detach(), *shown, self.beta)
             labels = batch.labels[index]
-            found = self.fn(values[0], to_device(labels, logprobs.device), to_device(kl, logprobs.device))
-            return found, _of_labels(found.detach(), shown[0][0], shown[1][0], labels, self.beta)
+            losses_of_rows = self.fn(values[0], to_device(labels, logprobs.device), to_device(kl, logprobs.device))
+            return losses_of_rows, _of_labels(losses_of_rows.detach(), shown[0][0], shown[1][0], labels, self.beta)
 
         return losses, metrics
 
@@ -135,22 +135,22 @@ class OfflineTrainer:
         return kto_kl(ratios, sum_over_ranks)
 
     def _with_margins(self, metrics: Metrics) -> Metrics:
-        """Labelled responses have no pairs: their margin is that of the two means."""
-        found = metrics.compute()
-        if not self.row.needs_pairs and {"rewards/chosen", "rewards/rejected"} <= found.keys():
-            metrics.add("rewards/margins", found["rewards/chosen"] - found["rewards/rejected"])
+        """Add the margin of labelled responses, which have no pairs: the difference of the two means."""
+        means = metrics.compute()
+        if not self.row.needs_pairs and {"rewards/chosen", "rewards/rejected"} <= means.keys():
+            metrics.add("rewards/margins", means["rewards/chosen"] - means["rewards/rejected"])
         return metrics
 
     def samples(self) -> list[dict]:
         return []
 
     def state(self) -> dict:
-        """Everything that the next step depends on; the tensors are no copies."""
+        """Everything that the next step depends on; the tensors are not copied."""
         return {"policy": training_state(self.policy),
                 "oom_limits": {name: dict(role.engine.oom_limits) for name, role in self._roles().items()}}
 
     def load_state(self, state: Mapping) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         load_training_state(self.policy, state["policy"])
         for name, role in self._roles().items():
             role.engine.oom_limits = dict(oom_limits(state)[name])
@@ -160,7 +160,7 @@ class OfflineTrainer:
 
 
 def _of_pairs(losses: Tensor, logprobs: Tensor, ratios: Tensor, beta: float) -> dict[str, tuple[Tensor, int]]:
-    """What is reported of g pairs, by TRL's names. logprobs, ratios (2, g): chosen and rejected."""
+    """The metrics of g pairs, by TRL's names. logprobs, ratios (2, g): chosen and rejected."""
     size, (chosen, rejected) = len(losses), beta * ratios
     return {"loss": (losses.mean(), size), "rewards/chosen": (chosen.mean(), size),
             "rewards/rejected": (rejected.mean(), size),
@@ -171,12 +171,12 @@ def _of_pairs(losses: Tensor, logprobs: Tensor, ratios: Tensor, beta: float) -> 
 
 def _of_labels(losses: Tensor, logprobs: Tensor, ratios: Tensor, labels: Tensor,
                beta: float) -> dict[str, tuple[Tensor, int]]:
-    """What is reported of B labelled responses, each side by its own number of them. labels: on the CPU."""
-    found = {"loss": (losses.mean(), len(losses))}
+    """The metrics of B labelled responses, each side averaged over its own number. labels: on the CPU."""
+    metrics = {"loss": (losses.mean(), len(losses))}
     for side, is_meant in (("chosen", labels), ("rejected", ~labels)):
         which = is_meant.nonzero()[:, 0]
         if size := len(which):
             which = to_device(which, losses.device)
-            found |= {f"rewards/{side}": (beta * ratios[which].mean(), size),
-                      f"logps/{side}": (logprobs[which].mean(), size)}
-    return found
+            metrics |= {f"rewards/{side}": (beta * ratios[which].mean(), size),
+                        f"logps/{side}": (logprobs[which].mean(), size)}
+    return metrics

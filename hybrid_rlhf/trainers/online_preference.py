@@ -1,4 +1,4 @@
-"""Online DPO (2402.04792): pairs of the policy's own fresh samples, ranked by a reward source, for offline losses."""
+"""Online DPO (2402.04792): offline losses on pairs of the policy's own samples, ranked by a reward source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hybrid_rlhf.rollout.best_of_n import BestOfNSampler
 
 @dataclass(frozen=True)
 class OnlineConfig:
-    """Where the pairs come from.
+    """Settings of the pairs.
 
     Attributes:
         sampling: How responses are drawn; of num_samples responses to a prompt, the best and the worst are its pair.
@@ -43,7 +43,7 @@ class OnlineConfig:
 
 
 class PairLearner(Protocol):
-    """What learns from the pairs: the offline trainer. start: the reference's log-probabilities of each row."""
+    """A trainer on pairs: the offline trainer. start: the reference's log-probabilities of each row."""
 
     def step(self, batch: PairBatch | LabelledBatch, start: Tensor | None = None) -> Metrics: ...
 
@@ -51,8 +51,8 @@ class PairLearner(Protocol):
 class OnlinePreferenceTrainer:
     """One step: sample, let the source rank each prompt's responses, and one optimizer step on (best, worst).
 
-    Groups without two different scores make no pair. needs_pairs: whether the learner takes pairs, or labelled
-    responses (kto): the best ones desirable, the worst ones not.
+    Groups whose scores are all equal give no pair. needs_pairs: whether the learner takes pairs, or labelled responses
+    (kto): the best ones desirable, the worst ones undesirable.
     """
 
     progress_keys = ("reward", "kl", "rewards/accuracies", "completions/mean_length", "pairs/kept")
@@ -64,22 +64,22 @@ class OnlinePreferenceTrainer:
 
     def step(self, prompts: Prompts) -> Metrics:
         metrics = Metrics()
-        schedule_at(self.roles.actor, self.sampler.num_steps)  # one update a step, also where there was no pair
+        schedule_at(self.roles.actor, self.sampler.num_steps)  # one update a step, even without a pair
         rollout, scores = self.sampler.sample(prompts, metrics)
         best, worst = best_and_worst(scores, self.sampler.sampling.num_samples)
         metrics.add("pairs/kept", len(best) / max(len(prompts), 1), len(prompts))
         metrics.add("pairs/score_margin", (scores[best] - scores[worst]).mean(), len(best))
-        if sum_over_ranks(torch.tensor(len(best))):  # else no process has learned anything of better and worse
+        if sum_over_ranks(torch.tensor(len(best))):  # else no process has a pair
             with metrics.timer("train"):
                 learned = self.learner.step(*self._batch(rollout, best, worst))
-            metrics += learned.renamed({"kl": "kto/kl"})  # kl is that of the samples
+            metrics += learned.renamed({"kl": "kto/kl"})  # kl is the samples'
         return metrics + rollout.metrics()
 
     def _batch(self, rollout: Rollout, best: Tensor, worst: Tensor) -> tuple[PairBatch | LabelledBatch, Tensor | None]:
-        """The best rows, then the worst ones, as the learner takes them, and what the reference says of each.
+        """A batch of the best rows, then the worst ones, and the reference's log-probabilities of each.
 
-        The losses compare policy and reference as they are, at temperature 1: what the reference said at another one is
-        no part of it, and the learner asks again (None).
+        The losses compare policy and reference at temperature 1: log-probabilities at another temperature cannot be
+        used, and the learner computes them again (None).
         """
         pad_id, chosen = self.roles.actor.engine.pad_id, torch.cat([best, worst])
         rows = rollout.rows(chosen)
@@ -102,9 +102,9 @@ class OnlinePreferenceTrainer:
         return self.sampler.samples()
 
     def state(self) -> dict:
-        """Everything that the next step depends on; the tensors are no copies."""
+        """Everything that the next step depends on; the tensors are not copied."""
         return self.sampler.state()
 
     def load_state(self, state: Mapping) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         self.sampler.load_state(state)

@@ -1,6 +1,6 @@
 """Stage 3: proximal policy optimisation (1707.06347) with a KL penalty to the reference (1909.08593, 2203.02155).
 
-Its relatives without a critic are the same loop with another row of ESTIMATORS or POLICY_LOSSES.
+Related methods without a critic are the same loop with another row of ESTIMATORS or POLICY_LOSSES.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from hybrid_rlhf.rollout.dynamic_sampling import resample_groups
 from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 from hybrid_rlhf.trainers.ppo_config import DistillTerm, PPOConfig
 
-_UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates", "train/loss_scale")  # of both
+_UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates", "train/loss_scale")  # of each
 
 
 class PPOTrainer:
     """One step: sample, estimate advantages once, update actor and critic for some epochs.
 
-    scale: what the scores are put on before they become rewards (None: as they are). extra_prompts: gives further
-    prompts, for config.max_refills. ptx: the texts of config.ptx_coef. distill: how the teacher's divergence weighs.
+    scale: normalises the scores before they become rewards (None: as they are). extra_prompts: returns further prompts,
+    for config.max_refills. ptx: the texts of config.ptx_coef. distill: the weight of the teacher's divergence.
     """
 
     progress_keys = ("reward", "kl", "completions/mean_length", "entropy", "policy/clip_fraction")
@@ -91,9 +91,9 @@ class PPOTrainer:
             self._ask_teacher(rollout, metrics)
         with metrics.timer("train"):
             updated = self.update(rollout.scored())
-        rollout.teacher = None  # the rollout stays for its samples, and these are gigabytes
+        rollout.teacher = None  # last_rollout is kept for its samples, and this is gigabytes
         metrics.add("kl_coef", self.kl_coef.value)
-        if self.roles.ref and not self.is_warming_up:  # the start's KL is 0, and no reason to change the coefficient
+        if self.roles.ref and not self.is_warming_up:  # in warm-up the KL is 0 and must not change kl_coef
             self.kl_coef.update(*mean_over_ranks(rollout.mean_kl(), len(rollout)))
         self.num_steps += 1
         return metrics + updated + rollout.metrics()
@@ -114,8 +114,8 @@ class PPOTrainer:
         return self.num_steps < self.warmup_steps
 
     def _set_schedules(self, prompts: Prompts) -> None:
-        """The learning rates of this step are those of its place in the run: what earlier steps left out by stopping
-        early, or for want of responses, does not put off the end of the decay."""
+        """Set the learning rates by the step's place in the run: updates that earlier steps skipped, by stopping early
+        or for lack of responses, do not delay the end of the decay."""
         total = place_over_ranks(len(prompts) * self.config.sampling.num_samples)[1]
         num_updates = self._num_epochs * -(-total // self._minibatch_size(total))  # of one step
         num_trained = max(0, self.num_steps - self.warmup_steps)  # steps of the actor
@@ -127,14 +127,14 @@ class PPOTrainer:
         """Responses to these prompts and, with max_refills, to further ones in place of zero-variance groups."""
         config, size = self.config, self.config.sampling.num_samples
 
-        def sample(given: Prompts, number: int) -> Rollout:
-            found = collect(given, self.roles, self.source, config.sampling, self._sampling_seed() + number * 500_009,
-                            metrics, self.old_logprobs, with_values=False, keep_candidates=config.replay_truncation)
-            self.shape(found)
+        def sample(batch: Prompts, number: int) -> Rollout:
+            rollout = collect(batch, self.roles, self.source, config.sampling, self._sampling_seed() + number * 500_009,
+                              metrics, self.old_logprobs, with_values=False, keep_candidates=config.replay_truncation)
+            self.shape(rollout)
             if size > 1:
-                has_none = ~found.has_reward_variance(size)
+                has_none = ~rollout.has_reward_variance(size)
                 metrics.add("frac_reward_zero_std", has_none.float().mean(), len(has_none))
-            return found
+            return rollout
 
         first = sample(prompts, 0)
         if not config.max_refills:
@@ -146,7 +146,7 @@ class PPOTrainer:
     def estimate(self, rollout: Rollout, metrics: Metrics) -> None:
         """Fill in rewards, advantages and returns, once per rollout; they are 0 where a response has no score."""
         config, mask = self.config, rollout.action_mask & ~rollout.shaped_scores.isnan()[:, None]
-        if rollout.values is not None and not torch.isfinite(rollout.values[mask]).all():  # no update would be made
+        if rollout.values is not None and not torch.isfinite(rollout.values[mask]).all():  # no update possible
             raise NotFinite(f"the critic's values are not finite; {CRITIC_CURE}")
         reference = present(rollout.ref_logprobs, "ref_logprobs") if self.roles.ref else rollout.logprobs
         kl = kl_estimate(rollout.logprobs, reference, config.kl_kind)
@@ -178,8 +178,8 @@ class PPOTrainer:
     def update(self, rollout: Rollout) -> Metrics:
         """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's.
 
-        The order is one of all processes' sequences, so that how many processes share them moves no gradient. With
-        early_stop_kl the passes end after a minibatch that finds the actor too far from where it sampled.
+        The order is one over all processes' sequences, so that their number does not change the gradient. With
+        early_stop_kl the passes end after a minibatch whose KL to the sampling policy is too large.
         """
         metrics, config, (first, total) = Metrics(), self.config, place_over_ranks(len(rollout))
         if not total:  # no response has a score
@@ -228,19 +228,19 @@ class PPOTrainer:
     def _relative(self, minibatch: Rollout, batch: SequenceBatch) -> float:
         """The size of the policy loss over the pretraining loss, both of this optimizer step, over all processes.
 
-        The size is the policy loss with |advantage| for every action's loss, which is what they are at ratio 1: the
-        loss itself is about 0 there, its actions' shares in balance.
+        The size is the policy loss with |advantage| as every action's loss, as at ratio 1; the loss itself is about 0
+        there, because its terms cancel.
         """
         denominator = self._denominator(minibatch, minibatch.totals())
         scores = self.roles.actor.score_tokens(batch)
         advantages = minibatch.of_actions(minibatch.advantages)
-        own = [(advantages.abs() / denominator).sum(), -sum(s.logprobs.double().sum() for s in scores),
-               sum(s.logprobs.numel() for s in scores)]
-        size, loss, count = sum_over_ranks(torch.tensor([float(x) for x in own], dtype=torch.float64)).tolist()
+        local = [(advantages.abs() / denominator).sum(), -sum(s.logprobs.double().sum() for s in scores),
+                 sum(s.logprobs.numel() for s in scores)]
+        size, loss, count = sum_over_ranks(torch.tensor([float(x) for x in local], dtype=torch.float64)).tolist()
         return size / max(loss / max(count, 1), 1e-8)
 
     def _denominator(self, rows: Rollout, totals: Totals) -> Tensor | float:
-        """What each action's loss is divided by; the totals are those of the whole minibatch."""
+        """The divisor of each action's loss; the totals are those of the whole minibatch."""
         return denominators(self.config.averaging, rows.owners(), num_actions=totals.num_actions, num_rows=len(rows),
                             num_sequences=totals.num_sequences, length=self.config.sampling.max_new_tokens)
 
@@ -254,7 +254,7 @@ class PPOTrainer:
         return present(self.config.num_ppo_epochs, "ppo.num_ppo_epochs")
 
     def actor_loss(self, tokens: TokenScores, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
-        """The loss of these rows as a share of the minibatch's, and what to report."""
+        """The loss of these rows as a share of the minibatch's, and its metrics."""
         config, owner, old = self.config, rows.owners(), rows.of_actions(rows.logprobs)
         denominator = self._denominator(rows, totals)
         weights, weighed = self._importance(rows, owner, old)
@@ -276,7 +276,7 @@ class PPOTrainer:
         return loss, observed
 
     def _importance(self, rows: Rollout, owner: Tensor, old: Tensor) -> tuple[Tensor | None, dict]:
-        """Weights (N,) for what the sampler and training do not agree on, or None, and what to report of them."""
+        """Importance weights (N,) for the sampler-trainer mismatch, or None, and their metrics."""
         config = self.config
         if config.importance == "none":
             return None, {}
@@ -291,7 +291,7 @@ class PPOTrainer:
         return is_within[owner].float(), {"policy/masked_sequences": (share, len(rows))}
 
     def critic_loss(self, new_values: Tensor, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
-        """Clipped value loss of these rows as a share of the minibatch's, and what to report."""
+        """Clipped value loss of these rows as a share of the minibatch's, and its metrics."""
         limit = self.config.cliprange_value
         if limit is not None:
             limit = limit * present(self.roles.critic, "the critic").std
@@ -305,7 +305,7 @@ class PPOTrainer:
                                 keep_candidates=self.config.replay_truncation)
 
     def _sampling_seed(self) -> int:
-        """A seed of its own for every step, so that resuming at a step draws what that step would have drawn."""
+        """Another seed at every step, so that a resumed run samples what the original would have sampled."""
         return self.seed * 1_000_003 + self.num_steps
 
     def samples(self, count: int = 4) -> list[dict]:
@@ -313,18 +313,18 @@ class PPOTrainer:
         return samples_of(self.last_rollout, count)
 
     def _parts(self) -> dict[str, Any]:
-        """What has a state of its own beside the roles, by its name there. Each has state() and load_state()."""
+        """The parts with a state of their own beside the roles, by name. Each has state() and load_state()."""
         parts = {"kl_coef": self.kl_coef, "gate": self.old_logprobs, "source": self.source, "ptx": self.ptx,
                  "average": self.average, "rate": self.rate}
-        return {name: part for name, part in parts.items() if hasattr(part, "state")}  # a user's source that changes
+        return {name: part for name, part in parts.items() if hasattr(part, "state")}  # source: a user's may have one
 
     def state(self) -> dict:
-        """Everything that the next step depends on; the tensors are no copies."""
-        own = {"num_steps": self.num_steps, "rng": self.rng.get_state()}
-        return self.roles.state() | own | {name: part.state() for name, part in self._parts().items()}
+        """Everything that the next step depends on; the tensors are not copied."""
+        progress = {"num_steps": self.num_steps, "rng": self.rng.get_state()}
+        return self.roles.state() | progress | {name: part.state() for name, part in self._parts().items()}
 
     def load_state(self, state: Mapping) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         self.roles.load_state(state)
         self.num_steps = int(state["num_steps"])
         self.rng.set_state(state["rng"])

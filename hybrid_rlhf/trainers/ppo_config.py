@@ -1,4 +1,4 @@
-"""Settings of the on-policy methods. Which one it is, is said by rows: the estimator's, and the policy loss's."""
+"""Settings of the on-policy methods. The estimator and the policy loss determine the method."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hybrid_rlhf.rollout.old_logprobs import OLD_LOGPROBS
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """PPO's own settings, and those of its relatives.
+    """Settings of PPO and related methods.
 
     Attributes:
         sampling: How responses are drawn.
         estimator: Advantage estimator: gae (with a critic), reinforce_pp, reinforce_pp_baseline, rloo, grpo,
-            process_grpo or dr_grpo (all but the first two need sampling.num_samples > 1). Of rewards that stand at
-            steps or turns gae, reinforce_pp and process_grpo give a token those that follow it; the others add up
+            process_grpo or dr_grpo (all but the first two need sampling.num_samples > 1). With rewards at
+            steps or turns, gae, reinforce_pp and process_grpo give a token the rewards that follow it; the others sum
             those of a response.
         policy_loss: ppo (clipped ratio of each token), gspo (of each sequence, geometric mean), ppo_sequence (of each
             sequence, product) or cispo (clipped ratio as a weight).
@@ -33,9 +33,9 @@ class PPOConfig:
         num_ppo_epochs: Passes over each rollout; null goes by the method.
         num_minibatches: Optimizer steps per pass; null goes by the method.
         minibatch_size: Sequences per optimizer step, over all processes; overrides num_minibatches.
-        kl_coef: Price of one nat of KL to the reference (the start value, if adaptive). At 0 no reference is loaded;
-            null goes by the method.
-        kl_in: Where the KL penalty is: in the reward or in the loss; null takes the estimator's own.
+        kl_coef: KL coefficient: the penalty per nat of KL to the reference (the start value, if adaptive). At 0 no
+            reference is loaded; null goes by the method.
+        kl_in: Whether the KL penalty is in the reward or in the loss; null takes the estimator's own.
         kl_estimator: k1, k2 or k3; null takes k1 in the reward and k3 in the loss.
         kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.
         kl_horizon: Sequences over which the adaptive coefficient moves.
@@ -43,7 +43,7 @@ class PPOConfig:
         cliprange_low: Of ratios below 1; null takes cliprange.
         cliprange_high: Of ratios above 1; null takes cliprange.
         dual_clip: Bound of the loss of tokens with a negative advantage, in advantages (3, say); null has none.
-        cliprange_value: Clip range of the value's move.
+        cliprange_value: Clip range of the value's change.
         vf_coef: Factor of the value loss.
         entropy_coef: Factor of the entropy bonus, a mean over all tokens of the minibatch whatever `aggregation` is, as
             in TRL.
@@ -55,41 +55,41 @@ class PPOConfig:
         early_stop_kl: A minibatch whose policy/approx_kl (nats per token) is above it ends the updates on its rollout;
             0 never ends them; null goes by the method (0.02 with a critic and two updates or more on a rollout, else
             0).
-        update_kl: Nats per token by which the updates on a rollout are to move the policy, at most: the actor's rate
-            is lowered after a rollout that it moved further from, and comes back, up to what is scheduled, when it
-            moves less far; 0 leaves the rate alone; null goes by the method (0.01 with a critic and two updates or
+        update_kl: Target of the KL per token, in nats, by which the updates on a rollout may move the policy: after a
+            larger KL the actor's learning rate is lowered, after a smaller one it rises again, at most to the
+            schedule's; 0 leaves the rate alone; null goes by the method (0.01 with a critic and two updates or
             more on a rollout, else 0).
         normalise_scores: Whether a reward model's scores are put on the scale (mean 0, std 1) that its stage 2 measured
             on both answers of held-out pairs.
-        score_clip: Bound of a score that was put on that scale, in its standard deviations; scores of functions,
-            services and models of others are never bounded. null has none.
+        score_clip: Bound of a normalised score, in standard deviations; scores of functions, services and other models
+            are never clipped. null has none.
         missing_eos_penalty: Subtracted from the score of a response that did not end by itself; null takes 1 where a
             reward model scores, else 0.
-        overlong_penalty: Subtracted from the score of a response of max_new_tokens (what tools said in it included);
+        overlong_penalty: Subtracted from the score of a response of max_new_tokens (answers of tools included);
             shorter ones pay less.
         overlong_buffer: Tokens before max_new_tokens within which the overlong penalty rises from 0.
-        old_logprobs: Whose log-probabilities the ratio starts from: the sampler's, recompute (a training forward), or
+        old_logprobs: Source of the ratio's old log-probabilities: sampler, recompute (a training forward), or
             auto (the sampler's while their drift stays within max_logprob_drift; recompute for ratios of sequences,
             whose clip range is narrower than that).
         max_logprob_drift: Mean |sampled - training| log-probability, in nats, that auto accepts.
-        importance: Importance weights for what sampling and training kernels do not agree on: none; token or sequence
-            (the ratio of both, truncated); or masked (responses whose ratio, the geometric mean of their tokens', is
-            not in [importance_low, importance_cap] are left out of the loss). Nothing is weighed where the sampler's
+        importance: Importance weights for the mismatch of sampler and trainer: none; token or sequence (truncated
+            importance sampling); or masked (responses whose ratio, the geometric mean of their tokens', is
+            not in [importance_low, importance_cap] are left out of the loss). There are no weights where the sampler's
             log-probabilities are the old ones.
         importance_cap: Largest of these weights; with masked, the largest ratio (a mean over tokens is near 1: 1.05,
             say).
         importance_low: With masked, the smallest ratio; null takes 1 / importance_cap.
-        replay_truncation: Whether all log-probabilities are among the words that top_k, top_p or min_p left when a
-            token was drawn, which are kept for it: ratio, KL and entropy are then those of the policy that sampled.
-            Nothing changes where sampling cuts nothing off.
+        replay_truncation: Whether all log-probabilities are normalised over the candidate tokens that top_k, top_p or
+            min_p left when a token was drawn, which are kept for it: ratio, KL and entropy are then those of the policy
+            that sampled. Nothing changes without truncation.
         ptx_coef: Factor of the pretraining loss (PPO-ptx) in the actor's steps, on the demonstrations or plain texts
-            of sources for stage ptx. The loss is a mean over tokens, so InstructGPT's 27.8, which belongs to averages
-            of its own, is no guide: begin near 1. 0 mixes nothing in.
+            of sources for stage ptx. The loss is a mean over tokens, so InstructGPT's 27.8, which belongs to other
+            averages, does not apply: begin near 1. 0 turns it off.
         ptx_scale: fixed, or relative: ptx_coef times the size of the policy loss (|advantage|, averaged as that loss
             is) over the pretraining loss, both of the same step, so that 1 makes them equally large.
         ptx_batch_size: Texts per process and optimizer step; null takes as many as there are sequences.
         ema: Whether a moving average of the actor's weights is kept, in fp32, and exported as model_ema at the end.
-        ema_decay: What the average keeps of itself at every optimizer step.
+        ema_decay: Decay of the average at every optimizer step.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -142,7 +142,7 @@ class PPOConfig:
         self._check_method()
 
     def _check_method(self) -> None:
-        """Settings that do not go together."""
+        """Refuse settings that contradict each other."""
         row, size = ESTIMATORS[self.estimator], self.sampling.num_samples
         check(not row.needs_group or size > 1,
               f"ppo.estimator {self.estimator} compares the responses to one prompt, and ppo.sampling.num_samples is "
@@ -172,7 +172,7 @@ class PPOConfig:
         check(self.ema or self.ema_decay == 0.992, f"ppo.ema_decay is {self.ema_decay}, and no average is kept; give "
                                                    "ppo.ema true too")
         check(self.importance == "none" or self.old_logprobs != "sampler",
-              f"ppo.importance {self.importance} weighs what a training forward says against the sampler; "
+              f"ppo.importance {self.importance} weighs a training forward against the sampler; "
               "ppo.old_logprobs sampler has none; choose recompute")
         low, high = self.importance_band
         check(self.importance != "masked" or low < high,
@@ -194,21 +194,21 @@ class PPOConfig:
 
     @property
     def averaging(self) -> str:
-        """aggregation, or the method's own: a ratio of sequences goes with a mean over sequences."""
+        """aggregation, or the method's default: ratios of sequences are averaged over sequences."""
         is_of_tokens = POLICY_LOSSES[self.policy_loss].level == "token"
-        own = ESTIMATORS[self.estimator].aggregation if self.policy_loss == "ppo" else "token"
-        return self.aggregation or (own if is_of_tokens else "sequence")
+        default = ESTIMATORS[self.estimator].aggregation if self.policy_loss == "ppo" else "token"
+        return self.aggregation or (default if is_of_tokens else "sequence")
 
     @property
     def old_logprobs_from(self) -> str:
-        """old_logprobs; auto is recompute where the ratio is of sequences: the drift of tokens that auto accepts is
-        far wider than the range that such a ratio is clipped to (3e-4 for GSPO, 2507.18071)."""
+        """old_logprobs; auto is recompute for ratios of sequences: the drift of tokens that auto accepts is far wider
+        than the clip range of such a ratio (3e-4 for GSPO, 2507.18071)."""
         is_of_tokens = POLICY_LOSSES[self.policy_loss].level == "token"
         return "recompute" if self.old_logprobs == "auto" and not is_of_tokens else self.old_logprobs
 
     @property
     def importance_band(self) -> tuple[float, float]:
-        """The ratios of responses that masked importance sampling leaves in the loss."""
+        """The range of response ratios that masked importance sampling keeps in the loss."""
         return self.importance_low or 1 / self.importance_cap, self.importance_cap
 
     @property
@@ -223,15 +223,15 @@ class PPOConfig:
 
 @dataclass(frozen=True)
 class DistillTerm:
-    """A teacher (roles.teacher) beside the rewards: how much its divergence weighs in the actor's loss.
+    """A teacher (roles.teacher) beside the rewards: the weight of its divergence in the actor's loss.
 
     Attributes:
         coef: Factor of the mean divergence over the samples' tokens; 0 has no teacher.
         divergence: reverse_kl, forward_kl or jsd, over the whole vocabulary.
         beta: Of jsd, between 0 (as forward_kl) and 1 (as reverse_kl).
         temperature: Divides the logits of both before they are compared.
-        top_k: The divergence over the teacher's k likeliest words and all others as one: a lower bound, for a teacher
-            whose weights are in parts; 0 takes the whole vocabulary.
+        top_k: The divergence over the teacher's k likeliest tokens and all others as one: a lower bound, for a teacher
+            whose weights are sharded; 0 takes the whole vocabulary.
     """
 
     coef: float = within(0.0, "[0,")

@@ -1,4 +1,4 @@
-"""Rejection sampling (RAFT, 2304.06767; Llama 2, 2307.09288, section 3.2.3): best of n, then SFT on it, in rounds."""
+"""Rejection sampling (RAFT, 2304.06767; Llama 2, 2307.09288, section 3.2.3): rounds of best-of-n sampling and SFT."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from hybrid_rlhf.rollout.best_of_n import BestOfNSampler
 
 @dataclass(frozen=True)
 class RejectionConfig:
-    """What is imitated, and how often. A trainer step is one round: sample, choose, imitate.
+    """Settings of rejection sampling. A trainer step is one round: sample, choose, imitate.
 
     Attributes:
         sampling: How responses are drawn; of num_samples responses to a prompt the best one is imitated.
-        min_score: Only responses with at least this score are imitated (1 for answers that a function calls right);
+        min_score: Only responses with at least this score are imitated (1 for answers that a function scores as right);
             null takes the best of every prompt whose responses' scores differ.
-        num_epochs: Passes over what was chosen in a round.
+        num_epochs: Passes over the chosen responses of a round.
         num_minibatches: Optimizer steps per pass.
         missing_eos_penalty: Subtracted from the score of a response that did not end by itself.
-        measure_kl: Whether the KL to the start is reported, which takes a reference model (with LoRA: the base).
+        measure_kl: Whether the KL to the start is reported, which needs a reference model (with LoRA: the base).
     """
 
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(num_samples=8))
@@ -56,7 +56,7 @@ class RejectionConfig:
 class RejectionTrainer:
     """One step: sample, keep the best response to each prompt, and SFT on those.
 
-    Of equal scores the first response counts. Responses that every source skipped are never chosen.
+    Ties go to the first response. Responses that every source skipped are never chosen.
     """
 
     progress_keys = ("reward", "rejection/chosen_score", "loss", "kl", "completions/mean_length")
@@ -68,7 +68,7 @@ class RejectionTrainer:
 
     def step(self, prompts: Prompts) -> Metrics:
         metrics, config = Metrics(), self.config
-        # as planned, also where a round chose nothing, or too little for all of its minibatches
+        # as planned, even if a round chose nothing, or too few for all of its minibatches
         schedule_at(self.roles.actor, self.sampler.num_steps * config.num_epochs * config.num_minibatches)
         rollout, scores = self.sampler.sample(prompts, metrics)
         chosen = self._chosen(scores)
@@ -100,11 +100,11 @@ class RejectionTrainer:
         return self.sampler.samples()
 
     def state(self) -> dict:
-        """Everything that the next step depends on; the tensors are no copies."""
+        """Everything that the next step depends on; the tensors are not copied."""
         return self.sampler.state() | {"rng": self.rng.get_state()}
 
     def load_state(self, state: Mapping) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         self.sampler.load_state(state)
         self.rng.set_state(state["rng"])
 

@@ -53,11 +53,11 @@ class RewardTrainer:
         return []
 
     def state(self) -> dict:
-        """Everything that the next step depends on; the tensors are no copies."""
+        """Everything that the next step depends on; the tensors are not copied."""
         return {"reward": training_state(self.reward), "oom_limits": dict(self.reward.engine.oom_limits)}
 
     def load_state(self, state: Mapping) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         load_training_state(self.reward, state["reward"])
         self.reward.engine.oom_limits = dict(oom_limits(state))
 

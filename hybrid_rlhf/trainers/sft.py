@@ -16,7 +16,7 @@ from hybrid_rlhf.roles.role_state import load_training_state, oom_limits, traini
 
 
 class SFTTrainer:
-    """Supervised fine-tuning of a policy. The loss is the mean over all marked tokens of the whole batch."""
+    """Supervised fine-tuning of a policy. The loss is the mean over all loss tokens of the whole batch."""
 
     progress_keys = ("loss", "mean_token_accuracy", "learning_rate")
     can_rehearse = True  # a step's only effects are its optimizer's and those on this object
@@ -31,11 +31,11 @@ class SFTTrainer:
         return metrics.add("num_tokens", self.num_tokens)
 
     def loss(self, tokens: TokenScores, count: Tensor) -> tuple[Tensor, dict]:
-        """This piece's share of the mean negative log-likelihood over `count` tokens."""
+        """These tokens' share of the mean negative log-likelihood over `count` tokens."""
         return imitation_loss(tokens.logprobs, tokens.correct, denominator=count)
 
     def evaluate(self, batches: Iterable[SequenceBatch]) -> Metrics:
-        """loss, mean_token_accuracy and perplexity of the marked tokens, over all batches."""
+        """loss, mean_token_accuracy and perplexity of the loss tokens, over all batches."""
         metrics = Metrics()
         for batch in batches:
             for tokens in self.policy.score_tokens(batch):
@@ -49,11 +49,11 @@ class SFTTrainer:
         return []
 
     def state(self) -> dict:
-        """Everything that the next step depends on; the tensors are no copies."""
+        """Everything that the next step depends on; the tensors are not copied."""
         return {"policy": training_state(self.policy), "num_tokens": self.num_tokens,
                 "oom_limits": dict(self.policy.engine.oom_limits)}
 
     def load_state(self, state: Mapping) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         load_training_state(self.policy, state["policy"])
         self.num_tokens, self.policy.engine.oom_limits = int(state["num_tokens"]), dict(oom_limits(state))

@@ -104,7 +104,7 @@ def test_a_word_without_logits_is_refused():
     hidden, weight, targets, allowed = problem(2)
     kept = sets(allowed) + KeptSets([], [])
     kept.ids[0][-1] = VOCABULARY
-    with pytest.raises(ValueError, match="word 11 was kept, and there are logits of 11"):
+    with pytest.raises(ValueError, match="candidate token 11 is outside of 11 logits"):
         token_logprobs(hidden, targets, lambda h: h @ weight.T, kept=kept)
 
 

@@ -269,7 +269,7 @@ def test_with_no_workers_calls_follow_one_another_in_one_process(path):
     ("{}:Raises", [], {}, r"Raises: its constructor raised KeyError: 'no server' \(own.py line \d+\); fix"),
     ("{}:Crashes", [], {}, r"cannot be opened: it ended its process \(exit code 9\); fix the file"),
     ("{}:Count", [], {"stp": 2}, r"takes no stp \(did you mean step"),
-    (None, ["python:here@12"], {}, "here is not a function or class that another process can import; put it into a file"),
+    (None, ["python:here@12"], {}, "here is not a function or class that another process can import; put it"),
     (None, ["python:gone@12"], {}, "gone was given from Python, and nothing gives it here")])
 def test_what_cannot_be_opened_is_one_line_at_the_start(path, factory, tools, options, says):
     def here() -> str:

@@ -172,4 +172,4 @@ def test_an_unknown_word_for_sharing_is_refused_with_the_nearest_one():
 
 
 def test_equal_bases_are_those_of_one_model_held_alike():
-    assert Start("a", "x", "h", "float32", "8bit", "why").held == ("a", "float32", "8bit")
+    assert Start("a", "x", "h", "float32", "8bit", "why").base_settings == ("a", "float32", "8bit")
