@@ -59,7 +59,7 @@ class Actor:
         with self.engine.inference():
             yield
 
-    def staying(self) -> AbstractContextManager:
+    def resident(self) -> AbstractContextManager:
         """Keep an offloaded actor on the device for the block, so that several uses move it once."""
         return self.engine.resident()
 
@@ -99,7 +99,7 @@ class Actor:
         def loss_on_rows(scores: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
             return loss_fn(scores, minibatch.rows(index).to(self.engine.device), totals)
 
-        with self.staying():
+        with self.resident():
             rows = [self._rows(minibatch.sequences(self.engine.pad_id), loss_on_rows, teacher=teacher,
                                with_entropy=True, temperature=minibatch.temperature)]
             if auxiliary is not None:
@@ -112,7 +112,7 @@ class Actor:
         """One optimizer step on the loss tokens. `loss_fn(TokenScores, token count over all ranks)`. teacher: of these
         tokens; the scores then include the divergence."""
         num_tokens = sum_over_ranks(batch.loss_mask[:, 1:].sum())
-        with self.staying():
+        with self.resident():
             rows = self._rows(batch, lambda scores, _: loss_fn(scores, num_tokens), teacher=teacher)
             return accumulate(self.engine, self.max_tokens, rows)
 
@@ -153,7 +153,7 @@ class Actor:
         """
         lengths = batch.attention_mask.sum(1)[groups].amax(1) * groups.shape[1]  # a group costs k rows of its longest
         num_tokens = sum_over_ranks(batch.attention_mask.sum())
-        with self.staying():
+        with self.resident():
             shares = expert_shares(self.engine, batch, self.max_tokens)
             prefix_groups(self.engine, batch)  # tried before the first forward, as in a resumed run
 

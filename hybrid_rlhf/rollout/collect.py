@@ -48,7 +48,7 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
     old_logprobs, start = old_logprobs or OldLogprobs("recompute"), time.perf_counter()
     activity.doing(f"sampling {len(prompts) * sampling.num_samples} responses")
     peak = partial(peak_in, metrics, device=roles.actor.engine.device)
-    with explained("while generating"), roles.actor.staying():
+    with explained("while generating"), roles.actor.resident():
         with peak("actor/generate"), metrics.timer("generate"), roles.actor.inference():
             rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed, keep_candidates)
         metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))

@@ -205,7 +205,7 @@ class PPOTrainer:
         """The optimizer steps of one minibatch: the actor's, unless the critic warms up, and the critic's."""
         metrics = Metrics()
         if not self.is_warming_up:
-            with self.roles.actor.staying():
+            with self.roles.actor.resident():
                 auxiliary = self._pretraining(minibatch)
                 metrics += self.roles.actor.update(minibatch, self.actor_loss, auxiliary, teacher=minibatch.teacher)
                 if self.average is not None:

@@ -39,7 +39,7 @@ class Group:
     def __init__(self, fails: str = "", kept: KeptSets | None = None) -> None:
         self.told, self.fails, self.kept = [], fails, kept
         engine = Engine()
-        self.actor = SimpleNamespace(engine=engine, staying=lambda: self.block("staying"),
+        self.actor = SimpleNamespace(engine=engine, resident=lambda: self.block("resident"),
                                      inference=lambda: self.block("inference"), generate=self.generate,
                                      logprobs=self.say("actor", -1.0))
         self.ref = SimpleNamespace(logprobs=self.say("ref", -1.5))
@@ -102,7 +102,7 @@ def test_who_is_asked_when_and_what_is_kept_of_it(peaks, monkeypatch):
     with activity.listening(said.append):
         made = collect(TWO, group, group, PAIRS, 42, metrics, keep_candidates=True)
     assert group.asked == ([[5], [5], [6], [6]], PAIRS, 42, True)
-    assert group.told == ["staying begins", "inference begins", "generate", "inference ends", "actor", "staying ends",
+    assert group.told == ["resident begins", "inference begins", "generate", "inference ends", "actor", "resident ends",
                           "ref", "source", "critic"]
     assert said == ["sampling 4 responses", "scoring the responses"]
     assert peaks == [(name, "cpu") for name in ("actor/generate", "actor/score", "ref/score", "reward/score",
