@@ -43,15 +43,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def find(path: str) -> tuple[Path, RunRecord | None]:
-    """The folder with weights (the adapter, the checkpoint) that `path` means, and the run it comes from if there is
-    one; none for a checkpoint, whose run may go on."""
+    """The folder with weights (model, adapter or checkpoint) for `path`, and the record of its run, if any; None for a
+    checkpoint, whose run may still be running."""
     from hybrid_rlhf.models.load import refuse_gguf
     from hybrid_rlhf.models.lora import is_adapter
     from hybrid_rlhf.run.checkpoint import is_checkpoint
     from hybrid_rlhf.run.runfile import RUN_FILE, read_run
 
     folder = Path(path)
-    check(folder.is_dir(), f"export: {path} is no folder; give a run's folder, its model/ or its adapter/")
+    check(folder.is_dir(), f"export: {path} is not a folder; give a run's folder, its model/ or its adapter/")
     if is_checkpoint(folder):
         return folder, None
     run = next((p for p in (folder, folder.parent) if (p / RUN_FILE).exists()), None)
@@ -71,7 +71,7 @@ def find(path: str) -> tuple[Path, RunRecord | None]:
 
 
 def export(options: argparse.Namespace) -> list[Path]:
-    """Do what the flags say; returns what was written. Nothing is left under output_dir if a check fails."""
+    """Export by the flags; returns the paths that were written. Leaves nothing in output_dir if a check fails."""
     from hybrid_rlhf.export.gguf import check_convertible
 
     source, record = find(options.model)
@@ -81,7 +81,7 @@ def export(options: argparse.Namespace) -> list[Path]:
     check(target.resolve() != source.resolve(), "export: --output_dir is the model itself; choose a new folder")
     base = _base_of(source, options.base)
     wanted = options.gguf or ("f16" if options.ollama else None)
-    if wanted and (base or (source / "config.json").exists()):  # of a checkpoint it shows when it is written
+    if wanted and (base or (source / "config.json").exists()):  # a checkpoint is checked after its model is written
         check_convertible(base or source, wanted)
     try:
         with replacing(target.resolve()) as (beside,):
@@ -105,13 +105,13 @@ def export(options: argparse.Namespace) -> list[Path]:
 
 
 def _base_of(source: Path, option: str | None) -> str | None:
-    """The base model of an adapter; None where `source` is a whole model."""
+    """The base model of an adapter; None where `source` is a full model or a checkpoint."""
     from hybrid_rlhf.models.load import check_folder
     from hybrid_rlhf.models.lora import base_of
     from hybrid_rlhf.run.checkpoint import is_checkpoint
 
     if (source / "config.json").exists() or is_checkpoint(source):
-        check(option is None, f"export: {source} is no adapter, and --base is for adapters; leave it out")
+        check(option is None, f"export: {source} is not an adapter, and --base is for adapters; leave it out")
         return None
     base = option or base_of(source)
     check(bool(base), f"export: the adapter {source} does not say which model it is for; give --base DIR")
@@ -120,7 +120,7 @@ def _base_of(source: Path, option: str | None) -> str | None:
 
 
 def _write(source: Path, base: str | None, folder: Path, record: RunRecord | None) -> None:
-    """The merged model, tokenizer and card in `folder`, compared in a fresh process with the model as it was."""
+    """Write the merged model, tokenizer and card in `folder`, and compare it in a fresh process with the original."""
     from hybrid_rlhf.export import verify
     from hybrid_rlhf.export.model_card import write_card
     from hybrid_rlhf.run.checkpoint import is_checkpoint
@@ -132,7 +132,7 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
         print(f"the model as it was at {source.name}", file=sys.stderr)
         return
     live, class_name, dtype = _write_model(source, base, folder)
-    gc.collect()  # the model and peft's wrapper hold each other
+    gc.collect()  # the model and peft's wrapper reference each other
     difference = verify.compare(live, folder, class_name, dtype)
     print(f"reloaded in a fresh process: tokens equal, logits within {difference:.2g} (relative)", file=sys.stderr)
     if record is not None:
@@ -140,8 +140,8 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
 
 
 def _write_model(source: Path, base: str | None, folder: Path) -> tuple[dict[str, Tensor], str, torch.dtype]:
-    """The model, merged in fp32 weight by weight out of the mapped files, and its tokenizer. Returns what the model
-    answered before, its class and the dtype that was written."""
+    """Write the model, merged in fp32 weight by weight from the memory-mapped files, and its tokenizer. Returns the
+    original model's outputs (verify.answers), its class and the dtype that was written."""
     import torch
 
     from hybrid_rlhf.export import verify
@@ -169,7 +169,7 @@ def _write_model(source: Path, base: str | None, folder: Path) -> tuple[dict[str
     if base:
         prepare(model, place, len(tokenizer))
         if is_reward:
-            model.score.float()  # the adapter's own head takes its place
+            model.score.float()  # to be replaced by the adapter's head
         load_adapter(model, source, "default", torch.float32)
     live = verify.answers(model, tokenizer)
     dtype = settings.dtype or settings.get_text_config().dtype or torch.float32
@@ -191,7 +191,7 @@ def _gguf(folder: Path, name: str, dtype: str) -> Path:
 
 
 def _modelfile(folder: Path, weights: str) -> Path:
-    """A Modelfile beside the weights, with the template where Ollama's language can say it."""
+    """Write a Modelfile beside the weights, with the chat template where Ollama's language can express it."""
     from hybrid_rlhf.data.turns import render
     from hybrid_rlhf.export import ollama
     from hybrid_rlhf.models.tokenizer import load_tokenizer, turn_ends
@@ -201,7 +201,7 @@ def _modelfile(folder: Path, weights: str) -> Path:
     turns = ollama.turns_of(lambda m: render(tokenizer, m, add_generation_prompt=True), bos) \
         if tokenizer.chat_template else None
     starts_with_bos = bool(bos) and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-    if turns and starts_with_bos and turns.opening == bos:  # llama.cpp puts it there
+    if turns and starts_with_bos and turns.opening == bos:  # llama.cpp adds the BOS token
         turns = replace(turns, opening="")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     ends = tokenizer.convert_ids_to_tokens(turn_ends(tokenizer))
@@ -211,7 +211,7 @@ def _modelfile(folder: Path, weights: str) -> Path:
 
 
 def push(folder: Path, name: str, *, is_public: bool) -> str:
-    """Upload `folder` to the hub; returns its address. Raises UserError with the hub's own words."""
+    """Upload `folder` to the hub; returns its URL. Raises UserError with the hub's message."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
             print(path)
         if options.push_to_hub:
             print(push(Path(options.output_dir), options.push_to_hub, is_public=options.public))
-    except ExportDiffers as error:  # ours, or a model that no folder can hold: nothing was left behind
+    except ExportDiffers as error:  # a bug of ours, or a model that cannot be exported; nothing was written
         print(f"error: {error}; nothing was written", file=sys.stderr)
         return 1
     except UserError as error:

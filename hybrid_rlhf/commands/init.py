@@ -1,4 +1,4 @@
-"""hybrid-rlhf init: five questions, or five flags, and a commented YAML for one's own data and card."""
+"""hybrid-rlhf init: five questions, or five flags, and a commented YAML for your own data and card."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybrid_rlhf.core.text_safety import error_line
 
 
 class Goal(NamedTuple):
-    """help: what one gets. stage: the launcher's. needs: what a row of the data must be good for (data/schema)."""
+    """help: description. stage: the stage to run. needs: the kinds of rows that the data must have (data/schema)."""
 
     help: str
     stage: str
@@ -33,7 +33,7 @@ GOALS = {
 _EXAMPLES = {"goal": "sft", "data": "mine.jsonl", "model": "Qwen/Qwen2.5-0.5B-Instruct", "card": "cpu",
              "output_dir": "outputs/mine"}
 FIELDS = tuple(_EXAMPLES)
-# Comments beside options. Those of a card's settings: memory_plan/presets.
+# Comments beside options; those of a card's settings are in memory_plan/presets.
 COMMENTS = {
     "data.split": "shares of the prompts: no prompt of one stage is seen in another",
     "data.max_prompt_length": "longer prompts are dropped and counted",
@@ -51,7 +51,7 @@ COMMENTS = {
 
 
 def questions() -> dict[str, tuple[str, str]]:
-    """field -> (what to ask, the answer of an empty line)."""
+    """field -> (question, answer for an empty line)."""
     goals = "\n".join(f"  {name:5} {goal.help}" for name, goal in GOALS.items())
     card = found_card()
     return {
@@ -86,11 +86,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parse_command(flags, argv)
 
 
-def ask(given: dict[str, str | None], read: Callable[[str], str] = input) -> dict[str, str]:
-    """The answers: those given by flags, the others asked for; one that does not fit is asked for again."""
+def ask(flags: dict[str, str | None], read: Callable[[str], str] = input) -> dict[str, str]:
+    """The answers: those of `flags`, and the others from the user; an invalid answer is asked for again."""
     answers: dict[str, str] = {}
     for name, (question, usual) in questions().items():
-        value = given[name]
+        value = flags[name]
         while value is None:
             value = expanded(read(f"{question}{f' [{usual}]' if usual else ''}: ").strip() or usual)
             try:
@@ -103,7 +103,7 @@ def ask(given: dict[str, str | None], read: Callable[[str], str] = input) -> dic
 
 
 def examine(name: str, value: str, before: dict[str, str]) -> None:
-    """UserError if `value` cannot be the answer to the question `name`; before: the answers so far."""
+    """UserError if `value` is not a valid answer to the question `name`; before: the answers so far."""
     from hybrid_rlhf.memory_plan.presets import card
     from hybrid_rlhf.models.load import check_folder
     from hybrid_rlhf.training import builders
@@ -118,11 +118,11 @@ def examine(name: str, value: str, before: dict[str, str]) -> None:
     elif name == "card":
         card(value, "--card")
     else:
-        check(bool(value) and not Path(value).is_file(), f"--output_dir {value!r} is no folder; give another")
+        check(bool(value) and not Path(value).is_file(), f"--output_dir {value!r} is not a folder; give another")
 
 
 def _examine_data(path: str, goal: Goal) -> None:
-    """Read local data and see what its rows are good for; a hub id is looked at when the run starts."""
+    """Check that local data has the kinds of rows that the goal needs; a hub id is checked when the run starts."""
     from hybrid_rlhf.data.schema import KINDS, detect
     from hybrid_rlhf.data.sources import Source, read
 
@@ -137,7 +137,7 @@ def _examine_data(path: str, goal: Goal) -> None:
 
 
 def settings_text(answers: dict[str, str]) -> str:
-    """The YAML, with a comment to every line that may want to be changed."""
+    """The YAML, with a comment on every line that the user may change."""
     goal, path = GOALS[answers["goal"]], answers["data"]
     lines = [f"# {goal.help}. Try it: python train.py --stage {goal.stage} --config THIS --plan",
              f"# Every other option with its default: python train.py --stage {goal.stage} --help",
@@ -169,7 +169,7 @@ def _model(answers: dict[str, str]) -> list[str]:
 
 
 def of_card(name: str) -> str:
-    """What settings for a card are good for."""
+    """A comment about the settings for a card: the largest model that fits."""
     from hybrid_rlhf.memory_plan.presets import card
 
     row = card(name)
@@ -178,7 +178,7 @@ def of_card(name: str) -> str:
 
 
 def comment(method: str, option: str) -> str:
-    """The comment beside an option of a stage, or ''."""
+    """The comment on an option of a stage, or ''."""
     from hybrid_rlhf.training.registry import STAGES
 
     if option == "train.per_device_train_batch_size":
@@ -188,7 +188,7 @@ def comment(method: str, option: str) -> str:
 
 
 def by_table(method: str, option: str) -> str | None:
-    """What null means for an option of a stage, where that goes by the table (training/registry.py)."""
+    """What null means for an option of a stage whose default depends on settings (training/registry.py); else None."""
     from hybrid_rlhf.training.registry import STAGES, By, Rate
 
     value = STAGES[method].defaults.get(option)
@@ -200,12 +200,12 @@ def by_table(method: str, option: str) -> str | None:
 
 
 def _quoted(text: str) -> str:
-    """A YAML string, in quotes where YAML would read something else."""
+    """A YAML string, quoted where necessary."""
     return to_yaml(text, default_flow_style=True).strip().removesuffix("...").strip()
 
 
 def _option(method: str, option: str, indent: str = "  ") -> str:
-    """A line with a default of training/registry.py. What goes by the model or by other settings stays null."""
+    """A line with a default of training/registry.py; null where it depends on the model or other settings."""
     from hybrid_rlhf.training.registry import STAGES
 
     name, open_value = option.rpartition(".")[2], by_table(method, option)
@@ -221,7 +221,7 @@ def _schedule(method: str, indent: str = "  ") -> list[str]:
 
 
 def _sampled(method: str, roles: tuple[str, ...], indent: str = "  ") -> list[str]:
-    """Steps and prompts of a method that samples, its rates, and the KL coefficient."""
+    """Steps and prompts of an on-policy method, its learning rates, and the KL coefficient."""
     schedule = [_option(method, f"train.{name}", indent) for name in ("max_steps", "per_device_train_batch_size")]
     rates = [line for role in roles for line in
              (f"  {role}:", _option(method, f"roles.{role}.learning_rate", indent="    "))]
@@ -238,12 +238,12 @@ def _sections(stage: str) -> list[str]:
         return ["reward:", f"  functions: [\"builtin:numeric_match\"]  # {COMMENTS['reward.functions']}",
                 f"  options: {{numeric_match: {{column: answer}}}}  # {COMMENTS['reward.options']}", "train:",
                 *_sampled("grpo", ("actor",)), f"    num_samples: 8  # {COMMENTS['ppo.sampling.num_samples']}"]
-    own = ["dpo:", f"  beta: 0.1  # {COMMENTS['dpo.beta']}"] if stage == "dpo" else []
-    return ["train:", *_schedule(stage), f"  eval_steps: 100  # {COMMENTS['train.eval_steps']}", *own]
+    dpo = ["dpo:", f"  beta: 0.1  # {COMMENTS['dpo.beta']}"] if stage == "dpo" else []
+    return ["train:", *_schedule(stage), f"  eval_steps: 100  # {COMMENTS['train.eval_steps']}", *dpo]
 
 
 def write(answers: dict[str, str], file: str) -> Path:
-    """Write the settings. UserError where the file is there already or cannot be written."""
+    """Write the settings. UserError where the file exists or cannot be written."""
     path = Path(file)
     check(not os.path.lexists(path), f"init: {path} exists; choose another --file")
     try:
@@ -257,19 +257,19 @@ def write(answers: dict[str, str], file: str) -> Path:
 
 @lasting_streams()
 def main(argv: list[str] | None = None) -> int:
-    """The entry point; returns 0, 2 with one line where the input is wrong, 130 where the user left."""
+    """The entry point; returns 0, 2 with one line where the input is wrong, 130 where the user stopped it."""
     try:
         options = vars(parse(argv))
         check(not Path(options["file"]).exists(), f"init: {options['file']} exists; choose another --file")
-        given, known = {name: options[name] for name in FIELDS}, {}
+        flags, known = {name: options[name] for name in FIELDS}, {}
         for name in FIELDS:
-            if given[name] is not None and (name != "data" or given["goal"] is not None):
-                examine(name, given[name], known | {"goal": given["goal"] or ""})
-        example = " ".join(f"--{name} {given[name] or value}" for name, value in _EXAMPLES.items())
-        check(sys.stdin.isatty() or all(given.values()),
-              f"init: there is no terminal to ask at; give {', '.join('--' + n for n in FIELDS if not given[n])}, such "
+            if flags[name] is not None and (name != "data" or flags["goal"] is not None):
+                examine(name, flags[name], known | {"goal": flags["goal"] or ""})
+        example = " ".join(f"--{name} {flags[name] or value}" for name, value in _EXAMPLES.items())
+        check(sys.stdin.isatty() or all(flags.values()),
+              f"init: there is no terminal to ask at; give {', '.join('--' + n for n in FIELDS if not flags[n])}, such "
               f"as hybrid-rlhf init {example}")
-        answers = ask(given)
+        answers = ask(flags)
         path = write(answers, options["file"])
     except UserError as error:
         print(error_line(error), file=sys.stderr)

@@ -1,1 +1,1 @@
-"""Trained models for other programs: transformers folders, GGUF, Ollama, model cards."""
+"""Export trained models for other programs: transformers folders, GGUF, Ollama, model cards."""

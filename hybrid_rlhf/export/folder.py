@@ -1,10 +1,11 @@
-"""A trained model as a folder that plain transformers loads: safetensors, tokenizer with template, generation settings.
+"""Export a trained model as a folder for plain transformers: safetensors, tokenizer with template, generation config.
 
-It has the dtype of the files that training began with, unless one was asked for (model.dtype), or rounding to it would
-take away what was learned. Adapters are merged in fp32 into the original weights, also where the base was held in fewer
-bits: what was written is then the live model without its quantisation error, and may be quantised again. It is loaded
-again and compared with the live model, over the weights that it was merged into, before it gets its name: one that
-differs gets another. Names and shapes are tried before a run's first step, so that no finished run cannot be exported.
+The weights have the dtype of the files that training started from, unless model.dtype names another one, or rounding
+would lose what was learned. Adapters are merged in fp32 into the original weights, even if the base was quantised in
+training: the result is the live model without its quantisation error, and may be quantised again. The written folder is
+reloaded and compared with the live model (on the weights that it was merged into) before it gets its final name; one
+that differs gets another name. Names and shapes are checked before a run's first step, so that any finished run can be
+exported.
 """
 
 from __future__ import annotations
@@ -49,24 +50,24 @@ from hybrid_rlhf.models.transformers_compat import kept_in_fp32
 from hybrid_rlhf.models.weight_parts import Gather, layer_by_layer
 
 MERGE_FILE = "merge.json"
-# Largest difference of logits, relative to the largest logit, that rounding to a dtype explains.
+# Largest difference of logits by rounding to a dtype, relative to the largest logit.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-SCORED = 4  # rows by which a scalar model is compared
-LEAST_KEPT = 0.9  # of what was learned, in the dtype of the base
+SCORED = 4  # rows on which a scalar model is compared
+LEAST_KEPT = 0.9  # share of what was learned that must survive rounding to the base's dtype
 _log = logging.getLogger(__name__)
 
 
 class ExportDiffers(UserError):
-    """The folder just written does not give the live model's numbers."""
+    """The outputs of the written folder differ from the live model's."""
 
 
 @torch.no_grad()
 def try_export(model: nn.Module, tokenizer, eos_ids: list[int]) -> None:  # noqa: ANN001
-    """UserError where `export` would fail by what this model is: all that it does but for the weights' numbers, in a
-    folder that is removed. Of the adapters one of each kind and shape is merged."""
+    """Dry run of `export` in a temporary folder, without writing the weights; UserError where this model cannot be
+    exported. Merges one adapter of each kind and shape."""
     with (refusing(f"a trained {type(model).__name__} could not be exported",
                    "take another model, or another release of transformers"),
-          _disk_told("the export cannot be tried in the folder for temporary files (TMPDIR)"),
+          _disk_errors("the export cannot be tried in the folder for temporary files (TMPDIR)"),
           TemporaryDirectory() as place):
         weights = plain_weights(model, shape_of=shape_of)
         _set_ends(model, tokenizer, eos_ids)
@@ -82,20 +83,20 @@ def try_export(model: nn.Module, tokenizer, eos_ids: list[int]) -> None:  # noqa
 
 
 def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) -> Path:  # noqa: ANN001
-    """Write `model` (causal or sequence classification) and `tokenizer` to `folder`, replacing what was there.
+    """Write `model` (causal or sequence classification) and `tokenizer` to `folder`, replacing its contents.
 
-    With LoRA the folder holds the merged model, and `adapter` (adapter_ema for model_ema) beside it the adapter and the
-    tokenizer, as peft reads them; of a quantised base, merge.json in it says into which weights ("original", or
-    "dequantised" where those are gone) and how far the live model's logits are from the written one's (relative). Only
-    the main process writes; all must call, for under ZeRO 3 each holds a part. Raises ExportDiffers if the reloaded
-    folder's outputs differ from the live model's: the adapter is there then, and the folder as `folder`_differs. Raises
-    UserError where the disk has no room: what was there stays.
+    With LoRA the folder has the merged model, and `adapter` (adapter_ema for model_ema) beside it the adapter and the
+    tokenizer, as peft reads them; for a quantised base, merge.json in it says into which weights it was merged
+    ("original", or "dequantised" where those are gone) and the relative difference of the live model's logits from the
+    written one's. Only the main process writes; all must call, as under ZeRO 3 each holds a shard. Raises ExportDiffers
+    if the reloaded folder's outputs differ from the live model's: the adapter is written then, and the folder as
+    `folder`_differs. Raises UserError on a full disk: existing files stay.
     """
     folder = Path(folder)
     targets = [folder, *([folder.with_name(folder.name.replace("model", "adapter"))] if lora_layers(model) else [])]
 
     def write(gather: Gather) -> None:
-        with _disk_told(f"cannot write {folder}", ", and give the same command again"), replacing(
+        with _disk_errors(f"cannot write {folder}", ", and give the same command again"), replacing(
                 *targets) as places:
             _write_all(model, tokenizer, places, targets, eos_ids, gather)
 
@@ -105,23 +106,23 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
 
 
 @contextmanager
-def _disk_told(what: str, more: str = "") -> Iterator[None]:
-    """Within the block a disk that is full or refuses is a UserError: `what`, why, and what to do, with `more`."""
+def _disk_errors(what: str, more: str = "") -> Iterator[None]:
+    """Raise UserError for errors of a full or refusing disk within the block: `what`, the reason, remedy and `more`."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if (found := refusal(error)) is None:
+        if (refused := refusal(error)) is None:
             raise
-        raise UserError(f"{what}: {found.words}; {found.remedy}{more}") from error
+        raise UserError(f"{what}: {refused.words}; {refused.remedy}{more}") from error
 
 
 def _write_all(model: nn.Module, tokenizer, places: list[Path], targets: list[Path],  # noqa: ANN001
                eos_ids: list[int], gather: Gather) -> None:
-    """The model's folder and that of an adapter in `places`; then the first is compared with the live model. Where they
-    differ, both are kept, the first under another name than that of `targets`."""
-    held = _live_logits(model, gather)
+    """Write the model's folder and that of an adapter in `places`, and compare the first with the live model. Where
+    they differ, both are kept, the first with the suffix _differs."""
+    live = _live_logits(model, gather)
     originals = original_weights(model) if quantized_layers(model) else None
     with multiplying_by(model, originals) if originals else nullcontext():
         dtype = _write(model, tokenizer, places[0], eos_ids, gather)
@@ -129,10 +130,10 @@ def _write_all(model: nn.Module, tokenizer, places: list[Path], targets: list[Pa
             with gather(adapter_parameters(model)):
                 save_adapter(model, adapter)
             share_as(adapter / "adapter_config.json")
-            tokenizer.save_pretrained(adapter)  # by which peft's AutoPeftModel makes room for added tokens
-        live = _live_logits(model, gather) if originals else held
+            tokenizer.save_pretrained(adapter)  # peft's AutoPeftModel resizes the embeddings by it
+        merged = _live_logits(model, gather) if originals else live  # on the weights that were merged into
         try:
-            gap = difference_of(held, _compare(live, model, places[0], dtype), has_experts(model))
+            gap = difference_of(live, _compare(merged, model, places[0], dtype), has_experts(model))
         except ExportDiffers as error:
             differing = targets[0].with_name(f"{targets[0].name}_differs")
             for place, target in zip(places, (differing, *targets[1:]), strict=True):
@@ -146,15 +147,15 @@ def _write_all(model: nn.Module, tokenizer, places: list[Path], targets: list[Pa
 
 
 def has_quantized_values(run: str | Path) -> bool:
-    """Whether the model of a run over a quantised base lies on the quantisation's grid, as one not merged into the
-    original weights does."""
+    """Whether the weights of a run over a quantised base lie on the quantisation grid: the adapter was not merged into
+    the original weights."""
     path = Path(run) / "adapter" / MERGE_FILE
     return not path.exists() or json.loads(path.read_text(encoding="utf-8"))["into"] != "original"
 
 
 def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int],  # noqa: ANN001
            gather: Gather) -> torch.dtype:
-    """Returns the dtype of the weights."""
+    """Write the model's folder; returns the dtype of the weights."""
     weights = {name: replace(weight, make=partial(_gathered, weight, gather))
                for name, weight in plain_weights(model, shape_of=shape_of).items()}
     _set_ends(model, tokenizer, eos_ids)
@@ -165,7 +166,7 @@ def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int],  # noq
 
 
 def _set_ends(model: nn.Module, tokenizer, eos_ids: list[int]) -> None:  # noqa: ANN001
-    """Name the tokens that end an answer, and the one that pads, in the settings of `model`."""
+    """Set the end tokens and the padding token in the configs of `model`."""
     settings = getattr(model, "generation_config", None)
     if settings is not None:
         settings.eos_token_id = eos_ids if len(eos_ids) > 1 else eos_ids[0]
@@ -182,32 +183,32 @@ def _gathered(weight: Weight, gather: Gather) -> Tensor:
 
 
 def dtype_to_write(model: nn.Module, weights: Mapping[str, Weight], wanted: torch.dtype,
-                   held: torch.dtype) -> torch.dtype:
-    """`wanted`, or the dtype `held` that `weights` are in: where that is no wider, and where `wanted` would lose more
-    than a tenth of what was learned, which is said."""
-    if wanted.itemsize >= held.itemsize:
-        return held
+                   current: torch.dtype) -> torch.dtype:
+    """`wanted`, or the `current` dtype of `weights` where that is not wider, or where `wanted` would lose more than a
+    tenth of what was learned (with a warning)."""
+    if wanted.itemsize >= current.itemsize:
+        return current
     kept = share_kept(model, weights, wanted)
     if kept < LEAST_KEPT:
         _log.warning("exported in %s: rounded to the base's %s, %.0f%% of what was learned would be left",
-                     *(str(d).removeprefix("torch.") for d in (held, wanted)), 100 * max(0.0, kept))
-        return held
+                     *(str(d).removeprefix("torch.") for d in (current, wanted)), 100 * max(0.0, kept))
+        return current
     return wanted
 
 
 def in_dtype(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype,
-             held: torch.dtype) -> dict[str, Weight]:
-    """`weights` with their numbers in `dtype`, but for those that are in another than `held`, that transformers would
-    load in fp32 (a router's bias), or that the base's files have in more bits than `dtype`."""
+             current: torch.dtype) -> dict[str, Weight]:
+    """`weights` cast to `dtype`, except those in another dtype than `current`, those that transformers loads in fp32 (a
+    router's bias), and those that the base's files have in a wider dtype than `dtype`."""
     is_kept, wider = kept_in_fp32(model, dtype), shards.wider_in_files(model, weights, dtype)
-    return {k: w if w.like.dtype != held or is_kept(k) or k in wider else
+    return {k: w if w.like.dtype != current or is_kept(k) or k in wider else
             replace(w, like=w.like.to(dtype), make=lambda make=w.make: make().to(dtype)) for k, w in weights.items()}
 
 
 @torch.no_grad()
 def _logits(model: nn.Module) -> Tensor:
-    """What a model says of one fixed row, in fp32 on the CPU: of some tokens, and of the last, which may be added ones.
-    Of a scalar model, the scores of SCORED rows: one alone may be near zero, where rounding is most of it.
+    """A model's logits of one fixed row, in fp32 on the CPU, with some tokens and the last of the vocabulary, which may
+    be added ones. For a scalar model the scores of SCORED rows: a single one may be near zero, and mostly rounding.
     """
     vocab = model.get_input_embeddings().num_embeddings
     ids = torch.cat([(torch.arange(24) * 7 + 5) % vocab, torch.arange(vocab)[-4:]])[None]
@@ -224,19 +225,19 @@ def _logits(model: nn.Module) -> Tensor:
 
 
 def _live_logits(model: nn.Module, gather: Gather) -> Tensor:
-    """`_logits` of the live model, of which each layer is whole while it computes."""
+    """`_logits` of the live model; each layer is gathered while it computes."""
     with without_hooks(model), layer_by_layer(model, gather):
         return _logits(model)
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether the tokens of `model` are routed to experts."""
+    """Whether `model` has a mixture of experts."""
     return any(name.endswith("experts") for name, _ in model.named_modules())
 
 
 def difference_of(one: Tensor, other: Tensor, is_routed: bool) -> float:
-    """The largest difference of logits (..., V), relative to the largest logit. is_routed: a quarter of the tokens may
-    differ by more, since rounding chooses another expert for some; what is wrong with the weights is so for most.
+    """The largest difference of logits (..., V), relative to the largest logit. is_routed: leaves out the worst quarter
+    of the tokens, as rounding chooses another expert for some; wrong weights affect most tokens.
     """
     by_token = (one - other).abs().amax(-1).flatten()
     if is_routed and bool(by_token.isfinite().all()):
@@ -245,10 +246,10 @@ def difference_of(one: Tensor, other: Tensor, is_routed: bool) -> float:
 
 
 def _compare(live: Tensor, model: nn.Module, folder: Path, dtype: torch.dtype) -> Tensor:
-    """The folder's logits, after they were found to be `live`, the live model's, within the rounding of `dtype`, the
-    folder's, or of the live model's own. The folder is read into the CPU's memory: beside all that a run has left on
-    its card, that may have no room for a second model. Where the live model is in parts, so may be that memory: the
-    folder is then mapped, and a layer is in the live model's dtype while it computes."""
+    """The reloaded folder's logits; ExportDiffers unless they equal `live`, the live model's, within the rounding of
+    `dtype`, the folder's, or of the live model's dtype. The folder is loaded into CPU memory, as the GPU may have no
+    room for a second model. Where the live model is sharded, CPU memory may be short too: the folder is then
+    memory-mapped, and a layer has the live model's dtype while it computes."""
     if is_partitioned(model):
         written = reload_mapped(model, folder, dtype)
         with layer_by_layer(written, partial(held_in, model.dtype, dtype)):

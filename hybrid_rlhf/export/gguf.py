@@ -1,7 +1,7 @@
-"""A model folder as one GGUF file, which llama.cpp and Ollama read. The only module that imports gguf.
+"""Convert a model folder to one GGUF file, which llama.cpp and Ollama read. The only module that imports gguf.
 
-A row a model type. What llama.cpp would run otherwise than transformers does (another rotary scaling, another way of
-splitting text before byte-pair merges) is refused by name: a file that loads and answers nonsense is worse than none.
+One row per model type. A model that llama.cpp would compute differently from transformers (another rotary scaling,
+another pre-tokenizer of byte-pair merges) is refused with the reason, rather than written as a file of wrong answers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hybrid_rlhf.models.tokenizer import load_tokenizer, turn_ends
 
 
 class Row(NamedTuple):
-    """arch: llama.cpp's name. is_interleaved: it rotates neighbouring numbers, where transformers rotates halves, so
-    that the rows of the query and key projections change places."""
+    """arch: llama.cpp's name. is_interleaved: its rotary embedding rotates neighbouring numbers, where transformers
+    rotates halves, so that the rows of the query and key projections are permuted."""
 
     arch: str
     is_interleaved: bool
 
 
 class _Tensor(NamedTuple):
-    """name: llama.cpp's; make: its numbers in fp32."""
+    """name: llama.cpp's; make: loads its values in fp32."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ TYPES = ("f32", "f16", "bf16", "q8_0")  # of matrices; vectors are f32
 
 _LLAMA_3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
             r"\s+(?!\S)|\s+")
-# How text is split before merging, by the pattern in tokenizer.json, as llama.cpp names it.
+# Regular expression of the pre-tokenizer in tokenizer.json -> llama.cpp's name for it.
 _SPLITS = {_LLAMA_3: "llama-bpe", _LLAMA_3.replace("{1,3}", ""): "qwen2"}
 
 
@@ -67,9 +67,9 @@ def check_convertible(folder: str | Path, dtype: str) -> None:
 
 
 def write_gguf(folder: str | Path, path: str | Path, dtype: str = "f16", name: str = "") -> Path:
-    """Convert the model in `folder` to one file at `path`; tensor by tensor, so memory holds one at a time.
+    """Convert the model in `folder` to one file at `path`, one tensor in memory at a time.
 
-    dtype: one of TYPES. Raises UserError for what check_convertible refuses.
+    dtype: one of TYPES. Raises UserError as check_convertible does.
     """
     import gguf
 
@@ -92,8 +92,8 @@ def write_gguf(folder: str | Path, path: str | Path, dtype: str = "f16", name: s
 
 
 def _add_tensors(writer, tensors: list[_Tensor], dtype: str) -> None:  # noqa: ANN001 - gguf's class
-    """First what stands at the file's beginning, then each tensor as it is made: a temporary file of all of them would
-    be in memory where /tmp is."""
+    """Write the file's header, then each tensor as it is loaded: gguf's temporary file of all of them would take memory
+    where /tmp is in memory."""
     import gguf
 
     kinds = []
@@ -150,7 +150,7 @@ def _add_shape(writer, config: dict, name: str, dtype: str) -> None:  # noqa: AN
 
 
 def _tensors(folder: Path, config: dict, row: Row) -> Iterator[_Tensor]:
-    """Every weight."""
+    """Every weight, by llama.cpp's name."""
     import gguf
     from safetensors import safe_open
 
@@ -182,14 +182,14 @@ def _read(path: Path, name: str, config: dict, row: Row) -> np.ndarray:
 
 
 def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of a projection (num_heads * D, ...) in llama.cpp's order: the two halves of a head's D rows, in turns."""
+    """Rows of a projection (num_heads * D, ...) in llama.cpp's order: a head's two halves of D rows interleaved."""
     halves = weight.view(num_heads, 2, -1, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape).contiguous()
 
 
 def llama3_factors(rope: dict, dim: int) -> np.ndarray:
-    """What Llama 3.1 divides each of the dim / 2 frequencies by: 1 for short waves, `factor` for long ones, smoothly
-    between (transformers' rope_type llama3)."""
+    """Divisors of Llama 3.1 for each of the dim / 2 rotary frequencies: 1 for short waves, `factor` for long ones,
+    smooth between (transformers' rope_type llama3)."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     context, factor = rope["original_max_position_embeddings"], rope["factor"]
     out = []
@@ -204,7 +204,7 @@ def llama3_factors(rope: dict, dim: int) -> np.ndarray:
 
 
 def _vocabulary_kind(folder: Path) -> str:
-    """llama.cpp's name for how text is split, "spm" for SentencePiece. Raises UserError where there is none."""
+    """llama.cpp's name of the pre-tokenizer, "spm" for SentencePiece. Raises UserError where there is none."""
     check((folder / "tokenizer.json").exists(), f"{folder} has no tokenizer.json; GGUF export reads that one")
     tokenizer = read_object(folder / "tokenizer.json")
     model, before = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
@@ -234,27 +234,27 @@ def _add_vocabulary(writer, folder: Path, size: int) -> None:  # noqa: ANN001
     with_special = tokenizer("a").input_ids
     special.add_special_token = {"bos": bool(with_special) and with_special[0] == tokenizer.bos_token_id, "eos": False}
     if kind == "spm":
-        found = list(gguf.LlamaHfVocab(folder).all_tokens())
+        entries = list(gguf.LlamaHfVocab(folder).all_tokens())
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_scores([score for _, score, _ in found] + [-1000.0] * (size - len(found)))
-        tokens, types = [text for text, _, _ in found], [int(t) for _, _, t in found]
+        writer.add_token_scores([score for _, score, _ in entries] + [-1000.0] * (size - len(entries)))
+        tokens, types = [text for text, _, _ in entries], [int(t) for _, _, t in entries]
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(kind)
         tokens, types = _byte_level_tokens(read_object(folder / "tokenizer.json"))
-    unused = range(len(tokens), size)  # rows of the embedding that no token has
+    unused = range(len(tokens), size)  # rows of the embedding without a token
     writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in unused)])
     writer.add_token_types([*types, *(int(gguf.TokenType.UNUSED) for _ in unused)])
     special.add_to_gguf(writer, quiet=True)
-    # of a turn and of a tool call: llama.cpp ends an answer at these too
+    # end tokens of a turn and of a tool call: llama.cpp ends an answer at these too
     for add, end in zip((writer.add_eot_token_id, writer.add_eom_token_id), turn_ends(tokenizer), strict=False):
         if end != tokenizer.eos_token_id:
             add(end)
 
 
 def _byte_level_tokens(tokenizer: dict) -> tuple[list[str], list[int]]:
-    """The tokens by id, and llama.cpp's types of them."""
+    """The tokens by id, and their llama.cpp types."""
     import gguf
 
     texts = {i: text for text, i in tokenizer["model"]["vocab"].items()}

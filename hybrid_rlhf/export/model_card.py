@@ -1,4 +1,4 @@
-"""The model card: README.md of a model folder, written from run.json, in the form that the Hugging Face hub reads."""
+"""Write the model card, README.md of a model folder, from run.json, in the Hugging Face hub's format."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SHOWN = ("learning_rate", "max_steps", "num_train_epochs", "per_device_train_ba
 
 
 def write_card(folder: str | Path, name: str, run: dict) -> Path:
-    """Write the card of the model in `folder`, made by `run` (the contents of its run.json), which is called `name`."""
+    """Write the card of the model in `folder`, made by the run `name`. run: the contents of its run.json."""
     path = Path(folder) / CARD
     write_file(path, card_text(name, run))
     return path
 
 
 def card_text(name: str, run: dict) -> str:
-    """The card: front matter for machines, then what it is, data, results, and how it was made."""
+    """The card: YAML front matter, then a description, data, results, and the command."""
     base, stage = _root(run), run["stage"]
     name = f"{_shown(base)}-{name}" if base else name
     head = {"library_name": "transformers", "tags": ["hybrid_rlhf", stage],
@@ -46,13 +46,13 @@ def card_text(name: str, run: dict) -> str:
 
 
 def base_licence(base: str | None) -> str | None:
-    """The licence that a local base model's own card names, or None."""
+    """The licence in a local base model's own card, or None."""
     if not base or not (Path(base) / CARD).is_file():
         return None
     text = (Path(base) / CARD).read_text(encoding="utf-8", errors="replace")
-    found = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    front_matter = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     try:
-        head = yaml.safe_load(found.group(1)) if found else {}
+        head = yaml.safe_load(front_matter.group(1)) if front_matter else {}
     except yaml.YAMLError:
         return None
     licence = head.get("license") if isinstance(head, dict) else None
@@ -64,13 +64,13 @@ def _base(run: dict) -> str | None:
 
 
 def _root(run: dict) -> str | None:
-    """The model that the first of a chain of runs began with."""
+    """The model that the first of a chain of runs started from."""
     base, seen = _base(run), set()
     while base and base not in seen and (path := Path(base) / "run.json").is_file():
         seen.add(base)
         try:
             base = _base(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, LookupError, AttributeError):  # damaged since
+        except (ValueError, LookupError, AttributeError):  # damaged
             break
     return base
 
@@ -84,7 +84,7 @@ def _is_path(name: str) -> bool:
 
 
 def _shown(base: str) -> str:
-    """A hub id whole; of a folder its last part: where it lay on the maker's disk is nobody's business."""
+    """A hub id, or the last part of a folder's path: the rest of it is private."""
     return Path(base).name if _is_path(base) else base
 
 
@@ -110,7 +110,7 @@ def _settings(run: dict) -> list[str]:
 
 
 def _results(run: dict) -> list[str]:
-    """The metrics that say how good the model is; times and memory are the machine's."""
+    """A table of the metrics of the model's quality, without times and memory, which depend on the machine."""
     kept = {k: v for k, v in run["metrics"].items()
             if isinstance(v, (int, float)) and not k.startswith(("time/", "memory/", "engine/"))}
     if not kept:

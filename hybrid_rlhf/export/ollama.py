@@ -1,4 +1,4 @@
-"""An Ollama Modelfile: the weights, the chat template in Ollama's language, and where an answer ends."""
+"""Write an Ollama Modelfile: weights, chat template in Ollama's template language, and stop tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROLES = ("system", "user", "assistant")
 class Turns:
     """A chat template that writes every message between two fixed strings.
 
-    around: role -> what stands before and after its content; opening: what the whole begins with; marker: what the
-    answer follows; default: what stands where the first message is no system message (SmolLM2, Qwen2.5: one of theirs).
+    around: role -> the strings before and after its content; opening: start of the prompt; marker: string before the
+    answer; default: string in place of a missing system message (SmolLM2, Qwen2.5: their default system message).
     """
 
     around: dict[str, tuple[str, str]]
@@ -24,8 +24,8 @@ class Turns:
 
     def render(self, messages: list[dict[str, str]]) -> str:
         default = "" if messages[0]["role"] == "system" else self.default
-        said = "".join(self.around[m["role"]][0] + m["content"] + self.around[m["role"]][1] for m in messages)
-        return self.opening + default + said + self.marker
+        text = "".join(self.around[m["role"]][0] + m["content"] + self.around[m["role"]][1] for m in messages)
+        return self.opening + default + text + self.marker
 
 
 def turns_of(render: Callable[[list[dict[str, str]]], str], bos: str = "") -> Turns | None:
@@ -33,61 +33,61 @@ def turns_of(render: Callable[[list[dict[str, str]]], str], bos: str = "") -> Tu
     that a rendering may begin with.
 
     None for a template that is not of this kind: it strips content, numbers turns, or treats some of them differently.
-    Ollama's language cannot run Jinja, so what cannot be shown to be the same is not written.
+    Ollama's language cannot run Jinja, so only a template that is verified to be the same is written.
     """
     try:
-        found = _probe(render, bos)
-        return found if found and all(found.render(m) == render(m) for m in _TRIALS) else None
-    except Exception:  # templates raise what they like on messages that they do not take
+        turns = _probe(render, bos)
+        return turns if turns and all(turns.render(m) == render(m) for m in _TRIALS) else None
+    except Exception:  # templates raise any error on messages that they do not support
         return None
 
 
-def _say(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    spoken = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
-    return [{"role": "system", "content": system}] * (system is not None) + spoken
+def _chat(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    return [{"role": "system", "content": system}] * (system is not None) + turns
 
 
-_TRIALS = [_say("why?"), _say("a", "b", "c"), _say(" spaces \n", "x", "y", "z", "end"), _say("a", system="be brief"),
-           _say("a", "b", "c", system="two\nlines")]
+_TRIALS = [_chat("why?"), _chat("a", "b", "c"), _chat(" spaces \n", "x", "y", "z", "end"),
+           _chat("a", system="be brief"), _chat("a", "b", "c", system="two\nlines")]
 
 
 def _probe(render: Callable[[list[dict[str, str]]], str], bos: str) -> Turns | None:
-    """Cut the renderings of sentinels at the sentinels. Between two messages stand the end of the one and the beginning
-    of the next, and the beginning of a user's message is known from where nothing stands before it."""
-    first, last = render(_say("\0A")).split("\0A")
-    three = render(_say("\0A", "\0B", "\0C"))
+    """Render sentinels and cut the results at them. Between two contents are the end of one message and the beginning
+    of the next; the beginning of a user's message is known from the first one, which has nothing before it."""
+    first, last = render(_chat("\0A")).split("\0A")
+    three = render(_chat("\0A", "\0B", "\0C"))
     after_user, after_answer = (three.split(f"\0{x}")[1].split(f"\0{y}")[0] for x, y in ("AB", "BC"))
-    system_first, rest = render(_say("\0A", system="\0S")).split("\0S")
+    system_first, rest = render(_chat("\0A", system="\0S")).split("\0S")
     after_system = rest.split("\0A")[0]
     opening = bos if first.startswith(bos) else ""
     user, default = first[len(opening):], ""
-    own_system = system_first[len(opening):]
-    if own_system and user.startswith(own_system) and user.endswith(after_system):  # a system message of its own
-        begins = max(range(len(after_system)), key=lambda i: _num_alike(after_system[i:], own_system))
+    system_begin = system_first[len(opening):]
+    if system_begin and user.startswith(system_begin) and user.endswith(after_system):  # a default system message
+        begins = max(range(len(after_system)), key=lambda i: _num_alike(after_system[i:], system_begin))
         user, default = after_system[begins:], user.removesuffix(after_system[begins:])
     if not (after_answer.endswith(user) and after_system.endswith(user) and system_first.startswith(opening)):
         return None
-    user_end = after_user[:_num_alike(after_user, last)]  # the answer's beginning may be in it
-    around = {"system": (own_system, after_system.removesuffix(user)),
+    user_end = after_user[:_num_alike(after_user, last)]  # after_user also has the answer's beginning
+    around = {"system": (system_begin, after_system.removesuffix(user)),
               "user": (user, user_end),
               "assistant": (after_user[len(user_end):], after_answer.removesuffix(user))}
     return _balanced(Turns(around, opening, last[len(user_end):], default))
 
 
 def _num_alike(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
+    """Length of the common prefix of two texts."""
     return [*(a == b for a, b in zip(one, other, strict=False)), False].index(False)
 
 
-def _balanced(found: Turns) -> Turns:
-    """The user's end without what is the answer's beginning, where the answer's own end shows how long an end is."""
-    before, after = found.around["user"]
-    answer, end = found.around["assistant"]
+def _balanced(turns: Turns) -> Turns:
+    """Move the answer's beginning out of the user's end, where the answer's end shows how long an end is."""
+    before, after = turns.around["user"]
+    answer, end = turns.around["assistant"]
     if not end or not after.startswith(end):
-        return found
+        return turns
     rest = after[len(end):]
-    return replace(found, around=found.around | {"user": (before, end), "assistant": (rest + answer, end)},
-                   marker=rest + found.marker)
+    return replace(turns, around=turns.around | {"user": (before, end), "assistant": (rest + answer, end)},
+                   marker=rest + turns.marker)
 
 
 def template_text(turns: Turns) -> str:
@@ -100,13 +100,13 @@ def template_text(turns: Turns) -> str:
 
 
 def _literal(text: str) -> str:
-    """Text that Go's templates print as it is; braces of its own are quoted."""
+    """Text as a literal in Go's templates, with {{ quoted."""
     return text.replace("{{", '{{ "{{" }}') if "{{" in text else text
 
 
 def modelfile(weights: str, turns: Turns | None, stops: list[str], settings: dict[str, float | int]) -> str:
     """The text of a Modelfile. weights: path of the GGUF file or model folder, relative to the Modelfile. settings:
-    Ollama's parameters, such as temperature, num_ctx. turns None leaves the template to Ollama, and says so."""
+    Ollama's parameters, such as temperature, num_ctx. turns None: no template, with a comment about it."""
     lines = [f"FROM {weights}", ""]
     if turns is None:
         lines += ["# The chat template of this model cannot be written in Ollama's language without changing it;",

@@ -80,7 +80,7 @@ def test_what_flags_leave_open_is_asked_and_again_where_an_answer_does_not_fit(t
     ({"goal": "pop"}, "--goal pop: choose sft, ppo, dpo, grpo (did you mean ppo?)"),
     ({"card": "23gb"}, "--card 23gb: choose"), ({"data": "./none.jsonl"}, "does not exist"),
     ({"model": "./none"}, "model folder ./none does not exist"), ({"model": ""}, "--model is empty"),
-    ({"output_dir": __file__}, "is no folder"), ({"file": __file__}, "exists; choose another --file"),
+    ({"output_dir": __file__}, "is not a folder"), ({"file": __file__}, "exists; choose another --file"),
 ])
 def test_a_wrong_answer_is_one_line_and_nothing_is_written(tmp_path, model, changes, said, capsys):
     assert cli.main(["init", *flags(tmp_path, model, **changes)]) == 2

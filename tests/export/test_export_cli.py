@@ -150,7 +150,7 @@ def test_what_is_written_is_bit_for_bit_the_whole_merge_in_fp32(tmp_path, std, w
 @pytest.mark.parametrize(("flags", "said"), [
     ([], "no model; give --model DIR"),
     (["--model", "{base}"], "give --output_dir DIR"),
-    (["--model", "{tmp}/none", "--output_dir", "{tmp}/x"], "is no folder"),
+    (["--model", "{tmp}/none", "--output_dir", "{tmp}/x"], "is not a folder"),
     (["--model", "{tmp}", "--output_dir", "{tmp}/x"], "holds neither a model"),
     (["--model", "{base}", "--output_dir", "{base}"], "is not empty"),
     (["--model", "{base}", "--output_dir", "{tmp}/x", "--gguf", "f17"], "--gguf f17: choose"),
