@@ -79,15 +79,15 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     if not {"-h", "--help"}.isdisjoint(argv):
         print(stage.help(description))
         raise SystemExit(0)
-    given = _Given(stage)
+    chosen = _Chosen(stage)
     if default_config is not None:
-        given.read_file(default_config)
-    given.read_words(argv)
-    if given.printed is not None:  # before anything is checked that is missing: it may be a template
-        print(stage.as_yaml(given, description), end="")
+        chosen.read_file(default_config)
+    chosen.read_words(argv)
+    if chosen.printed is not None:  # before anything is checked that is missing: it may be a template
+        print(stage.as_yaml(chosen, description), end="")
         raise SystemExit(0)
-    config: Any = config_class(**_fields(config_class, given.values))
-    return with_homes(config), given.flags
+    config: Any = config_class(**_fields(config_class, chosen.values))
+    return with_homes(config), chosen.flags
 
 
 class Option(NamedTuple):
@@ -201,12 +201,12 @@ class _Stage(NamedTuple):
                                              help=option.explained.replace("%", "%%"))
         return parser.format_help().rstrip()
 
-    def as_yaml(self, given: _Given, description: str) -> str:
+    def as_yaml(self, chosen: _Chosen, description: str) -> str:
         """What --print_config prints: a file with the settings, which `parse` reads as the same ones."""
-        has_comments = given.printed == "comments"
+        has_comments = chosen.printed == "comments"
         lines = [f"# {description}"] if has_comments else []
         flags = [Option(name, str | None, _VALUES[name], value) if name in _VALUES else
-                 Option(name, bool, _SWITCHES.get(name, ""), value) for name, value in given.flags.items()]
+                 Option(name, bool, _SWITCHES.get(name, ""), value) for name, value in chosen.flags.items()]
         for option in [*flags, *self.options]:
             indent = "  " * option.name.count(".")
             name = option.name.rpartition(".")[2]
@@ -214,14 +214,14 @@ class _Stage(NamedTuple):
                 text = option.text if option.is_section else option.explained
                 lines += ["", *textwrap.wrap(text, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")]
             line = f"{name}:\n" if option.is_section else to_yaml(
-                {name: given.values.get(option.name, option.default)})
+                {name: chosen.values.get(option.name, option.default)})
             lines.append(textwrap.indent(line, indent).rstrip("\n"))
         return "\n".join([*lines, ""])
 
 
-class _Given:
-    """What was given so far. values: by dotted option; flags: of the entry point's own; printed: what follows
-    --print_config, if that was given."""
+class _Chosen:
+    """Values so far. values: by dotted option; flags: those of the entry point; printed: what follows --print_config,
+    None without it."""
 
     def __init__(self, stage: _Stage) -> None:
         self.values: dict[str, Any] = {}
@@ -311,11 +311,11 @@ class _Given:
 
 
 def _fields(config_class: type, values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """What is given of a section (a dotted name and a point): field -> value. A section in it is its default, which may
-    differ from its class's, with what is given. What its own check refuses is a UserError."""
+    """Arguments of a section's class (section: its dotted name and a point). A section inside it is its default, which
+    may differ from its class's, with the chosen values. Raises the UserError of the section's own checks."""
     options, fields = _options(config_class), {}
-    for name in dict.fromkeys(given.removeprefix(section).partition(".")[0] for given in values
-                              if given.startswith(section)):
+    for name in dict.fromkeys(option.removeprefix(section).partition(".")[0] for option in values
+                              if option.startswith(section)):
         option = options[f"{section}{name}"]
         fields[name] = values[option.name] if not option.is_section else dataclasses.replace(
             option.default, **_fields(config_class, values, f"{option.name}."))
@@ -435,7 +435,7 @@ def _is_flat(text: str) -> bool:
 
 
 def _read_yaml(path: str) -> dict:
-    """UserError with file and line for a file that is no YAML mapping."""
+    """UserError with file and line for a file that is not a YAML mapping."""
     path = expanded(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -444,7 +444,7 @@ def _read_yaml(path: str) -> dict:
     except OSError as error:
         raise UserError(f"cannot read --config {path}: {error.strerror}; give a YAML file") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--config {path} is no text in UTF-8; give a YAML file") from error
+        raise UserError(f"--config {path} is not UTF-8 text; give a YAML file") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
@@ -460,7 +460,7 @@ def _read_yaml(path: str) -> dict:
 
 
 def _is_small(value: object) -> bool:
-    """Whether a value is no deeper and no larger than settings are, aliases written out: ten lines of YAML can say
+    """Whether a value is as flat and small as settings are, aliases written out: ten lines of YAML can say
     more than a machine holds."""
     waiting, count = [(value, 1)], 0
     while waiting:

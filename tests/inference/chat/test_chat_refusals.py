@@ -49,7 +49,7 @@ def say(talk, *lines: str) -> tuple[int, list[str], list[dict]]:
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    ("/set top_k=9223372036854775808", "top_k is 9223372036854775808; it must be 0 (off) or lie in [1, 2147483647]"),
+    ("/set top_k=9223372036854775808", "top_k is 9223372036854775808; it must lie in [0, 2147483647], such as 0"),
     ("/set top_k=many", "/set top_k=many: it takes a whole number"), ("/sett top_k=1", "did you mean /set?"),
     (f"/save {'x' * 300}", "File name too long; give another name"), ("/save ~nosuch", "home folder"),
     ("/load ~nosuch", "home folder"), ("/load no/such.jsonl", "No such file or directory; give a file"),
