@@ -1,1 +1,1 @@
-"""Commands beside the stages: doctor, qualify, init, export."""
+"""Commands beside the stages: doctor, qualify, init, export, label."""

@@ -21,10 +21,10 @@ from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.processor import bf16_line, bf16_unit
 from hybrid_rlhf.core.text_safety import error_line
 
-MISSING = 3  # exit code: something that every run needs is not there
+MISSING = 3  # exit code: something that every run needs is missing
 OLDEST_PYTHON = (3, 10)
 FEW_GIB = {"memory": 4, "disk": 10}  # below these a line is a warning: the demo runs, a 1B model does not
-# What an extra of setup.py is for, in words.
+# Purpose of each extra of setup.py.
 EXTRAS = {"quantize": "4- and 8-bit bases and optimizers", "report": "plots and TensorBoard", "serve": "the server",
           "gguf": "export for llama.cpp and Ollama"}
 
@@ -33,7 +33,7 @@ EXTRAS = {"quantize": "4- and 8-bit bases and optimizers", "report": "plots and 
 class Finding:
     """One line of the report. state: ok, warning (something is slower or not possible), missing (nothing runs).
 
-    cure: a command or a sentence; empty where nothing is to be done.
+    cure: a command or a sentence; empty where nothing needs to be done.
     """
 
     name: str
@@ -87,16 +87,16 @@ def _packages() -> Iterator[Finding]:
 
 def _package(requirement: object, state: str, cure: str) -> Finding:
     try:
-        there = version(requirement.name)
+        installed = version(requirement.name)
     except PackageNotFoundError:
         return Finding(requirement.name, state, "not installed", cure)
     if newer_than_tested(requirement.name):
         tested = TESTED[requirement.name]
-        return Finding(requirement.name, "warning", f"{there}, newer than {tested}, the newest tested",
+        return Finding(requirement.name, "warning", f"{installed}, newer than {tested}, the newest tested",
                        f'pip install "{requirement.name}=={tested}" if anything is slow or fails')
-    if requirement.specifier.contains(there, prereleases=True):
-        return Finding(requirement.name, "ok", there)
-    return Finding(requirement.name, state, f"{there}, outside the tested range {requirement.specifier}", cure)
+    if requirement.specifier.contains(installed, prereleases=True):
+        return Finding(requirement.name, "ok", installed)
+    return Finding(requirement.name, state, f"{installed}, outside the tested range {requirement.specifier}", cure)
 
 
 def _compiler() -> Iterator[Finding]:
@@ -157,7 +157,7 @@ def _device() -> Iterator[Finding]:
 
 
 def _launcher() -> Iterator[Finding]:
-    """Whether Triton launches kernels: asked of the card; where a CUDA build of torch sees none, of the system."""
+    """Whether Triton can launch kernels: tried on the GPU; if a CUDA build of torch sees none, by installed tools."""
     import torch
 
     from hybrid_rlhf.kernels import launcher, ops_for
@@ -192,11 +192,11 @@ def _disk() -> Iterator[Finding]:
 
     hub = Path(expanded(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
     for name, place in (("disk: here", Path.cwd()), ("disk: model cache", hub), ("disk: kernels", cache_folder())):
-        there = next(p for p in (place, *place.parents) if p.exists())
-        free = shutil.disk_usage(there).free
-        is_little, is_locked = free < FEW_GIB["disk"] * 2**30, not os.access(there, os.W_OK)
+        existing = next(p for p in (place, *place.parents) if p.exists())
+        free = shutil.disk_usage(existing).free
+        is_little, is_locked = free < FEW_GIB["disk"] * 2**30, not os.access(existing, os.W_OK)
         cure = "free some space; a checkpoint of full fine-tuning holds 12 bytes or more a weight" if is_little else ""
-        cure = f"{there} cannot be written: choose another (HF_HOME, HYBRID_RLHF_CACHE, --output_dir)" if is_locked \
+        cure = f"{existing} cannot be written: choose another (HF_HOME, HYBRID_RLHF_CACHE, --output_dir)" if is_locked \
             else cure
         yield Finding(name, "warning" if is_little or is_locked else "ok", f"{_gib(free)} free at {place}", cure)
 
@@ -206,7 +206,7 @@ def _gib(size: float) -> str:
 
 
 def show(findings: list[Finding]) -> None:
-    """The table on stdout, and below it what to do."""
+    """Print the table on stdout, and the remedies below it."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

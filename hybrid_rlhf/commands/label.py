@@ -1,4 +1,4 @@
-"""hybrid-rlhf label: what a judge prefers among responses, as preference pairs for --stage dpo and --stage reward."""
+"""hybrid-rlhf label: let a judge compare responses, and write preference pairs for --stage dpo and --stage reward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hybrid_rlhf.training.labelling import Judged
 
 KEEPS = ("all", "best_worst")
-LOCK, WRITTEN = "lock", "written"  # files of the work folder: the second has the digests of what was written
+LOCK, WRITTEN = "lock", "written"  # files of the work folder: the second has the digests of written outputs
 UNUSED = {"judge.opponents": "every two responses to a prompt are compared",
           "judge.on_failure": "pairs without a verdict are left out and counted"}
 
@@ -42,8 +42,8 @@ class LabelConfig:
 
     Attributes:
         data: Prompts, perhaps with responses: a file, a folder, a hub id, or a list, as data.sources of the stages.
-        output: File to write, of JSON lines. What is asked and sampled is kept in the folder OUTPUT.work beside it,
-            from which the same command goes on.
+        output: File of JSON lines to write. The judge's replies and the samples are kept in the folder OUTPUT.work
+            beside it, from which the same command continues.
         responses: Columns of data that hold responses: a text, messages, or a list of either each; one or a list. null:
             the answers that the format of the rows has (chosen and rejected, completions, ...), and none with model.
         model: Run, folder or hub id of the model whose samples are judged.
@@ -55,7 +55,7 @@ class LabelConfig:
         max_new_tokens: Longest sample, in tokens.
         max_prompt_length: Longest prompt, in tokens of model; longer ones are left out.
         raw: Whether string prompts stay as they are also where there is a chat template, as data.raw of the stages.
-        judge: Who judges; mode pairwise compares every two responses in both orders, absolute grades each by itself,
+        judge: The judge; mode pairwise compares every two responses in both orders, absolute grades each by itself,
             ranking shows all responses to a prompt together.
         reward_model: In place of a judge, a finished reward run or a sequence-classification model.
         keep: Which pairs are written: all of those with a better response, or best_worst, one of each prompt.
@@ -63,8 +63,8 @@ class LabelConfig:
         margin: Whether the difference of the scores is written as the column margin, which --stage reward trains on.
         num_prompts: At most so many prompts are judged; null: all of them.
         batch_size: Prompts that are judged at a time.
-        partial: Whether the pairs of the prompts that have been judged are written where the judge stops (a budget that
-            is spent, an address that is gone); otherwise nothing is written then.
+        partial: Whether the pairs of the prompts that have been judged are written where the judge fails (a spent
+            budget, an address that is gone); otherwise nothing is written then.
         seed: Seed of the samples, and of the judge.
     """
 
@@ -96,7 +96,7 @@ class LabelConfig:
         check(self.output is not None and self.output.endswith(".jsonl"),
               f"output is {self.output}; give --output FILE.jsonl, where the pairs are written")
         check(self.judge.is_given != bool(self.reward_model),
-              "nobody judges; give --judge.model, --judge.url or --reward_model" if not self.reward_model else
+              "no judge; give --judge.model, --judge.url or --reward_model" if not self.reward_model else
               "judge and reward_model are both given; choose one")
         check_values(self, "")
         if self.model:
@@ -113,17 +113,17 @@ class LabelConfig:
 
     @property
     def columns(self) -> list[str] | None:
-        """The columns of responses that are named."""
+        """The columns with responses, as a list; None: by the format of the rows."""
         return [self.responses] if isinstance(self.responses, str) else self.responses
 
     @property
     def work(self) -> Path:
-        """The folder of what has been asked and sampled."""
+        """The folder of the judge's replies and the samples."""
         return Path(f"{self.output}.work")
 
 
 def parse(argv: list[str] | None) -> LabelConfig:
-    """The command's options. UserError in the words of this command."""
+    """The command's options. UserError with this command's names of options."""
     try:
         config, _ = settings.parse(LabelConfig, list(sys.argv[2:] if argv is None else argv), prog="hybrid-rlhf label",
                                    description=(__doc__ or "").strip(), unused=UNUSED)
@@ -133,16 +133,16 @@ def parse(argv: list[str] | None) -> LabelConfig:
 
 
 def _named(error: UserError) -> UserError:
-    """The error with the options of a judge as they are called here."""
+    """The error with this command's names of the judge's options."""
     return type(error)(str(error).replace("reward.judge", "judge")) if "reward.judge" in str(error) else error
 
 
 def label(config: LabelConfig) -> Judged:
-    """Read, sample, judge and write; returns what came out."""
+    """Read, sample, judge and write; returns the counts and the pairs."""
     from hybrid_rlhf.run import lock
     from hybrid_rlhf.training import labelling
 
-    lost, found = Counter[str](), labelling.Judged()
+    lost, tally = Counter[str](), labelling.Judged()
     check(world_size() == 1, "label runs in one process; start it without torchrun or deepspeed")
     _check_place(config)
     asked = _asked(config, lost)
@@ -156,21 +156,21 @@ def label(config: LabelConfig) -> Judged:
         lost.update({labelling.FEW: few} if few else {})
         check(few < len(asked), f"label: no prompt has two different responses{_reasons(lost)}; name a model that "
                                 "samples them by --model, or columns that hold them by --responses")
-        _judge(config, asked, source, found)
+        _judge(config, asked, source, tally)
     finally:
         lock.release(config.work)
-    changed = f", {found.changed} changed with the order of the two" if found.ordered else ""
-    check(bool(found.rows), f"label: no pair has a better response ({found.ties} ties, {found.failures} without a "
-                            f"verdict, of {found.compared}{changed}){_reasons(lost)}; nothing was written, try another "
+    changed = f", {tally.changed} changed with the order of the two" if tally.ordered else ""
+    check(bool(tally.rows), f"label: no pair has a better response ({tally.ties} ties, {tally.failures} without a "
+                            f"verdict, of {tally.compared}{changed}){_reasons(lost)}; nothing was written, try another "
                             "judge or rubric")
-    _write(config, found.rows)
-    for line in (*labelling.lines_of(found, source), *_left_out(lost, cut, config), f"written to {config.output}"):
+    _write(config, tally.rows)
+    for line in (*labelling.lines_of(tally, source), *_left_out(lost, cut, config), f"written to {config.output}"):
         print(line)
-    return found
+    return tally
 
 
 def _source(config: LabelConfig) -> RewardSource:
-    """The judge, or the reward model in its place; no weights are read yet."""
+    """The judge, or the reward model in its place; reads no weights."""
     from hybrid_rlhf.rewards.judge import open_judge
     from hybrid_rlhf.roles.sharing import RolesConfig
     from hybrid_rlhf.training import builders
@@ -185,7 +185,7 @@ def _source(config: LabelConfig) -> RewardSource:
 
 
 def _asked(config: LabelConfig, lost: Counter[str]) -> list[Asked]:
-    """The prompts, with the responses of the data where these are judged."""
+    """The prompts, with the data's responses if these are to be judged."""
     from hybrid_rlhf.data.labels import read_asked
 
     is_read = config.model is None or config.responses is not None
@@ -195,11 +195,11 @@ def _asked(config: LabelConfig, lost: Counter[str]) -> list[Asked]:
 
 
 def _check_place(config: LabelConfig) -> None:
-    """UserError where the pairs would take the place of something else."""
+    """UserError where the pairs would overwrite a file that is not this command's."""
     output, mark = Path(str(config.output)), config.work / WRITTEN
     check(not output.is_dir(), f"output {output} is a folder; give a file")
     check(not os.path.lexists(config.work) or (config.work.is_dir() and not config.work.is_symlink()),
-          f"{config.work} is no folder of this command's; remove it, or give another --output")
+          f"{config.work} is not a folder of this command; remove it, or give another --output")
     is_ours = mark.is_file() and output.is_file() and _digest(output) in mark.read_bytes().split()
     check(not os.path.lexists(output) or is_ours,
           f"output {output} exists, and is not what this command has written there; give another file, or remove it")
@@ -227,25 +227,25 @@ def _model(config: LabelConfig) -> ModelConfig:
     return model
 
 
-def _judge(config: LabelConfig, asked: Sequence[Asked], source: RewardSource, found: Judged) -> None:
-    """Judge all prompts. If the judge stops, `partial` keeps the verdicts so far; else the error says how to go on."""
+def _judge(config: LabelConfig, asked: Sequence[Asked], source: RewardSource, tally: Judged) -> None:
+    """Judge all prompts. If the judge fails, `partial` keeps the verdicts so far; else UserError says how to go on."""
     from hybrid_rlhf.training import labelling
 
     if hasattr(source, "open"):
         source.open()
     try:
         labelling.judged(asked, source, labelling.PairFilter(config.keep, config.min_margin, config.margin),
-                         config.batch_size, found)
+                         config.batch_size, tally)
     except UserError as error:
         ready = sum(len(each.responses) > 1 for each in asked)
-        state = f"{found.prompts} of {ready} prompts are judged"
-        if not (config.partial and found.rows):
+        state = f"{tally.prompts} of {ready} prompts are judged"
+        if not (config.partial and tally.rows):
             raise UserError(f"{error} ({state}; what was asked is kept in {config.work})") from error
         print(f"warning: {state}, for {_named(error)}", file=sys.stderr)
 
 
 def _write(config: LabelConfig, rows: Sequence[dict]) -> None:
-    """The pairs, whole or not at all. That they are ours is known before they are in place, should all end between."""
+    """Write the pairs atomically. Their digest is recorded first, so that the file is known as ours after a crash."""
     fresh = own_files.fresh_path(config.work)
     with fresh.open("x", encoding="utf-8") as file:
         file.writelines(to_json(row, default=str) + "\n" for row in rows)

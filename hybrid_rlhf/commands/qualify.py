@@ -1,4 +1,4 @@
-"""hybrid-rlhf qualify: check this machine's card in ten minutes: right numbers, speed, memory and time as predicted."""
+"""hybrid-rlhf qualify: check this machine's GPU in ten minutes: right numbers, speed, memory and time as predicted."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from hybrid_rlhf.core.quiet import quiet_libraries
 from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.memory_plan import calibration
 
-# Bounds within which a measured calibration is believed. What torch reserves above them it gives back before it fails.
+# Bounds of a measured calibration. Memory that torch reserves above them is released before it runs out.
 LIBRARIES_BYTES, FRAGMENTATION = (2**28, 2 * 2**30), (0.02, 0.15)
-_STATES = {"ok": State.PASSED, "warning": State.NOTE, "missing": State.FAILED}  # doctor's, as a row has them
+_STATES = {"ok": State.PASSED, "warning": State.NOTE, "missing": State.FAILED}  # doctor's state -> a row's
 Launch = Callable[[Task], Iterator[Row]]
 
 
 def environment(task: Task) -> Iterator[Row]:
-    """The card, then doctor's findings, without the user's folders."""
+    """The card, then doctor's findings, without paths of the user's folders."""
     numbers: dict = {"hybrid_rlhf": __version__, "torch": torch.__version__, "cuda": torch.version.cuda}
     text = "none; the processor takes its place"
     if task.device.type == "cuda":
@@ -59,7 +59,7 @@ def environment(task: Task) -> Iterator[Row]:
 
 
 class Part(NamedTuple):
-    """run: its checks; least, most: seconds without which it is not begun, and after which it is stopped."""
+    """run: its checks; least: seconds that must be left to begin it; most: seconds after which it is stopped."""
 
     run: Callable[[Task], Iterator[Row]]
     least: float
@@ -70,20 +70,20 @@ PARTS = {"environment": Part(environment, 5, 90), "equality": Part(equality, 30,
          **{name: Part(steps, 60, 240) for name in ("grpo-qlora", "ppo-qlora", "grpo", "ppo")}}
 
 
-# -- a part in a process of its own ------------------------------------------------------------------------------------
+# -- a part in a child process -----------------------------------------------------------------------------------------
 
 
 def rows_of(task: Task) -> Iterator[Row]:
     """The rows of a part, in this process; an error of the part is its last row."""
     try:
         yield from PARTS[task.name].run(task)
-    except Exception as error:  # the other parts go on, whatever this one raises
+    except Exception as error:  # the other parts continue, whatever this one raises
         yield task.failed("all of it", error)
 
 
 def in_child(task: Task) -> Iterator[Row]:
-    """The rows of a part as a child process sends them: a kernel that breaks the card's context, or hangs, ends one
-    part and no other. Its output goes into the log; its time limit or its death makes the last row."""
+    """The rows of a part, run in a child process: a kernel that breaks the CUDA context, or hangs, ends only that part.
+    The child's output goes into the log; its timeout or death makes the last row."""
     context, began, count = multiprocessing.get_context("spawn"), time.monotonic(), 0
     receiving, sending = context.Pipe(duplex=False)
     child = context.Process(target=_send_rows, args=(task, sending))
@@ -103,7 +103,7 @@ def in_child(task: Task) -> Iterator[Row]:
             yield task.row("all of it", State.FAILED, f"its process ended with {death} after {count} rows; the end of "
                                                       "the log says more")
     finally:
-        with suppress(ProcessLookupError):  # of its group: it starts processes too
+        with suppress(ProcessLookupError):  # the group, as the child starts processes too
             os.killpg(child.pid, signal.SIGKILL)
         child.kill()
         child.join()
@@ -119,7 +119,7 @@ def _send_rows(task: Task, sending: Connection) -> None:
         sending.send(row)
 
 
-# -- all parts, and what is kept of them -------------------------------------------------------------------------------
+# -- all parts, and their files ----------------------------------------------------------------------------------------
 
 
 def qualify(folder: Path, minutes: float, is_dry: bool, launch: Launch) -> list[Row]:
@@ -150,7 +150,7 @@ def qualify(folder: Path, minutes: float, is_dry: bool, launch: Launch) -> list[
 
 
 def _save(folder: Path, rows: list[Row], is_dry: bool, minutes: float) -> None:
-    """qualify.json and qualify.md, which are meant to be sent: the user's folders are not named in them."""
+    """Write qualify.json and qualify.md, which users send to us: without paths of the user's folders."""
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
     facts = {"version": __version__, "when": when, "is_dry": is_dry, "minutes": minutes, "verdict": verdict(rows),
              "rows": [asdict(row) for row in rows]}
@@ -161,12 +161,12 @@ def _save(folder: Path, rows: list[Row], is_dry: bool, minutes: float) -> None:
 
 
 def calibrate(rows: list[Row]) -> list[Row]:
-    """Write what was measured of the card to the file that --plan reads; returns a row where that is not possible."""
+    """Write the card's measurements to the file that --plan reads; returns a row where that is not possible."""
     measured = [row.numbers for row in rows if "fragmentation" in row.numbers]
     values: dict = {"device": next((row.numbers.get("name") for row in rows if row.name == CARD), None)}
     if measured:
         values["fragmentation"] = _within(FRAGMENTATION, max(n["fragmentation"] for n in measured))
-    if exact := [n["libraries_bytes"] for n in measured if n["is_exact"]]:  # else other programs' memory is in it
+    if exact := [n["libraries_bytes"] for n in measured if n["is_exact"]]:  # else other programs' memory counts
         values["libraries_bytes"] = int(_within(LIBRARIES_BYTES, max(exact)))
     if rates := next((row.numbers["rates"] for row in rows if "rates" in row.numbers), None):
         values["rates"] = rates
@@ -183,7 +183,7 @@ def _within(bounds: tuple[float, float], value: float) -> float:
 
 
 def _nvidia_smi(query: str) -> str | None:
-    """The answer of nvidia-smi for the first card that this process sees; None where there is none."""
+    """nvidia-smi's value for the first card that this process sees; None without one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
     try:
         done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", visible],

@@ -1,4 +1,4 @@
-"""Whether a card computes the right numbers: kernels beside their definitions, the engine beside transformers."""
+"""Check that a GPU computes the right numbers: kernels against their definitions, the engine against transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, random_model
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Largest difference of attention's outputs, which are of size about 1, from the definition.
+# Largest difference of attention's outputs, which are about 1 in size, from the definition.
 ATTENTION_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 # Of fused operations and their gradients, as a share of a tensor's largest number (both sides round).
 FUSED_BOUNDS = {torch.float32: 5e-5, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
@@ -31,10 +31,10 @@ HEADS = ((32, 8, 64), (12, 12, 64), (32, 8, 128), (14, 2, 64), (6, 2, 80), (6, 2
 DRAWS = ({}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05},
          {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "temperature": 1.3})
 DEFINITIONS = Fused(reference.rms_norm, reference.gated, reference.rotary)
-# A sampled token's log-probability in 16 bits beside that of the training forward: mean and largest difference.
+# Sampler-trainer mismatch in 16 bits: mean and largest difference of a sampled token's log-probability.
 MEAN_DRIFT, MOST_DRIFT = 0.02, 0.3
-# Weights are drawn on the processor, so that every card gets the same: along the tokens that are compared, the two
-# likeliest are 3e-4 or more apart in logits of size 1, and fp32 rounds in the sixth digit.
+# Weights are drawn on the CPU, so that every card gets the same: at the tokens compared, the two most likely ones are
+# at least 3e-4 apart in logits of size 1, and fp32 rounds in the sixth digit.
 _SMALL = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 997,
           "max_position_embeddings": 256, "initializer_range": 0.06, "pad_token_id": 0, "bos_token_id": 1,
           "eos_token_id": 2}
@@ -42,7 +42,7 @@ SHAPES = {"OPT": _SMALL | {"word_embed_proj_dim": 256, "ffn_dim": 512, "init_std
           "Llama": _SMALL | {"num_key_value_heads": 2, "intermediate_size": 512, "tie_word_embeddings": True}}
 _DRY = {"hidden_size": 64, "num_hidden_layers": 2, "word_embed_proj_dim": 64, "ffn_dim": 64, "intermediate_size": 64}
 PROMPT_LENGTHS = (9, 3, 17, 1, 6)
-LEAST_SECONDS = 5  # without which no further check is begun
+LEAST_SECONDS = 5  # that must be left to begin another check
 
 Result = tuple[State, str]  # state and line of a row
 
@@ -71,7 +71,7 @@ def equality(task: Task) -> Iterator[Row]:
             yield task.row(name, *check())
         except UserError as error:
             yield task.row(name, State.SKIPPED, first_line(error))
-        except Exception as error:  # whatever torch, Triton or the driver raise
+        except Exception as error:  # any error of torch, Triton or the driver
             yield task.failed(name, error)
 
 
@@ -89,7 +89,7 @@ def _draw(task: Task, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 def _attention(task: Task, ops: Ops, dtype: torch.dtype) -> Result:
     faults, worst, bound = [], 0.0, ATTENTION_BOUNDS[dtype]
     shapes = HEADS[:2] if task.is_dry else HEADS
-    for i, shape in enumerate((shapes[0], *shapes)):  # the first twice: with a mask, a soft cap and sinks too
+    for i, shape in enumerate((shapes[0], *shapes)):  # the first twice: also with a mask, a soft cap and sinks
         gap = _attention_gap(task, ops, dtype, shape, has_options=i == 0)
         worst = max(worst, gap)
         if not gap <= bound:
@@ -99,7 +99,7 @@ def _attention(task: Task, ops: Ops, dtype: torch.dtype) -> Result:
 
 @torch.no_grad()
 def _attention_gap(task: Task, ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int], has_options: bool) -> float:
-    """The largest difference of one call from the definition; infinity where it leaves another cache behind."""
+    """The largest difference of one call from the definition; infinity where the caches differ afterwards."""
     heads, groups, size = shape
     positions = [0, 3, -1, 40] if task.is_dry else [0, 3, -1, 40, 140, 63, 64, 65, 1500, 127, 128, 129]
     rows, width = len(positions), max(positions) + 1
@@ -122,7 +122,7 @@ def _attention_gap(task: Task, ops: Ops, dtype: torch.dtype, shape: tuple[int, i
 
 @torch.no_grad()
 def _sampling(task: Task, ops: Ops) -> Result:
-    """Draws beside the definition's, and draws that report their candidate tokens beside those that do not."""
+    """Compare draws with the definition's, and draws that report their candidate tokens with those that do not."""
     faults, rows, sizes = [], 33, (300, 5003) if task.is_dry else (300, 50257, 151936)
     for vocab in sizes:
         logits = 3 * _draw(task, torch.float32, rows, vocab)
@@ -135,7 +135,7 @@ def _sampling(task: Task, ops: Ops) -> Result:
             replayed, replayed_logprobs = ops.sample(logits, streams, streams + 3, **settings, kept=candidates)
             among = (logits / (settings.get("temperature") or 1.0)).masked_fill(~candidates, float("-inf"))
             truth = among.log_softmax(-1).gather(1, replayed[:, None])[:, 0]
-            # on a card the definition itself sums in another order: the last token that top-p keeps may differ
+            # on a GPU the definition itself sums in another order: the last token that top-p keeps may differ
             spared, what = int("top_p" in settings), f"{vocab} words with {settings or 'no limits'}"
             if (other := int((tokens != expected).sum())) > spared or not gap <= LOGPROB_BOUND:
                 faults.append(f"{what}: {other} of {rows} tokens are others, the log-probabilities of the rest differ "
@@ -148,7 +148,7 @@ def _sampling(task: Task, ops: Ops) -> Result:
 
 
 def _fused(task: Task, ops: Ops, dtype: torch.dtype) -> Result:
-    """Norm, gate and rotary positions beside their definitions, results and gradients."""
+    """Compare norm, gate and rotary positions with their definitions, results and gradients."""
     if ops.fused is None:
         return State.NOTE, "none on this device; the models' own code runs"
     width, faults = 64 if task.is_dry else 2048, []
@@ -192,7 +192,7 @@ def _prompts(lengths: Iterable[int], vocab: int) -> list[list[int]]:
 
 @torch.no_grad()
 def _greedy(task: Task, kind: str, is_lora: bool) -> Result:
-    """Tokens of captured and uncaptured steps beside those of transformers' generate, in fp32."""
+    """Compare tokens of captured and uncaptured steps with those of transformers' generate, in fp32."""
     shape, length = _shape(task, kind), 12
     model = random_model(kind.lower(), shape, 0).to(task.device).eval()
     if is_lora:
@@ -228,10 +228,10 @@ def _by_transformers(model: nn.Module, prompt: list[int], length: int, device: t
 
 @torch.no_grad()
 def _drift(task: Task, is_quantised: bool) -> Result:
-    """Log-probabilities that the sampler gave its tokens beside those of the training forward, in 16 bits."""
+    """Compare the sampler's log-probabilities of its tokens with those of the training forward, in 16 bits."""
     automatic = nvidia.automatic_dtype(task.device)
     dtype = torch.bfloat16 if automatic == torch.float32 else automatic
-    shape = _shape(task, "Llama") | {"initializer_range": 0.04}  # as unsure as a trained model
+    shape = _shape(task, "Llama") | {"initializer_range": 0.04}  # an entropy as of a trained model
     model = random_model("llama", shape, 0, dtype).to(task.device).eval()
     if is_quantised:
         quantize.require("a 4-bit base")

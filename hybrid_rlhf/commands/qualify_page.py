@@ -1,4 +1,4 @@
-"""What `hybrid-rlhf qualify` hands to its checks, the rows that they yield, and the page made of them."""
+"""Tasks and result rows of the checks of `hybrid-rlhf qualify`, and the page made of the rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TITLES = {"environment": "The machine", "equality": "Does it compute the right n
 
 
 class State(StrEnum):
-    """Of a check: a note has nothing to judge; what differs has another result than expected; what failed could not be
-    carried out."""
+    """Outcome of a check: note: a measurement without a judgement; differs: another result than expected; failed: could
+    not be carried out."""
 
     PASSED = "passed"
     NOTE = "note"
@@ -35,7 +35,7 @@ WRONG = (State.DIFFERS, State.FAILED)  # make the exit code 1
 
 @dataclass(frozen=True)
 class Row:
-    """One check. found: one line. numbers: measurements, for the JSON."""
+    """Result of one check. found: one line. numbers: measurements, for the JSON."""
 
     part: str
     name: str
@@ -46,9 +46,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Task:
-    """The work of one part. folder: for its files, shared by all parts; log: for details; ends: the time.monotonic() at
-    which its time is over; is_last: whether all of --minutes are over then; rates: of the card, if the speed part has
-    measured them; foreign_bytes: of the card's memory that other programs held at the start (None: unknown)."""
+    """The work of one part. folder: for its files, shared by all parts; log: for details; ends: its deadline, by
+    time.monotonic(); is_last: whether all of --minutes are over then; rates: of the card, if the speed part has
+    measured them; foreign_bytes: memory of the card that other programs used at the start (None: unknown)."""
 
     name: str
     is_dry: bool
@@ -65,7 +65,7 @@ class Task:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left."""
         return self.ends - time.monotonic()
 
     def row(self, name: str, state: State, text: str, /, **numbers: object) -> Row:
@@ -85,7 +85,7 @@ def first_line(error: Exception) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """One sentence."""
+    """The result of all checks in a sentence."""
     wrong, left_out = sum(r.state in WRONG for r in rows), sum(r.state == State.SKIPPED for r in rows)
     judged = wrong + sum(r.state == State.PASSED for r in rows)
     if not judged:
@@ -95,7 +95,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def page_of(rows: Sequence[Row], *, is_dry: bool, minutes: float, version: str, when: str) -> str:
-    """The page in Markdown: first what is wrong, then what was left out, then every check."""
+    """The page in Markdown: failed checks first, then skipped ones, then all."""
     card = next((row.numbers.get("name") for row in rows if row.name == CARD), None) or "no card"
     lines = [f"# hybrid-rlhf qualify: {card}", "", verdict(rows), ""]
     if is_dry:

@@ -1,4 +1,4 @@
-"""How fast a card is, and what steps of PPO and GRPO take of its time and memory beside what --plan says."""
+"""Measure a GPU's speed, and compare time and memory of PPO and GRPO steps with the prediction of --plan."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from hybrid_rlhf.training import memory_options, time_options, unread_options
 from hybrid_rlhf.training.registry import STAGES
 
 GIB = 2**30
-SLOW = 3.0  # times of reading the weights that a recorded decode step may take
-# Measured over predicted: bytes of the tensors of a phase (and so many bytes either way), seconds of a whole step.
+SLOW = 3.0  # a captured decode step may take so many times the time of reading the weights
+# Measured over predicted: bytes of the tensors of a phase (plus or minus the slack), seconds of a step.
 MEMORY_BOUNDS, MEMORY_SLACK, TIME_BOUNDS = (0.5, 1.1), 64 << 20, (1 / 3, 3.0)
 NUM_STEPS = 3
 PHASES = {"generate": "generate", "score": "score", "update": "train"}  # memory/*/PHASE -> time/PHASE
@@ -69,7 +69,7 @@ REWARD = "def shorter(completions):\n    return [1 / (1 + len(text)) for text in
 
 
 class Sizes(NamedTuple):
-    """Of one step: rows, tokens of a prompt and of a response."""
+    """Sizes of one step: rows, tokens of a prompt and of a response."""
 
     rows: int
     prompt: int
@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One run. per_parameter, on_disk: bytes of the card and of the disk for each parameter, about."""
+    """One run. per_parameter, on_disk: approximate bytes of the card and of the disk per parameter."""
 
     method: str
     is_quantised: bool
@@ -86,7 +86,7 @@ class Case(NamedTuple):
 
     @property
     def models(self) -> list[str]:
-        """The names of MODELS that it may run on, largest first."""
+        """The names in MODELS that it may run on, largest first."""
         return list(MODELS)[:3] if self.is_quantised else list(MODELS)[2:4]
 
 
@@ -116,23 +116,23 @@ def speed(task: Task) -> Iterator[Row]:
 
 @torch.no_grad()
 def card_rates(device: torch.device, dtype: torch.dtype, *, is_dry: bool = False) -> Rates:
-    """Measured; the shortest kernel and the gap between two are assumed, as for cards that are not here."""
+    """The card's measured rates; shortest kernel and gap between kernels are assumed, as for other cards."""
     names = {str(d).removeprefix("torch."): d for d in (dtype, torch.float32)}
     rows, heads, length, width = (1, 2, 32, 16) if is_dry else (4, 16, 512, 64)
     heads_of = [torch.ones(rows, heads, length, width, dtype=dtype, device=device) for _ in range(3)]
     attention = _seconds(lambda: F.scaled_dot_product_attention(*heads_of, is_causal=True), device, calls=10)
     forward, backward = _launches(device)
-    own_forward, own_backward = _launches(torch.device("cpu"))
-    code = machine_rates.CODE - 1  # a model's own Python around each operation, by what this processor takes for one
+    cpu_forward, cpu_backward = _launches(torch.device("cpu"))
+    code = machine_rates.CODE - 1  # Python code of a model per operation, in operations of this CPU
     return Rates(torch.cuda.get_device_name(device), ((1.0, _bandwidth(device, is_dry)),),
                  {name: _products(device, kind, is_dry) for name, kind in names.items()},
                  attention={next(iter(names)): 2 * rows * heads * length * length * width / attention},
-                 launch=forward + code * own_forward, gradient_launch=backward + code * own_backward, overlaps=True,
+                 launch=forward + code * cpu_forward, gradient_launch=backward + code * cpu_backward, overlaps=True,
                  kernel=SHARES["kernel"], gap=SHARES["gap"], captures=True)
 
 
 def _seconds(act: Callable[[], object], device: torch.device, calls: int = 1, repeats: int = 3) -> float:
-    """Seconds of one call: the median of `repeats` series of `calls`, after a series that is not counted."""
+    """Seconds of one call: the median of `repeats` series of `calls`, after a warm-up series."""
     durations = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -152,7 +152,7 @@ def _bandwidth(device: torch.device, is_dry: bool) -> float:
 
 
 def _products(device: torch.device, dtype: torch.dtype, is_dry: bool) -> tuple[tuple[float, float], ...]:
-    """Operations per second by rows, which are the shortest side."""
+    """(rows, operations per second) of matrix products; rows are the shortest side."""
     width, points = 64 if is_dry else 4096, []
     weight = torch.ones(width, width, dtype=dtype, device=device)
     for rows in (8, 32) if is_dry else (64, 512, 4096):
@@ -163,7 +163,7 @@ def _products(device: torch.device, dtype: torch.dtype, is_dry: bool) -> tuple[t
 
 
 def _launches(device: torch.device) -> tuple[float, float]:
-    """Seconds of the host for a small module's call: without gradients, and of forward and backward each."""
+    """Seconds of the host per call of a small module: without gradients, and per forward or backward with them."""
     count = 32
     model, states = nn.Sequential(*(nn.SiLU() for _ in range(count))), torch.ones(1, 8, device=device).requires_grad_()
     with torch.no_grad():
@@ -174,7 +174,7 @@ def _launches(device: torch.device) -> tuple[float, float]:
 
 @torch.no_grad()
 def _decoding(task: Task, dtype: torch.dtype, rate: float) -> Iterator[Row]:
-    """A decode step of 8 sequences over the time of reading its weights, and tokens per second of a rollout."""
+    """Time of a decode step of 8 sequences, relative to reading the weights, and tokens per second of a rollout."""
     device, sizes = task.device, Sizes(4, 8, 16) if task.is_dry else Sizes(8, 256, 128)
     is_small = device.type == "cuda" and torch.cuda.mem_get_info(device)[1] < 6 * GIB
     name, shape = ("tiny Llama", _TINY) if task.is_dry else (
@@ -221,7 +221,7 @@ def _decoding(task: Task, dtype: torch.dtype, rate: float) -> Iterator[Row]:
 
 
 def steps(task: Task) -> Iterator[Row]:
-    """Rows of the run that the task names: the run, its memory, its seconds, and what the card holds beside tensors."""
+    """Rows of the task's run: the run, its memory, its seconds, and memory of the card beside tensors."""
     case, sizes = CASES[task.name], Sizes(4, 40, 8) if task.is_dry else Sizes(8, 128, 128)
     try:
         if case.is_quantised:
@@ -252,8 +252,8 @@ def steps(task: Task) -> Iterator[Row]:
 
 
 def choose_model(task: Task, case: Case) -> str:
-    """The largest of the case's models that fits what is free on the card (1.5 GiB are not the model's) and on the
-    disk. UserError where none does."""
+    """The largest of the case's models that fits into the free memory of the card (less 1.5 GiB) and onto the disk.
+    UserError where none does."""
     if task.is_dry:
         return "tiny Qwen2"
     free, total = torch.cuda.mem_get_info(task.device)
@@ -269,23 +269,23 @@ def choose_model(task: Task, case: Case) -> str:
 
 
 def make_inputs(task: Task, name: str, sizes: Sizes) -> Path:
-    """The model's folder (weights of the card's 16-bit type and a tokenizer), made if it is not there; beside it
-    prompts.jsonl, pairs.jsonl and rewards.py. Prompts are nearly as long as may be."""
+    """The model's folder (weights in the card's 16-bit dtype and a tokenizer), created if missing; beside it
+    prompts.jsonl, pairs.jsonl and rewards.py. Prompts have nearly the maximum length."""
     folder = task.folder / name.replace(" ", "-")
     if not folder.exists():
         _, kind, shape = MODELS[name]
         tokenizer = train_tokenizer([" ".join(WORDS)] * 4, 300)
         tokenizer.chat_template = CHATML
         ids = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
-        on_card = task.device.type == "cuda" and not task.is_dry  # drawing 1e9 numbers takes a processor a minute
+        on_card = task.device.type == "cuda" and not task.is_dry  # drawing 1e9 numbers takes a CPU a minute
         with torch.device(task.device if on_card else "cpu"):
             model = random_model(kind, shape | ids, 0, nvidia.automatic_dtype(task.device))
-        with own_files.fresh_folder(task.folder) as made:
-            model.save_pretrained(made)
-            tokenizer.save_pretrained(made)
-            made.rename(folder)
+        with own_files.fresh_folder(task.folder) as fresh:
+            model.save_pretrained(fresh)
+            tokenizer.save_pretrained(fresh)
+            fresh.rename(folder)
         del model
-        gc.collect()  # the model may stand in a circle of references, and holds gigabytes of the card
+        gc.collect()  # the model may be in a reference cycle, and takes gigabytes of the card
         if task.device.type == "cuda":
             torch.cuda.empty_cache()
     tokenizer, random = load_tokenizer(str(folder)), torch.Generator().manual_seed(2)
@@ -312,7 +312,7 @@ def _common(task: Task, case: Case, base: Path, sizes: Sizes) -> list[str]:
 
 
 def _words(task: Task, case: Case, base: Path, sizes: Sizes) -> list[str]:
-    """The command line of the run, but for its reward model."""
+    """The command line of the run, without its reward model."""
     num_samples = 4
     extra = [] if case.method == "ppo" else [
         "--ppo.sampling.num_samples", str(num_samples), "--train.per_device_train_batch_size",
@@ -325,7 +325,7 @@ def _words(task: Task, case: Case, base: Path, sizes: Sizes) -> list[str]:
 
 
 def _launched(task: Task, words: list[str]) -> str:
-    """Run a command line in this process, its output into the log; one line if it did not end well, else ""."""
+    """Run a command line in this process, with output to the log; returns one line if it failed, else ""."""
     from hybrid_rlhf.cli import main
 
     with task.log.open("a+", encoding="utf-8", errors="replace") as log:
@@ -334,7 +334,7 @@ def _launched(task: Task, words: list[str]) -> str:
         with redirect_stdout(log), redirect_stderr(log):
             try:
                 code = main(words)
-            except Exception as error:  # the row of this run has it, and the other parts go on
+            except Exception as error:  # reported in this run's row; the other parts continue
                 return task.failed("", error).found
         log.seek(start)
         lines = [line.strip() for line in log if line.startswith(("error", "warning"))] or ["no line says why"]
@@ -369,7 +369,7 @@ def _measured(task: Task, name: str, sizes: Sizes, plan: Plan | None, words: lis
 
 
 def run_row(task: Task, name: str, sizes: Sizes, metrics: list[dict]) -> Row:
-    """Whether all numbers of the run are finite, and sampler and trainer agree."""
+    """The run's row: whether all its metrics are finite, and sampler and trainer agree."""
     broken = sorted({k for m in metrics for k, v in m.items() if isinstance(v, float) and not math.isfinite(v)
                      and k != "value/explained_variance"})
     drift = max((m.get("engine/logprob_drift", 0.0) for m in metrics), default=0.0)
@@ -382,7 +382,7 @@ def run_row(task: Task, name: str, sizes: Sizes, metrics: list[dict]) -> Row:
 
 
 def memory_row(task: Task, plan: Plan, metrics: list[dict]) -> Row:
-    """Peaks of the phases beside the plan's: of scoring and generation over all roles, of updates by role."""
+    """Memory peaks of the phases against the plan's: of scoring and generation over all roles, of updates by role."""
     measured: dict[str, int] = {}
     for key, value in ((k, v) for m in metrics for k, v in m.items() if k.startswith("memory/") and k.count("/") == 2):
         _, role, phase = key.split("/")
@@ -411,7 +411,7 @@ def _phase_text(name: str) -> str:
 
 
 def time_row(task: Task, plan: Plan, metrics: list[dict]) -> Row:
-    """Seconds of a step beside the plan's, which knows the rates that the speed part has measured."""
+    """Seconds of a step against the plan's prediction by the rates that the speed part has measured."""
     measured = {p: statistics.median(m.get(f"time/{p}", 0.0) for m in metrics[1:]) for p in PHASES.values()}
     total = sum(measured.values())
     if not task.rates:
@@ -430,7 +430,7 @@ def time_row(task: Task, plan: Plan, metrics: list[dict]) -> Row:
 
 
 def _beside_row(task: Task) -> Row:
-    """What the card holds beside torch's tensors, for the calibration."""
+    """Memory of the card beside torch's tensors, for the calibration."""
     free, total = torch.cuda.mem_get_info(task.device)
     libraries = max(0, total - free - torch.cuda.memory_reserved(task.device) - (task.foreign_bytes or 0))
     fragmentation = max(0.0, meter.highest_reserved(task.device) / max(1, meter.highest(task.device)) - 1)

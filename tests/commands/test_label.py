@@ -287,7 +287,7 @@ BAD = [
     ([], "no data; give --data"),
     (["--data", "ROWS"], "output is None; give --output FILE.jsonl"),
     (["--data", "ROWS", "--output", "x.csv"], "output is x.csv"),
-    (["--data", "ROWS", "--output", "OUT"], "nobody judges; give --judge.model"),
+    (["--data", "ROWS", "--output", "OUT"], "no judge; give --judge.model"),
     (["--data", "ROWS", "--output", "OUT", "--judge.url", "URL", "--reward_model", "x"], "both given"),
     (["--data", "ROWS", "--output", "OUT", "--judge.url", "URL", "--judge.mode", "pair"],
      "judge.mode is 'pair'; choose absolute, pairwise, ranking"),
