@@ -391,7 +391,7 @@ def test_a_cache_that_cannot_be_written_does_not_end_the_other_parts(place, monk
 
 def test_rates_that_are_none_are_one_line(place):
     (place / "cache/calibration.json").write_text('{"device": "A Card", "rates": {"memory": 3}}')
-    with pytest.raises(UserError, match="rates are not what was measured"):
+    with pytest.raises(UserError, match="rates are invalid"):
         read_rates("A Card")
 
 

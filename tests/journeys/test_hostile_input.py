@@ -70,7 +70,7 @@ def test_code_of_a_model_folder_is_not_run_and_nobody_is_asked(tmp_path):
                                     b"\x02\0\0\0\0\0\0\0[]", b"\x04\0\0\0\0\0\0\0" + b"[" * 5000])
 def test_a_damaged_weight_file_is_one_line(damage, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(damage)
-    with pytest.raises(UserError, match="no safetensors file, or is damaged"):
+    with pytest.raises(UserError, match="not a safetensors file, or is damaged"):
         fingerprint(tmp_path)
 
 

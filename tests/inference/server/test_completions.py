@@ -262,7 +262,7 @@ def test_many_at_once_get_what_each_gets_alone(served):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 BAD = [({}, "prompt must be"), ({"prompt": ""}, "empty"), ({"prompt": [[]]}, "prompt.0"),
-       ({"prompt": [1, "a"]}, "prompt.0"), ({"prompt": ["a", None]}, "prompt.1"), ({"prompt": [300]}, "no token"),
+       ({"prompt": [1, "a"]}, "prompt.0"), ({"prompt": ["a", None]}, "prompt.1"), ({"prompt": [300]}, "not a token"),
        ({"prompt": ["a"] * 257}, "at most 256"), ({"prompt": ["a"] * 30}, "--max_queue"),
        ({"prompt": "long " * 300}, "tokens long"), ({"prompt": [60] * 256}, "may be 255"),
        ({"prompt": "a", "logprobs": 21}, "logprobs"), ({"prompt": "a", "suffix": "b"}, "suffix"),
