@@ -61,7 +61,7 @@ def test_help_explains_every_option_and_gives_its_default(stage, capsys, monkeyp
         if f"{name}.".startswith(tuple(f"{option}." for option in of_stage(stage))):
             assert f"--{name}" not in entries, f"no option of {stage}: {name}"
             continue
-        default = "null" if value is None else str(value)
+        default = yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("...").strip()
         entry = entries[f"--{name}"]
         assert re.search(r"[a-z]{2,}.*[.)] \(type: ", entry), f"{name} is not explained: {entry}"
         assert entry.endswith(f"default: {default})") or f"default: {default})" in entry, (entry, default)

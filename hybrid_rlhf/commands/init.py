@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hybrid_rlhf.core.config import UserError, check, command_flags, nearest, parse_command, to_yaml
+from hybrid_rlhf.core.config import UserError, check, command_flags, in_line, nearest, parse_command
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.text_safety import error_line
@@ -141,12 +141,12 @@ def settings_text(answers: dict[str, str]) -> str:
     goal, path = GOALS[answers["goal"]], answers["data"]
     lines = [f"# {goal.help}. Try it: python train.py --stage {goal.stage} --config THIS --plan",
              f"# Every other option with its default: python train.py --stage {goal.stage} --help",
-             f"output_dir: {_quoted(answers['output_dir'])}", "seed: 0", *_model(answers), "data:", "  sources:"]
+             f"output_dir: {in_line(answers['output_dir'])}", "seed: 0", *_model(answers), "data:", "  sources:"]
     if goal.stage == "all":
-        lines += [f"    - {{path: {_quoted(path)}, stages: [{stage}]}}" for stage in ("sft", "reward", "ppo")]
+        lines += [f"    - {{path: {in_line(path)}, stages: [{stage}]}}" for stage in ("sft", "reward", "ppo")]
         lines += [f"  split: [2, 4, 4]  # {COMMENTS['data.split']}"]
     else:
-        lines += [f"    - {{path: {_quoted(path)}}}"]
+        lines += [f"    - {{path: {in_line(path)}}}"]
     if goal.stage in ("all", "grpo"):
         lines += [f"  max_prompt_length: 256  # {COMMENTS['data.max_prompt_length']}"]
     if goal.stage != "grpo":
@@ -159,7 +159,7 @@ def _model(answers: dict[str, str]) -> list[str]:
 
     row = card(answers["card"])
     lines = [f"model:  # {of_card(answers['card'])}",
-             f"  model_name_or_path: {_quoted(answers['model'])}"]
+             f"  model_name_or_path: {in_line(answers['model'])}"]
     sections = {"model": lines, "engine": ["engine:"]}
     for option, value in row.settings.items():
         section, _, name = option.partition(".")
@@ -197,11 +197,6 @@ def by_table(method: str, option: str) -> str | None:
     if isinstance(value, By):
         return "; ".join(filter(None, ("by the table", comment(method, option))))
     return None
-
-
-def _quoted(text: str) -> str:
-    """A YAML string, quoted where necessary."""
-    return to_yaml(text, default_flow_style=True).strip().removesuffix("...").strip()
 
 
 def _option(method: str, option: str, indent: str = "  ") -> str:

@@ -20,7 +20,7 @@ from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.core.text_safety import error_line
-from hybrid_rlhf.data.sources import Source, as_sources
+from hybrid_rlhf.data.sources import as_sources
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rewards.judge.judge_config import PAIRWISE, JudgeConfig
 
@@ -68,7 +68,7 @@ class LabelConfig:
         seed: Seed of the samples, and of the judge.
     """
 
-    data: list[dict | str] | dict | str | None = field(default=None, metadata={"items": Source})
+    data: list[dict | str] | dict | str | None = None
     output: str | None = None
     responses: list[str] | str | None = None
     model: str | None = None

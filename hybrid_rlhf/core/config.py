@@ -19,7 +19,7 @@ import yaml
 
 from hybrid_rlhf.core.errors import UserError, check, nearest
 from hybrid_rlhf.core.given_paths import expanded, with_homes
-from hybrid_rlhf.core.options import in_words, kinds_of, may_be_null, of_list, of_mapping, type_of
+from hybrid_rlhf.core.options import holds_null, in_words, kinds_of, none_is_null, of_list, of_mapping, type_of
 
 _SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
              "check_signal": "Print whether there is anything to learn from: the scores of several responses to "
@@ -29,6 +29,7 @@ _VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-
                      "quantisation that fit.",
            "cards": "With --plan: count for NVIDIA cards that need not be here, hosts x cards x memory of each, such "
                     "as 2x8x80GiB or 24GiB; 97% of that memory, what torch finds of a card, is planned with."}
+_DEEPEST = 30
 _TOO_DEEP = "the settings refer to themselves, or are nested too deeply; write them flatter"
 
 
@@ -65,8 +66,8 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
 
     Later wins: the class's defaults, `default_config` (a YAML file), `--config FILE` and dotted overrides in the order
     of the command line. A list or a mapping replaces the one before it; --OPTION+ VALUE appends to a list, and
-    --OPTION.KEY VALUE changes a key of a mapping. none stands for null wherever null may stand, and ~ for the home
-    folder in what names files and folders.
+    --OPTION.KEY VALUE changes a key of a mapping. none stands for null wherever null may stand, null for an empty list
+    where no text may stand, and ~ for the home folder in what names files and folders.
 
     extra: flags of the entry point itself, switches (bool) and those of _VALUES (text, None if not given). unused:
     options or sections that this stage never reads -> what is meant instead; they are not in the help, and an error
@@ -106,9 +107,8 @@ class Option(NamedTuple):
 
     @property
     def explained(self) -> str:
-        default = "null" if self.default is None else self.default
         kind = getattr(self.kind, "__name__", str(self.kind)) if typing.get_origin(self.kind) is None else self.kind
-        return f"{self.text} (type: {str(kind).replace('None', 'null')}, default: {default})"
+        return f"{self.text} (type: {str(kind).replace('None', 'null')}, default: {in_line(self.default)})"
 
 
 def options_of(config_class: type, unused: Iterable[str] = ()) -> list[Option]:
@@ -178,8 +178,8 @@ class _Stage(NamedTuple):
         """What --help prints."""
         parser = argparse.ArgumentParser(
             self.prog, f"{self.prog} [--config FILE.yaml] [--OPTION VALUE] [--LIST+ VALUE] [--MAPPING.KEY VALUE] ...",
-            f"{description}. --LIST+ appends to an option that is a list, --MAPPING.KEY changes one key of a mapping.",
-            add_help=False)
+            f"{description.rstrip('.')}. --LIST+ appends to an option that is a list, --MAPPING.KEY changes one key of "
+            "a mapping.", add_help=False)
         group: Any = parser.add_argument_group("options")
         group.add_argument("-h", "--help", action="store_true", help="Print this.")
         group.add_argument("--config", metavar="FILE", help="YAML file with any of the options below.")
@@ -241,8 +241,6 @@ class _Chosen:
             is_switch = name == "print_config" or (name in self.flags and name not in _VALUES)
             if not word.startswith("--") or not name:
                 raise UserError(self._stage.unknown(word.lstrip("-") or word))
-            if not is_switch and name != "config" and name not in self.flags:
-                self._option_of(name)
             if is_switch:
                 check(not has_value or (name, value) == ("print_config", "comments"), f"{word}: give --{name} alone")
                 if name == "print_config":
@@ -250,14 +248,16 @@ class _Chosen:
                 else:
                     self.flags[name] = True
                 continue
+            option = None if name == "config" or name in self.flags else self._option_of(name)
             value = value if has_value else next(words, "--")
-            check(has_value or not value.startswith("--"), f"--{name} needs a value")
-            if name == "config":
+            check((has_value or not value.startswith("--")) and (value or name != "config"),
+                  f"--{name} needs a {'file' if name == 'config' else 'value'}")
+            if option is not None:
+                self._take_word(name, option, value)
+            elif name == "config":
                 self.read_file(value)
-            elif name in self.flags:
-                self.flags[name] = value
             else:
-                self._take_word(name, value)
+                self.flags[name] = value
 
     def _option_of(self, word: str) -> tuple[str, Any, list[str]]:
         """The option that a word names, its type, and keys in its mapping. UserError for one that there is not."""
@@ -271,8 +271,8 @@ class _Chosen:
                 return name, self._stage.kind_of(name), parts[i:]
         raise UserError(self._stage.unknown(word))
 
-    def _take_word(self, word: str, text: str) -> None:
-        name, kind, keys = self._option_of(word)
+    def _take_word(self, word: str, option: tuple[str, Any, list[str]], text: str) -> None:
+        name, kind, keys = option
         before = self.values.get(name, _options(self._stage.config_class)[name].default)
         if keys:
             inner = of_mapping(kind) if len(keys) == 1 else object
@@ -294,14 +294,11 @@ class _Chosen:
                   f"{where}{name} is a section; give a mapping of its options, or --{name}.OPTION")
             self._take_section(value or {}, f"{name}.", where)
         else:
-            kind = self._stage.kind_of(name)
-            is_none = isinstance(value, str) and value.lower() == "none" and may_be_null(kind, name)
-            self.values[name] = _fitted(kind, None if is_none else value, name, where)
+            self.values[name] = _fitted(self._stage.kind_of(name), value, name, where)
 
     def _take_section(self, settings: dict, prefix: str, where: str) -> None:
+        _check_keys(settings, f"{where}{prefix[:-1] or 'the file'}")
         for key, value in settings.items():
-            check(isinstance(key, str),
-                  f"{where}{prefix[:-1] or 'the file'} has the key {key!r:.60}; a key must be text")
             name = f"{prefix}{key}"
             check(name != "config", f"{where}a file of settings cannot name another; give --config once for each")
             if name in self.flags:
@@ -334,14 +331,14 @@ def _with_key(before: object, keys: Sequence[str], value: Any) -> Any:
 
 
 def _value_of_word(kind: Any, name: str, text: str) -> Any:
-    """A word of the command line, for an option of that type: a list or a mapping as YAML reads it, and anything where
-    anything may stand; what else it says is for `_fitted`."""
+    """A word of the command line, for an option of that type: null, a list or a mapping as YAML reads it, and where
+    anything may stand a number, true, false and quoted text too; what else it says is for `_fitted`."""
     kinds, items = kinds_of(kind), of_list(kind)
-    if (text.lower() in ("null", "~") and type(None) in kinds) or (text.lower() == "none" and may_be_null(kind, name)):
+    if text.lower() in ("null", "~") and holds_null(kind):
         return None
     if kind is object:
-        value = _loaded(text)
-        return text if value is None and text.lower() not in ("null", "~", "") else value
+        is_plain = text == "" or _Loader("").resolve(yaml.ScalarNode, text, (True, False)).endswith(":str")
+        return text if is_plain and not text.startswith(("[", "{", "'", '"')) else _loaded(text)
     if (items is not None and text.startswith("[")) or (of_mapping(kind) is not None and text.startswith("{")):
         value = _loaded(text)
         is_text = str in (*kinds, *kinds_of(items))
@@ -353,66 +350,79 @@ def _value_of_word(kind: Any, name: str, text: str) -> Any:
 def _fitted(kind: Any, value: Any, name: str, where: str) -> Any:
     """The value as one of that type. UserError where it is none."""
     kinds, is_anything = kinds_of(kind), kind is object
-    if value is None and of_list(kind) is not None and str not in kinds and type(None) not in kinds:
+    if isinstance(value, str) and value.lower() == "none" and none_is_null(kind, name):
+        value = None
+    if value is None and type(None) not in kinds and holds_null(kind):
         return []
     if isinstance(value, list) and (is_anything or of_list(kind) is not None):
         return [_fitted(of_list(kind) or object, item, f"{name}[{i}]", where) for i, item in enumerate(value)]
     if isinstance(value, dict) and (is_anything or of_mapping(kind) is not None):
-        wrong = next((key for key in value if not isinstance(key, str)), None)
-        check(wrong is None, f"{where}{name} has the key {wrong!r:.60}; a key must be text")
+        _check_keys(value, f"{where}{name}")
         return {key: _fitted(of_mapping(kind) or object, item, f"{name}[{key[:60]}]", where)
                 for key, item in value.items()}
     if type(value) in (kinds if not is_anything else (str, int, float, bool, type(None))):
         return value
     if str not in kinds and isinstance(value, str) and not is_anything:
         if of_list(kind) is str and not value.startswith("["):
-            return [] if value.lower() == "none" else [value]
+            return [value]
         value = _number(kinds, value)
-    if float in kinds and type(value) is int and abs(value) < 1e300:
+    if float in kinds and type(value) is int:
         return float(value)
     if type(value) in kinds:
         return value
-    shown = in_words(type(value)) if value is None or isinstance(value, (list, dict)) else (
-        str(value).lower() if isinstance(value, bool) else repr(value)[:60])
     wanted = "text, a number, true or false, a list or a mapping" if is_anything else " or ".join(map(in_words, kinds))
-    raise UserError(f"{where}{name} is {shown}; it must be {wanted}")
+    raise UserError(f"{where}{name} is {_shown(value)}; it must be {wanted}")
+
+
+def _check_keys(mapping: dict, name: str) -> None:
+    for key in mapping:
+        check(isinstance(key, str), f"{name} has the key {_shown(key)}; a key must be text")
+
+
+def _shown(value: object) -> str:
+    """A value in a message."""
+    return in_words(type(value)) if value is None or isinstance(value, (list, dict)) else (
+        str(value).lower() if isinstance(value, bool) else repr(value)[:60])
+
+
+# Whole numbers of at most 300 digits, which floats hold, and other numbers.
+_DIGITS = r"\d(?:_?\d){0,299}"
+_INT = rf"[-+]?(?:{_DIGITS}|0x[\da-f]{{1,16}})"
+_FLOAT = rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:e[-+]?\d{{1,3}})?|[-+]?\.(?:inf|nan)"
 
 
 def _number(kinds: tuple, text: str) -> Any:
     """A text that says a number or true or false as that; others as they are."""
-    if bool in kinds and text.lower() in ("true", "yes", "on", "false", "no", "off"):
-        return text.lower() in ("true", "yes", "on")
-    if int in kinds and re.fullmatch(r"[-+]?(\d[\d_]*|0x[\da-f]+)", text.lower()):
-        return int(text, 16 if "x" in text.lower() else 10)
-    if float in kinds and re.fullmatch(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d{1,3})?|[-+]?\.(inf|nan)", text.lower()):
-        value = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        return text if math.isinf(value) and "inf" not in text.lower() else value
+    low = text.lower()
+    if bool in kinds and low in ("true", "yes", "on", "false", "no", "off"):
+        return low in ("true", "yes", "on")
+    if int in kinds and re.fullmatch(_INT, low, re.A):
+        return int(low, 16 if "x" in low else 10)
+    if float in kinds and re.fullmatch(_FLOAT, low, re.A):
+        value = float(low.replace(".inf", "inf").replace(".nan", "nan"))
+        return text if math.isinf(value) and "inf" not in low else value
     return text
 
 
-_FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), [*"-+.0123456789"])
-
-
-class _Loader(yaml.SafeLoader):
-    """With 1e-5 as a number, and 2020-01-01 as text."""
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML 1.1 with our numbers: 1e-5 is one; 010, 1:30 and 2020-01-01 are text. libyaml takes {a: b?, c: d} too."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - never changed
-        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+        first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] in ("bool", "null", "merge")]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 
 
-class _WordLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The same by libyaml, which takes {a: b?, c: d}."""
-
-    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-
-
 class _Dumper(yaml.SafeDumper):
-    """Writes the text 1e5 in quotes, as `_Loader` needs it."""
+    """Writes text in quotes where `_Loader` or another reader of YAML 1.1 would take it for something else."""
 
 
-for _class in (_Loader, _WordLoader, _Dumper):
-    _class.add_implicit_resolver(*_FLOAT)
+for _tag, _pattern in (("tag:yaml.org,2002:int", rf"(?![-+]?0[\d_])(?:{_INT})\Z"),
+                       ("tag:yaml.org,2002:float", rf"(?=.*[.e])(?:{_FLOAT})\Z")):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(_pattern, re.I | re.A), [*"-+.0123456789"])
+    _Loader.add_constructor(_tag, lambda loader, node: _number((int, float), loader.construct_scalar(node)))
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(  # without quotes \x85 is read as a space
+    "tag:yaml.org,2002:str", text, style='"' if "\x85" in text else None))
 
 
 def to_yaml(value: object, **style: Any) -> str:
@@ -420,40 +430,46 @@ def to_yaml(value: object, **style: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, **{"sort_keys": False, "allow_unicode": True, "width": 10**6} | style)
 
 
+def in_line(value: object) -> str:
+    """A value as YAML, as a word of the command line or beside a key says it."""
+    return to_yaml(value, default_flow_style=True).strip().removesuffix("...").strip()
+
+
+_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)  # of a date of month 13; of a thousand <<, each in the next
+
+
 def _loaded(text: str) -> Any:
     """A word as YAML reads it, or as it stands where that cannot."""
-    check(_is_flat(text), _TOO_DEEP)
     try:
-        return yaml.load(text, _WordLoader)
-    except (yaml.YAMLError, ValueError):
+        return _from_yaml(text, "")
+    except _NO_YAML:
         return text
 
 
-def _is_flat(text: str) -> bool:
-    """Whether libyaml's recursion ends before the stack does."""
-    return sum(map(text.count, "[{")) < 1000
+def _from_yaml(text: str, where: str) -> Any:
+    """What YAML says. UserError, which begins with `where`, for what is not as flat and small as settings are."""
+    depth = 0
+    for event in yaml.parse(text, _Loader):  # first: libyaml's recursion would end the process
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        check(depth <= _DEEPEST, f"{where}{_TOO_DEEP}")
+    value = yaml.load(text, _Loader)
+    check(_is_small(value), f"{where}{_TOO_DEEP}")
+    return value
 
 
 def _read_yaml(path: str) -> dict:
     """UserError with file and line for a file that is not a YAML mapping."""
     path = expanded(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        check(_is_flat(text), f"--config {path}: {_TOO_DEEP}")
-        value = yaml.load(text, _Loader)
+        value = _from_yaml(Path(path).read_text(encoding="utf-8"), f"--config {path}: ")
     except OSError as error:
         raise UserError(f"cannot read --config {path}: {error.strerror}; give a YAML file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--config {path} is not UTF-8 text; give a YAML file") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise UserError(f"--config {path}{where}: not valid YAML ({getattr(error, 'problem', error)}); "
-                        "fix that line") from error
-    except (RecursionError, ValueError) as error:  # ValueError: a date of month 13, a number of thousands of digits
-        raise UserError(f"--config {path}: not valid YAML ({str(error)[:100] or 'nested too deeply'}); "
-                        "fix it") from error
-    check(_is_small(value), f"--config {path}: {_TOO_DEEP}")
+    except _NO_YAML as error:
+        mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", error)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise UserError(f"--config {path}{line}: not valid YAML ({why}); fix it") from error
     check(isinstance(value, dict), f"--config {path}: a mapping of options such as seed: 1 is needed, found "
                                    f"{'nothing' if value is None else in_words(type(value))}")
     return value
@@ -468,6 +484,6 @@ def _is_small(value: object) -> bool:
         count += 1
         if isinstance(outer, (dict, list)):
             waiting += [(inner, depth + 1) for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        if depth > 30 or count + len(waiting) > 10**5:
+        if depth > _DEEPEST or count + len(waiting) > 10**5:
             return False
     return True

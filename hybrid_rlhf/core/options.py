@@ -102,9 +102,14 @@ def of_mapping(kind: object) -> Any | None:
                 None)
 
 
-def may_be_null(kind: object, option: str) -> bool:
-    """Whether null is a value of an option of that type, and none is not one of its own."""
-    return type(None) in kinds_of(kind) and option.rpartition(".")[2] not in _WITH_NONE
+def holds_null(kind: object) -> bool:
+    """Whether null may be given: as itself, or for an empty list where a list may stand and text may not."""
+    return type(None) in kinds_of(kind) or (of_list(kind) is not None and str not in kinds_of(kind))
+
+
+def none_is_null(kind: object, option: str) -> bool:
+    """Whether none is null for an option of that type, and not a value of its own."""
+    return holds_null(kind) and option.rpartition(".")[2] not in _WITH_NONE
 
 
 def in_words(kind: Any) -> str:

@@ -66,9 +66,9 @@ class DataConfig:
         score_template: How conditional_sft writes an answer's score into its prompt (into the last user turn).
     """
 
-    sources: list[dict | str] | dict | str | None = field(default_factory=list, metadata={"items": Source})
+    sources: list[dict | str] | dict | str | None = field(default_factory=list)
     split: list[float] | None = None
-    eval_sources: list[dict | str] | dict | str | None = field(default_factory=list, metadata={"items": Source})
+    eval_sources: list[dict | str] | dict | str | None = field(default_factory=list)
     eval_fraction: float = within(0.05, "[0, 1)")
     max_length: int = within(1024, "[2,")
     max_prompt_length: int = within(256, "[2,")

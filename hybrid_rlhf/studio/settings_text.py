@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from hybrid_rlhf.commands.init import comment, of_card
-from hybrid_rlhf.core.config import check, to_yaml
+from hybrid_rlhf.core.config import check, in_line, to_yaml
 from hybrid_rlhf.memory_plan.presets import card as card_of
 from hybrid_rlhf.training.registry import STAGES, By, Rate
 
@@ -141,7 +141,7 @@ def block(nested: Mapping[str, object], indent: str = "") -> str:
 def flow(value: object) -> str:
     """A value as one line of YAML, with the same meaning in all versions of YAML."""
     if value is None or isinstance(value, (bool, int, float)):
-        return to_yaml(value).strip().removesuffix("...").strip()
+        return in_line(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(flow, value))}]"
     if isinstance(value, Mapping):

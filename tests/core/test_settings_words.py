@@ -80,6 +80,7 @@ class Many:
         count: A count.
         is_on: A switch.
         texts: Texts.
+        numbers: Numbers.
         either: One or several.
         by_name: Texts by name.
         by_mapping: Anything by name.
@@ -87,74 +88,120 @@ class Many:
         inner: A part.
     """
 
-    rate: float | None = None
+    rate: float | None = 0.5
     count: int = 1
-    is_on: bool | None = None
-    texts: list[str] = field(default_factory=list)
+    is_on: bool | None = True
+    texts: list[str] = field(default_factory=lambda: ["t"])
+    numbers: list[int] = field(default_factory=lambda: [7])
     either: list[str] | str = field(default_factory=list)
     by_name: dict[str, str] = field(default_factory=dict)
     by_mapping: dict[str, dict] = field(default_factory=dict)
     free: dict[str, object] = field(default_factory=dict)
-    inner: Inner = field(default_factory=Inner)
+    inner: Inner = field(default_factory=lambda: Inner(named={"b": "c"}))
 
 
 def value(*words: str):
     """The only option that words have changed."""
     config, plain = parse(Many, list(words), prog="x")[0], Many()
-    changed = [getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name)]
-    return changed[0] if changed else None
+    [changed] = [getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name)]
+    return changed
+
+
+def value_in_file(tmp_path, text: str):
+    """The only option that a file has changed."""
+    (tmp_path / "a.yaml").write_text(text)
+    return value("--config", f"{tmp_path}/a.yaml")
 
 
 @pytest.mark.parametrize(("words", "wanted"), [
     (["--rate", "1e-5"], 1e-5), (["--rate=.5e3"], 500.0), (["--rate", "none"], None), (["--rate", ".inf"], math.inf),
     (["--count", "010"], 10), (["--count=0x10"], 16), (["--count", "1_000"], 1000), (["--is_on", "no"], False),
-    (["--texts", "a b #c"], ["a b #c"]), (["--texts", "[a, 'b #c']"], ["a", "b #c"]), (["--texts+", "yes"], ["yes"]),
-    (["--texts+", "a", "--texts+", "[b, c]"], ["a", "b", "c"]), (["--texts+", "[01]\\.x"], ["[01]\\.x"]),
+    (["--texts", "a b #c"], ["a b #c"]), (["--texts", "[a, 'b #c']"], ["a", "b #c"]),
+    (["--texts+", "yes"], ["t", "yes"]),
+    (["--texts+", "a", "--texts+", "[b, c]"], ["t", "a", "b", "c"]), (["--texts+", "[01]\\.x"], ["t", "[01]\\.x"]),
+    (["--texts", "null"], []), (["--texts", "none"], []), (["--numbers", "~"], []), (["--numbers", "None"], []),
+    (["--rate", "null"], None), (["--is_on", "none"], None),
     (["--either", "[qv]_proj"], "[qv]_proj"), (["--either", "yes"], "yes"), (["--either", "[a, b]"], ["a", "b"]),
     (["--by_name.a", "{prompt} hi #1"], {"a": "{prompt} hi #1"}), (["--by_name.a", "'x'"], {"a": "'x'"}),
     (["--by_mapping.f.low", "3"], {"f": {"low": 3}}), (["--by_mapping.f", "{low: 1e-3}"], {"f": {"low": 1e-3}}),
-    (["--free.a", "#fff"], {"a": "#fff"}), (["--free.a", "{x} y"], {"a": "{x} y"}), (["--free.a.b", "no"], {
-        "a": {"b": False}}), (["--free", "{q: is it long?, n: 2}"], {"q": "is it long?", "n": 2})])
+    (["--inner.named.a=[1"], Inner(named={"a": "[1", "b": "c"})),
+    (["--free", "{q: is it long?, n: 2}"], {"q": "is it long?", "n": 2})])
 def test_a_word_is_what_its_option_holds(words, wanted):
     assert value(*words) == wanted
+
+
+@pytest.mark.parametrize(("word", "wanted"), [
+    ("#fff", "#fff"), ("{x} y", "{x} y"), ("x #y", "x #y"), ("5 #y", "5 #y"), ("a: b", "a: b"), ("- a", "- a"),
+    ("", ""), ("'x' y", "'x' y"), ("'x'", "x"), ('"010"', "010"), ("010", "010"), ("-010", "-010"), ("1:30", "1:30"),
+    ("0b1", "0b1"), ("1__0", "1__0"), ("1_0", 10), ("0x1F", 31), ("-5", -5), ("1e-5", 1e-5), ("-.inf", -math.inf),
+    ("1e400", "1e400"), ("9" * 5000, "9" * 5000), ("none", "none"), ("null", None), ("No", False),
+    ("[010, 10, {b: 1:30}]", ["010", 10, {"b": "1:30"}])])
+def test_where_anything_may_stand_a_word_is_text_unless_it_is_plainly_something_else(word, wanted):
+    assert value("--free.a", word) == {"a": wanted}
+    assert value("--free.a.b", word) == {"a": {"b": wanted}}
 
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--free={a: [1}"], "free: {a: [1} is not valid YAML"), (["--free"], "--free needs a value"),
     (["--inner"], "--inner needs a value"), (["--inner="], "--inner needs a mapping"),
-    (["--inner.named.a=[1"], ""), (["--rate="], "rate is ''; it must be a number or null"),
+    (["--rate="], "rate is ''; it must be a number or null"),
     (["--count", ""], "count is ''; it must be a whole number"), (["--is_on="], "is_on is ''; it must be true"),
     (["count", "5"], "unknown option count; "), (["--count", "5", "rate"], "unknown option rate; "),
     (["--count+", "5"], "unknown option count+ (did you mean count?)"), (["--config+", "x"], "unknown option config+"),
     (["--rate", f"1{'0' * 400}"], "rate is '1000"), (["--free", f"{{a: {'[' * 2000}"], "the settings refer to"),
-    (["--either.a", "5"], "unknown option either.a")])
+    (["--free", "{a: &x [*x]}"], "the settings refer to"),
+    (["--either.a", "5"], "unknown option either.a"), (["--config="], "--config needs a file"),
+    (["--config", ""], "--config needs a file"), (["--config"], "--config needs a file"),
+    (["--count", "1__0"], "count is '1__0'; it must be a whole number"), (["--rate", "1__0.5"], "rate is '1__0.5'; "),
+    (["--count", "9" * 5000], "count is '9999"), (["--count", "0x" + "f" * 5000], "count is '0xfff")])
 def test_a_word_that_is_not_for_its_option_is_one_line(words, said):
-    if not said:
-        assert value(*words).named == {"a": "[1"}
-        return
     with pytest.raises(UserError, match=f"^{re.escape(said)}"):
         value(*words)
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("rate: 1" + "0" * 400, "rate is 1000"), ("free: {a: {1: 2}}", "free[a] has the key 1; a key must be text"),
+    ("rate: 1" + "0" * 400, "rate is '1000"), ("count: " + "9" * 5000, "count is '9999"), ("rate: 1e400", "rate is"),
+    ("free: {a: {1: 2}}", "free[a] has the key 1; a key must be text"), ("null: 1", "the file has the key null; a key"),
+    ("free: {a: {null: 2}}", "free[a] has the key null; a key must be"), ("free: {null: 2}", "free has the key null"),
+    ("by_name: {a: null}", "by_name[a] is null; it must be text"), ("inner: {yes: 1}", "inner has the key true; a key"),
+    (f"free: {{a: {'[' * 50000}", "the settings refer to"), (f"free:\n  {'- ' * 50000}a", "the settings refer to"),
+    ("".join(f"{f'a{i}'}: &a{i} {{<<: *a{i - 1}}}\n" if i else "a0: &a0 {}\n" for i in range(2000)) + "<<: *a1999",
+     "not valid YAML (maximum recursion depth"),
     ("free: {a: !!set {b}}", "free[a] is "), ("free: &x {a: *x}", "the settings refer to themselves"),
     ("texts: '[a, b]'", "texts is '[a, b]'; it must be a list"), ("count: null", "count is null")])
 def test_a_file_that_cannot_be_settings_is_one_line(tmp_path, text, said):
-    (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(UserError, match=re.escape(said)):
-        value("--config", f"{tmp_path}/a.yaml")
+        value_in_file(tmp_path, text)
 
 
 @pytest.mark.parametrize(("text", "wanted"), [
-    ("rate: '1e-5'", 1e-5), ("is_on: 'true'", True), ("texts: a", ["a"]), ("texts: null", None), ("texts: none", None),
-    ("inner:", None)])
+    ("rate: '1e-5'", 1e-5), ("is_on: 'false'", False), ("texts: a", ["a"]), ("texts: null", []), ("texts: none", []),
+    ("numbers:", []), ("rate: none", None), ("is_on:", None), ("count: 010", 10),
+    ("free: {a: 010, b: 1:30, c: 0b1, d: =, e: is it?, f: 0x1F}",
+     {"a": "010", "b": "1:30", "c": "0b1", "d": "=", "e": "is it?", "f": 31})])
 def test_a_file_says_a_number_in_quotes_and_an_empty_list_too(tmp_path, text, wanted):
-    (tmp_path / "a.yaml").write_text(text)
-    assert value("--config", f"{tmp_path}/a.yaml") == wanted
+    assert value_in_file(tmp_path, text) == wanted
 
 
-@pytest.mark.parametrize("text", ["1e5", "1e-5", "1E+5", "+1e3", "-1E3", "1.e5", ".5e3", "010", "2020-01-01", *TEXTS])
+def test_a_section_may_stand_empty(tmp_path):
+    (tmp_path / "a.yaml").write_text("inner:")
+    assert parse(Many, ["--config", f"{tmp_path}/a.yaml"], prog="x")[0] == Many()
+
+
+def test_a_file_may_have_a_thousand_mappings(tmp_path):
+    assert value_in_file(tmp_path, f"free: {{a: [{'{b: 1}, ' * 1000}]}}") == {"a": [{"b": 1}] * 1000}
+
+
+def test_help_says_defaults_as_the_command_line_takes_them(capsys):
+    with pytest.raises(SystemExit):
+        parse(Many, ["--help"], prog="x", description="Does it.")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Does it. --LIST+ appends" in text
+    assert "A switch. (type: bool | null, default: true)" in text and "Texts. (type: list[str], default: [t])" in text
+
+
+@pytest.mark.parametrize("text", ["1e5", "1e-5", "1E+5", "+1e3", "-1E3", "1.e5", ".5e3", "010", "2020-01-01", "1:30",
+                                  "1:30.5", "0b1", "1__0", "=", "<<", "-.NaN", "a\x85b\u2028", *TEXTS])
 def test_what_is_printed_is_read_as_the_same_text(tmp_path, text, capsys):
     given = f"--free={json.dumps({'a': text, text: [text]})}"
     with pytest.raises(SystemExit):

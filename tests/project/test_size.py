@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5480, 35),
     "inference": (3666, 27),
-    "tests": (64005, 460),
+    "tests": (64052, 460),
     "benchmarks": (7404, 51),
     ENTRY_POINTS: (1158, 8),
 }
