@@ -19,7 +19,7 @@ from pathlib import Path
 
 import harness
 import torch
-from harness import measuring, parse, parser_of, write_json
+from harness import device, measuring, parse, parser_of, write_json
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -53,10 +53,6 @@ class Sizes:
 
 CASES = {"opt-8": Sizes("opt-1.3b", 8, 256, 128), "qwen-64": Sizes("qwen2.5-0.5b", 64, 256, 256),
          "llama8-16-nf4": Sizes("llama-3-8b, 8 layers", 16, 256, 64, is_4bit=True)}
-
-
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def seconds(act: Callable[[], object], repeats: int = 3) -> float:

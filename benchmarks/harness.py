@@ -182,6 +182,11 @@ def first_lines(error: Exception, most: int = 160) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
 
 
+def device() -> torch.device:
+    """The card, where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def machine() -> str:
     import transformers
 
@@ -191,6 +196,8 @@ def machine() -> str:
     except (OSError, StopIteration):
         name = platform.processor() or platform.machine()
     kind = torch.backends.cpu.get_cpu_capability()
+    if torch.cuda.is_available():
+        name = f"{torch.cuda.get_device_name()}, {name}"
     return (f"{name}, {torch.get_num_threads()} threads of {os.cpu_count()}, {kind}, torch {torch.__version__}, "
             f"transformers {transformers.__version__}")
 

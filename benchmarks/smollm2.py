@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "examples" / "first_model")]
 
-from harness import machine, write_json
+from harness import device, machine, write_json
 from smollm2_settings import EXPERIMENTS
 from smollm2_tasks import NUM_TOKENS, TASKS
 
@@ -112,7 +112,7 @@ def perplexity(model: Path, instructions: Path) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device()).eval()
     total, count = 0.0, 0
     for row in random.Random(0).sample(json.loads(instructions.read_text(encoding="utf-8")), NUM_TEXTS):
         asked = [{"role": "user", "content": "\n\n".join(p for p in (row["instruction"], row["input"]) if p)}]
@@ -122,7 +122,7 @@ def perplexity(model: Path, instructions: Path) -> float:
         if ids.shape[1] <= begin:
             continue
         with torch.no_grad():
-            logprobs = network(ids).logits[0, begin - 1:-1].log_softmax(-1)
+            logprobs = network(ids.to(network.device)).logits[0, begin - 1:-1].log_softmax(-1).cpu()
         total -= float(logprobs.gather(1, ids[0, begin:, None]).sum())
         count += ids.shape[1] - begin
     return round(math.exp(total / count), 4)

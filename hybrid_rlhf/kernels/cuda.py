@@ -28,7 +28,13 @@ def load() -> Ops:
     warning, where ours differ from their definition on this card.
     """
     try:
-        from hybrid_rlhf.kernels import triton_attention, triton_fused, triton_sampling, triton_scores
+        from hybrid_rlhf.kernels import (
+            triton_attention,
+            triton_fused,
+            triton_layer,
+            triton_sampling,
+            triton_scores,
+        )
     except ImportError as error:
         raise KernelsUnavailableError(f"Triton is not installed: {error}; pip install triton") from error
     name, scores = "cuda (Triton)", token_scores_by(triton_scores)
@@ -39,6 +45,7 @@ def load() -> Ops:
             _log.warning("cuda kernels: log-probabilities are torch's (%s)", reason)
             name, scores = f"cuda (Triton; log-probabilities by torch: {reason})", None
     return Ops(name, triton_attention.decode_attention, triton_sampling.sample, fused=fused_by(triton_fused),
+               linear_dtypes=frozenset([torch.bfloat16, torch.float16]), decode_layer=triton_layer.DecodeLayer,
                token_scores=scores)
 
 

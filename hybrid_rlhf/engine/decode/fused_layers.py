@@ -92,7 +92,7 @@ def find_decode_layers(runner) -> list[Form]:  # noqa: ANN001 - a Runner
     matching: list[Form] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        forms = [form for layer in runner.model.modules() if (form := _form(layer, runner.ops.linear_dtypes))]
+        forms = [form for layer in runner.model.modules() if (form := _form(layer, runner))]
         widths = _angle_widths(runner, forms) if forms else {}
         for form in forms:
             if widths.get(form.layer) == (_head_dim(form) if form.names.has_angles else None):
@@ -143,7 +143,7 @@ def _eps(norm: nn.Module) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _form(layer: nn.Module, dtypes: frozenset[torch.dtype]) -> Form | None:
+def _form(layer: nn.Module, runner) -> Form | None:  # noqa: ANN001 - a Runner
     """The layer as the kernel's form, if it has the parts of one."""
     names = next((n for n in _NAMES if _has_parts(layer, n)), None)
     if names is None or not isinstance(getattr(layer.self_attn, "layer_idx", None), int):
@@ -158,7 +158,7 @@ def _form(layer: nn.Module, dtypes: frozenset[torch.dtype]) -> Form | None:
     is_plain = (all(m is None or type(m) is nn.Linear or plain_adapter(m) for m in form.matrices())
                 and all(_is_norm(n, names) and _eps(n) == _eps(norms[0]) for n in norms)
                 and len({p.dtype for p in layer.parameters()} | {norms[0].weight.dtype}) == 1
-                and norms[0].weight.dtype in dtypes and norms[0].weight.device.type == "cpu")
+                and norms[0].weight.dtype in runner.ops.linear_dtypes and norms[0].weight.device == runner.device)
     return form if is_plain and _like(form).numel() else None
 
 
@@ -228,7 +228,8 @@ def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
         ours = rows.keys.clone(), rows.values.clone()
         angles = tuple(torch.randn(_ROWS, 1, dim).to(like) for _ in range(2)) if form.names.has_angles else None
         x = 0.05 * torch.randn(_ROWS, 1, like.shape[1])  # small, so that what the layer adds is not rounded away
-        step = Step(torch.tensor([[2], [6], [0]]), 7, slots=torch.tensor([2, 0, 1]))
+        columns, slots = (torch.tensor(numbers, device=like.device) for numbers in ([[2], [6], [0]], [2, 0, 1]))
+        step = Step(columns, 7, slots=slots)
         cache.fused_cache_write.add(form.index)
         want = runner.through_layer(form.layer, cache, step, x.to(like), angles)
         if not isinstance(want, Tensor):

@@ -90,6 +90,27 @@ def test_sampled_logprobs_are_those_of_the_training_forward_in_bf16():
     assert sum(differences) / len(differences) < 0.02 and max(differences) < 0.3
 
 
+@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "opt", "qwen3", "mistral"])
+def test_layers_in_few_launches_sample_what_the_training_forward_says(kind, has_adapters):
+    model = build(kind).cuda().half()
+    if has_adapters:
+        add_lora(model, LoraConfig(r=4))
+        for up in [p for n, p in model.named_parameters() if "lora_B" in n]:
+            torch.nn.init.normal_(up, std=0.3)
+        model.half()
+    for count in (1, 12, 24):
+        with _engine(model.eval(), max_batch=64).inference() as engine:
+            drawn = engine.generate(PROMPTS * count, SamplingConfig(max_new_tokens=12), seed=3)
+            said = engine.describe()
+        assert said["fused"]["decode_layer"] == model.config.num_hidden_layers and said["captured"], said
+        for prompt, tokens, logprobs in list(zip(PROMPTS * count, drawn.tokens, drawn.logprobs, strict=True))[-8:]:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + tokens], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+            truth = logits.log_softmax(-1).gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+            assert (torch.tensor(logprobs) - truth.cpu()).abs().max() < 0.05
+
+
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_states_that_are_read_give_the_logits_of_the_plain_forward(kind):
     model = build(kind).cuda()
