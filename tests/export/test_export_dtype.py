@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from hybrid_rlhf.export.folder import difference_of, export, has_experts
+from hybrid_rlhf.export.folder import difference_of, export, has_experts, is_rough
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
@@ -94,12 +94,20 @@ def test_what_transformers_keeps_in_float32_beside_bfloat16_weights_is_exported_
 
 @pytest.mark.parametrize(("is_routed", "wrong", "difference"), [
     (False, 1, 0.5), (True, 1, 0.01), (True, 3, 0.5)], ids=["dense", "one token of four", "most tokens"])
-def test_of_a_model_with_experts_a_quarter_of_the_tokens_may_differ(is_routed, wrong, difference):
+def test_where_rounding_is_rough_a_quarter_of_the_tokens_may_differ(is_routed, wrong, difference):
     live = torch.ones(1, 4, 5)
     live[0, 0, 0] = 2.0  # the largest logit
     again = live + 0.02
     again[0, :wrong, 1] += 0.98
     assert difference_of(live, again, is_routed) == pytest.approx(difference, rel=1e-4)
+
+
+@pytest.mark.parametrize(("live", "written", "expected"), [
+    ("float32", "float32", False), ("bfloat16", "bfloat16", True), ("float32", "bfloat16", True),
+    ("float16", "float32", True)])
+def test_rounding_is_rough_where_the_model_or_the_folder_has_16_bits(live, written, expected):
+    model = build("llama").to(getattr(torch, live))
+    assert is_rough(model, getattr(torch, written)) is expected
 
 
 def test_a_number_that_is_none_differs_in_a_model_with_experts_too():
