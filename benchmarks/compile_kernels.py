@@ -159,6 +159,41 @@ def scores(is_plain: bool, is_backward: bool) -> Callable[[int, str], Kernel]:
     return build
 
 
+def layer_product(rows: int, size_in: int, size_out: int, is_gated: bool = False) -> Callable[[int, str], Kernel]:
+    """With bias, adapters of rank 16 and, but for a gate, what is added."""
+    def build(architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_attention, triton_layer
+
+        card = triton_attention.Card(132, ARCHITECTURES[architecture].block * 1024, has_matrix_units=True)
+        form = triton_layer.product_form(rows, size_in, size_out, card, is_gated)
+        overlaps = architecture >= 90
+        constants = dict(HAS_BIAS=True, HAS_LOW=True, HAS_RESIDUAL=not is_gated, IS_GATED=is_gated, BLOCK_R=16,
+                         ACTIVATION=int(is_gated), NUM_SPLITS=form.splits, OVERLAPS=overlaps, **form.sizes)
+        pointers = dict.fromkeys(("x", "low", "residual", "out", *(f"{n}{what}" for n in ("first", "second", "third")
+                                                                   for what in ("", "_bias", "_up"))), "*" + kind)
+        pointers |= dict(partials="*fp32", counters="*i32", first_scaling="fp32", second_scaling="fp32",
+                         third_scaling="fp32")
+        return Kernel(triton_layer._product, constants, pointers, form.launch | dict(launch_pdl=overlaps))
+
+    return build
+
+
+def layer_row(is_norm: bool) -> Callable[[int, str], Kernel]:
+    """LayerNorm of 4,096 numbers; or norm and rotation of a head of 128."""
+    def build(architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_layer
+
+        overlaps = architecture >= 90
+        pointers = dict.fromkeys(("x", "weight", "bias", "out", "query_weight", "key_weight", "cosines", "sines"),
+                                 "*" + kind)
+        constants = (dict(HAS_BIAS=True, BLOCK=4096) if is_norm else dict(HAS_NORM=True, HAS_ANGLES=True, BLOCK=64))
+        return Kernel(triton_layer._norm_row if is_norm else triton_layer._place_heads,
+                      constants | dict(ADDS_ONE=False, OVERLAPS=overlaps), pointers,
+                      dict(num_warps=4 if is_norm else 1, launch_pdl=overlaps))
+
+    return build
+
+
 SIZES = [*((size, size) for size in (64, 80, 96, 112, 128, 192, 256, 512)), (192, 128), (576, 512)]  # of keys, values
 SIXTEEN, ALL = ("fp16", "bf16"), ("fp16", "bf16", "fp32")
 
@@ -187,6 +222,13 @@ def cases() -> dict[str, Case]:
             found[f"gate_{name}{end}"] = Case(f"gate, {name}{word}", ALL, gate(is_gelu, is_backward))
         for is_plain, name, options in ((True, "plain", ""), (False, "all", ", entropy and temperature")):
             found[f"scores_{name}{end}"] = Case(f"log-probabilities{options}{word}", ALL, scores(is_plain, is_backward))
+    for rows in (16, 64):
+        work = f"product of a decode layer, {rows} rows"
+        found[f"layer_{rows}"] = Case(work, SIXTEEN, layer_product(rows, 4096, 6144))
+        found[f"layer_{rows}_split"] = Case(f"{work}, inputs split", SIXTEEN, layer_product(rows, 8192, 2048))
+        found[f"layer_{rows}_gated"] = Case(f"{work}, gate", SIXTEEN, layer_product(rows, 4096, 14336, is_gated=True))
+    found["layer_norm"] = Case("norm of a decode layer", SIXTEEN, layer_row(is_norm=True))
+    found["layer_heads"] = Case("norm and rotation of a decode layer's heads", SIXTEEN, layer_row(is_norm=False))
     found["rotary_128"] = Case("rotary positions, 128", ALL, turn(128))
     return found
 

@@ -106,7 +106,7 @@ def plain_opt(x, weights, biases, norms, norm_biases, adapters, columns, scaling
         return v * norms[i] + norm_biases[i]
 
     def product(i, v):
-        down, up, factor = adapters[i] or (torch.zeros(1, len(v)).double(), torch.zeros(len(weights[i]), 1).double(), 0)
+        down, up, factor = adapters[i] or (v.new_zeros(1, len(v)), v.new_zeros(len(weights[i]), 1), 0)
         return weights[i] @ v + biases[i] + factor * (up @ (down @ v))
 
     inner = norm(x, 0)
