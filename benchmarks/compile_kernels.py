@@ -166,30 +166,28 @@ def layer_product(rows: int, size_in: int, size_out: int, is_gated: bool = False
 
         card = triton_attention.Card(132, ARCHITECTURES[architecture].block * 1024, has_matrix_units=True)
         form = triton_layer.product_form(rows, size_in, size_out, card, is_gated)
-        overlaps = architecture >= 90
         constants = dict(HAS_BIAS=True, HAS_LOW=True, HAS_RESIDUAL=not is_gated, IS_GATED=is_gated, BLOCK_R=16,
-                         ACTIVATION=int(is_gated), NUM_SPLITS=form.splits, OVERLAPS=overlaps, **form.sizes)
+                         ACTIVATION=int(is_gated), NUM_SPLITS=form.splits, **form.sizes)
         pointers = dict.fromkeys(("x", "low", "residual", "out", *(f"{n}{what}" for n in ("first", "second", "third")
                                                                    for what in ("", "_bias", "_up"))), "*" + kind)
         pointers |= dict(partials="*fp32", counters="*i32", first_scaling="fp32", second_scaling="fp32",
                          third_scaling="fp32")
-        return Kernel(triton_layer._product, constants, pointers, form.launch | dict(launch_pdl=overlaps))
+        return Kernel(triton_layer._product, constants, pointers, form.launch)
 
     return build
 
 
 def layer_row(is_norm: bool) -> Callable[[int, str], Kernel]:
     """LayerNorm of 4,096 numbers; or norm and rotation of a head of 128."""
-    def build(architecture: int, kind: str) -> Kernel:
+    def build(_architecture: int, kind: str) -> Kernel:
         from hybrid_rlhf.kernels import triton_layer
 
-        overlaps = architecture >= 90
         pointers = dict.fromkeys(("x", "weight", "bias", "out", "query_weight", "key_weight", "cosines", "sines"),
                                  "*" + kind)
         constants = (dict(HAS_BIAS=True, BLOCK=4096) if is_norm else dict(HAS_NORM=True, HAS_ANGLES=True, BLOCK=64))
         return Kernel(triton_layer._norm_row if is_norm else triton_layer._place_heads,
-                      constants | dict(ADDS_ONE=False, OVERLAPS=overlaps), pointers,
-                      dict(num_warps=4 if is_norm else 1, launch_pdl=overlaps))
+                      constants | dict(ADDS_ONE=False), pointers,
+                      dict(num_warps=4 if is_norm else 1))
 
     return build
 

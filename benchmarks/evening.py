@@ -10,9 +10,9 @@ model learns from pairs of a good and a bad sentence that begin alike; PPO (and 
 beginning, DPO learns from the pairs. The judge is VADER (Hutto and Gilbert 2014, `pip install vaderSentiment`).
 
 manner: it chats as people do in simple_dialogs. SFT imitates replies; the reward model learns from pairs of a reply and
-an answer of the seed's SFT model; PPO (and RLOO) answer other lines, DPO learns from the pairs. The judge is a third
-model, the start trained by plain torch on dialogues that no stage has seen: how much likelier it finds an answer than
-the start does, in nats a token.
+the start's own answer; PPO (and RLOO) answer other lines, DPO learns from the pairs. The judge is a third model, the
+start trained by plain torch on dialogues that no stage has seen: how much likelier it finds an answer than the start
+does, in nats a token.
 
 Both judges read answers to prompts that no stage had. Beside the score: how many answers differ, the KL to the SFT
 model, and, with gpteacher in DIR, the perplexity of ordinary answers. A stage that is there with the same words is not
@@ -42,7 +42,7 @@ from harness import device, machine, table_of, write_json, write_tables
 ASKED = 'Write one sentence of a film review. It begins with "{begin}".'
 WORDS = range(6, 31)  # of a sentence
 # an assistant's manner
-NUM_HELD_OUT, NUM_THIRD, THIRD_RATE, THIRD_BATCH = 84, 1200, 1e-4, 8
+NUM_HELD_OUT, NUM_THIRD, THIRD_RATE, THIRD_BATCH = 252, 1200, 1e-4, 8
 
 NUM_SFT, NUM_PAIRS, NUM_SAMPLES = 480, 560, 3
 LENGTHS = ["--data.max_length", "96"]
@@ -51,14 +51,14 @@ ONCE = ["--train.num_train_epochs", "1"]
 STAGES = {  # README's commands, FOLDER for outputs
     "sft": ["--stage", "sft", "--model.model_name_or_path", "MODEL", "--data.sources", "DATA/texts.jsonl",
             *LENGTHS, *ONCE],
-    "reward": ["--stage", "reward", "--model.model_name_or_path", "FOLDER/sft", "--data.sources", "PAIRS",
+    "reward": ["--stage", "reward", "--model.model_name_or_path", "FOLDER/sft", "--data.sources", "DATA/pairs.jsonl",
                *LENGTHS],
     "ppo": ["--stage", "ppo", "--data.sources", "DATA/prompts.jsonl", "--roles.actor.model_name_or_path",
             "FOLDER/sft", "--roles.reward.model_name_or_path", "FOLDER/reward", *SAMPLED, "--train.max_steps", "20",
             "--train.per_device_train_batch_size", "32"],
     "rloo": ["--stage", "rloo", "--data.sources", "DATA/prompts.jsonl", "--roles.actor.model_name_or_path",
              "FOLDER/sft", "--roles.reward.model_name_or_path", "FOLDER/reward", *SAMPLED, "--train.max_steps", "30"],
-    "dpo": ["--stage", "dpo", "--model.model_name_or_path", "FOLDER/sft", "--data.sources", "PAIRS",
+    "dpo": ["--stage", "dpo", "--model.model_name_or_path", "FOLDER/sft", "--data.sources", "DATA/pairs.jsonl",
             *LENGTHS],
 }
 
@@ -106,7 +106,7 @@ def write_dialogues(data: Path, folder: Path, start: Path) -> None:
     """texts, pairs, prompts, held_out, and third for the judge, as JSON lines in `folder`.
 
     A dialogue (each reply is the next line) is in one of them alone, cut at its end where that is full; a line that is
-    asked twice is in the first. The replies of pairs are in chosen.jsonl: `write_pairs`.
+    asked twice is in the first. Pairs' rejected answers are those that `start` sampled.
     """
     if (folder / "third.jsonl").exists():
         return
@@ -129,22 +129,13 @@ def write_dialogues(data: Path, folder: Path, start: Path) -> None:
             rows += unseen.pop(0)
         parts[name] = rows[:size]
     rest = [row for dialogue in unseen for row in dialogue]
+    answers = sampled([asked for asked, _ in parts["pairs"]], start, folder, num_samples=1)[0].completions
     _write(folder, texts=[{"prompt": a, "completion": r} for a, r in parts["sft"]],
-           chosen=[{"prompt": a, "chosen": r} for a, r in parts["pairs"]],
+           pairs=[{"prompt": a, "chosen": r, "rejected": answer}
+                  for (a, r), answer in zip(parts["pairs"], answers, strict=True)],
            prompts=[{"prompt": a} for a, _ in parts["sft"] + parts["pairs"] + rest],
            held_out=[{"prompt": a, "reply": r} for a, r in parts["held_out"]],
            third=[{"prompt": a, "completion": r} for a, r in parts["third"]])
-
-
-def write_pairs(data: Path, model: Path, folder: Path) -> Path:
-    """folder/pairs.jsonl, whose rejected answers `model` sampled; data/pairs.jsonl for a task that has its own."""
-    if (data / "pairs.jsonl").exists():
-        return data / "pairs.jsonl"
-    path, rows = folder / "pairs.jsonl", _read(data / "chosen.jsonl")
-    if not path.exists():
-        answers = sampled([row["prompt"] for row in rows], model, folder, num_samples=1)[0].completions
-        _write(folder, pairs=[row | {"rejected": answer} for row, answer in zip(rows, answers, strict=True)])
-    return path
 
 
 def run_stage(name: str, seed: int, folder: Path, names: dict[str, str]) -> dict:
@@ -295,8 +286,6 @@ def evening(seed: int, stages: list[str], options: argparse.Namespace) -> dict:
     lists = sorted((options.data / "gpteacher").glob("*.json"))
     row: dict = {"seed": seed, "machine": machine()}
     for name in ["sft", "reward", *stages]:
-        if name == "reward":
-            names["PAIRS"] = str(write_pairs(data, folder / "sft" / "model", folder))
         row[name] = {k: v for k, v in run_stage(name, seed, folder, names).items() if k != "words"}
         if name == "reward":
             metrics = json.loads((folder / name / "run.json").read_text())["metrics"]

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hybrid_rlhf.kernels.triton_attention import Card, card_of, decode_attention
 from hybrid_rlhf.kernels.triton_fused import _activated
@@ -23,21 +22,6 @@ from hybrid_rlhf.kernels.triton_fused import _activated
 _MOST_ROWS = 64
 _MOST_TILES = 4096  # of a product whose inputs are split
 _ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "relu": 3}
-
-
-@triton.jit
-def _begin(OVERLAPS: tl.constexpr):
-    """Lets the next kernel be launched, and waits for all before this one: nothing of theirs is read or written yet."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
-
-
-@triton.jit
-def _ask_for(places):
-    """Begins to read the lines at these addresses into the card's L2 cache."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32,
-                              is_pure=False, pack=1)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -103,7 +87,7 @@ def _product(x, low, first, second, third, first_bias, second_bias, third_bias, 
              second_rank, third_rank, first_scaling, second_scaling, third_scaling, size_out, part_size,
              HAS_BIAS: tl.constexpr, HAS_LOW: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
              ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-             BLOCK_R: tl.constexpr, NUM_SPLITS: tl.constexpr, OVERLAPS: tl.constexpr):
+             BLOCK_R: tl.constexpr, NUM_SPLITS: tl.constexpr):
     """Grid (tiles of BLOCK_N outputs, splits of part_size inputs). out (rows, size_out): x times up to three matrices
     side by side; or, IS_GATED, act(x first^T) * (x second^T). low (rows, low_size): x times the adapters' A."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -121,13 +105,6 @@ def _product(x, low, first, second, third, first_bias, second_bias, third_bias, 
     rows, columns = tl.arange(0, BLOCK_M), at * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = split * part_size
     end = tl.minimum(begin + part_size, size_in)
-    if OVERLAPS:
-        ahead = tl.minimum(begin + 64 * tl.arange(0, 8), end - 1)  # lines of 128 bytes
-        lines = tl.minimum(columns, size - 1)[:, None] * size_in + ahead[None, :]
-        _ask_for(weight + lines)
-        if IS_GATED:
-            _ask_for(second + lines)
-    _begin(OVERLAPS)
     sums, factor = _sums(x, weight, second, columns, size, begin, end, num_rows, size_in, IS_GATED, BLOCK_M, BLOCK_N,
                          BLOCK_K)
     is_last = True
@@ -177,13 +154,6 @@ def product_form(rows: int, size_in: int, size_out: int, card: Card, is_gated: b
 
 
 @cache
-def _overlap(device: torch.device) -> dict[str, bool]:
-    """How kernels are launched that may begin before the one before them has ended: from Hopper on."""
-    overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and torch.version.hip is None
-    return dict(OVERLAPS=True, launch_pdl=True) if overlaps else dict(OVERLAPS=False)
-
-
-@cache
 def _counters(device: torch.device) -> Tensor:
     """Zeros, which every product leaves as it found them; recorded steps know their address."""
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
@@ -224,7 +194,7 @@ def product(x: Tensor, matrices: list[Matrix], residual: Tensor | None = None, a
         *[0.0] * spare, size_out, per_split, HAS_BIAS=matrices[0].bias is not None, HAS_LOW=bool(downs),
         HAS_RESIDUAL=residual is not None, IS_GATED=is_gated, ACTIVATION=_ACTIVATIONS[activation],
         BLOCK_R=max(16, triton.next_power_of_2(max(ranks))) if downs else 16, NUM_SPLITS=form.splits, **form.sizes,
-        **form.launch, **_overlap(x.device))
+        **form.launch)
     return out
 
 
@@ -232,13 +202,11 @@ def product(x: Tensor, matrices: list[Matrix], residual: Tensor | None = None, a
 
 
 @triton.jit
-def _norm_row(x, weight, bias, out, size, eps, HAS_BIAS: tl.constexpr, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr,
-              OVERLAPS: tl.constexpr):
+def _norm_row(x, weight, bias, out, size, eps, HAS_BIAS: tl.constexpr, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (rows,): RMSNorm of a row; HAS_BIAS: LayerNorm (1607.06450)."""
     dims = tl.arange(0, BLOCK)
     inside, places = dims < size, tl.program_id(0) * size + dims
     w = tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32)
-    _begin(OVERLAPS)
     wide = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         wide = tl.where(inside, wide - tl.sum(wide, 0) / size, 0.0)
@@ -266,13 +234,11 @@ def _half(x, weight, dims, inside, factor, kind: tl.constexpr, HAS_NORM: tl.cons
 
 @triton.jit
 def _place_heads(x, query_weight, key_weight, cosines, sines, num_queries, row_size, half, angle_b, eps,
-                 HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_ANGLES: tl.constexpr, BLOCK: tl.constexpr,
-                 OVERLAPS: tl.constexpr):
+                 HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_ANGLES: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (rows, query and key heads): norm and rotation of one head, in place. Halves are paired."""
     row, head, dims = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     kind: tl.constexpr = x.dtype.element_ty
     inside, base = dims < half, x + row * row_size + head * 2 * half + dims
-    _begin(OVERLAPS)
     a = tl.load(base, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(base + half, mask=inside, other=0.0).to(tl.float32)
     weight = query_weight
@@ -332,7 +298,7 @@ class DecodeLayer:
         out, block = torch.empty_like(x), triton.next_power_of_2(x.shape[1])
         _norm_row[(len(x),)](x, weight, out if bias is None else bias, out, x.shape[1], self._eps,
                              HAS_BIAS=bias is not None, ADDS_ONE=self._adds_one, BLOCK=block,
-                             num_warps=min(16, max(4, block // 1024)), **_overlap(x.device))
+                             num_warps=min(16, max(4, block // 1024)))
         return out
 
     def _place(self, heads: Tensor, num_queries: int, num_keys: int, cosines: Tensor | None, sines: Tensor | None
@@ -349,4 +315,4 @@ class DecodeLayer:
         _place_heads[rows, num_queries + num_keys](
             heads, *norms, *angles, num_queries, row_size, dim // 2, angle_b, self._eps,
             HAS_NORM=query_norm is not None, ADDS_ONE=self._adds_one, HAS_ANGLES=cosines is not None,
-            BLOCK=triton.next_power_of_2(dim // 2), num_warps=1, **_overlap(heads.device))
+            BLOCK=triton.next_power_of_2(dim // 2), num_warps=1)
