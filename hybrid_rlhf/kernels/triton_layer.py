@@ -37,11 +37,11 @@ def _sums(x, weight, other, columns, size, first, last, num_rows, size_in, IS_PA
         inputs = start + tl.arange(0, BLOCK_K)
         is_input = (inputs < last)[None, :]
         places, mask = columns[:, None] * size_in + inputs[None, :], (columns < size)[:, None] & is_input
-        given = tl.load(x + rows[:, None] * size_in + inputs[None, :], mask=(rows < num_rows)[:, None] & is_input,
+        x_tile = tl.load(x + rows[:, None] * size_in + inputs[None, :], mask=(rows < num_rows)[:, None] & is_input,
                         other=0.0)
-        sums = tl.dot(given, tl.trans(tl.load(weight + places, mask=mask, other=0.0)), sums)
+        sums = tl.dot(x_tile, tl.trans(tl.load(weight + places, mask=mask, other=0.0)), sums)
         if IS_PAIR:
-            others = tl.dot(given, tl.trans(tl.load(other + places, mask=mask, other=0.0)), others)
+            others = tl.dot(x_tile, tl.trans(tl.load(other + places, mask=mask, other=0.0)), others)
     return sums, others
 
 
@@ -74,10 +74,10 @@ def _rounded(sums, bias, low, up, rank, scaling, columns, size, num_rows, low_si
     if HAS_LOW:
         rows, ranks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
         is_rank = (ranks < rank)[None, :]
-        given = tl.load(low + rows[:, None] * low_size + ranks[None, :], mask=(rows < num_rows)[:, None] & is_rank,
+        low_tile = tl.load(low + rows[:, None] * low_size + ranks[None, :], mask=(rows < num_rows)[:, None] & is_rank,
                         other=0.0)
         part = tl.load(up + columns[:, None] * rank + ranks[None, :], mask=inside[:, None] & is_rank, other=0.0)
-        result = (result + scaling * tl.dot(given, tl.trans(part))).to(kind).to(tl.float32)
+        result = (result + scaling * tl.dot(low_tile, tl.trans(part))).to(kind).to(tl.float32)
     return result
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.engine.decode.test_fused_layers import numbers_of, plain, plain_opt
+from tests.factories.plain_layers import numbers_of, plain, plain_opt
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"

@@ -29,8 +29,8 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize("file", ["test_gpu_fused.py", "test_gpu_kernels.py", "test_gpu_sampling.py",
-                                  "test_gpu_scores.py"])
+@pytest.mark.parametrize("file", ["test_gpu_fused.py", "test_gpu_kernels.py", "test_gpu_layer.py",
+                                  "test_gpu_sampling.py", "test_gpu_scores.py"])
 def test_the_kernels_pass_their_tests_in_the_interpreter(file):
     done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "gpu",
                f"tests/kernels/{file}", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
@@ -39,7 +39,7 @@ def test_the_kernels_pass_their_tests_in_the_interpreter(file):
 
 
 def test_without_triton_the_reference_is_used_and_says_so(monkeypatch, caplog):
-    ours = ("triton_attention", "triton_fused", "triton_sampling", "triton_scores")
+    ours = ("triton_attention", "triton_fused", "triton_layer", "triton_sampling", "triton_scores")
     for name in ("triton", *(f"hybrid_rlhf.kernels.{name}" for name in ours)):
         monkeypatch.setitem(sys.modules, name, None)
     for name in ours:

@@ -21,7 +21,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/engine": (6038, 46),
     "hybrid_rlhf/environments": (2012, 13),
     "hybrid_rlhf/export": (928, 6),
-    "hybrid_rlhf/kernels": (5664, 40),
+    "hybrid_rlhf/kernels": (5989, 41),
     "hybrid_rlhf/memory_plan": (2014, 15),
     "hybrid_rlhf/models": (5530, 37),
     "hybrid_rlhf/report": (2345, 14),
@@ -33,8 +33,8 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5480, 35),
     "inference": (3666, 27),
-    "tests": (64052, 460),
-    "benchmarks": (7404, 51),
+    "tests": (64225, 462),
+    "benchmarks": (7449, 51),
     ENTRY_POINTS: (1158, 8),
 }
 
