@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_bytes, read_json
 
 EXPORTS = "exports"  # folder below the outputs, without runs
-GGUF = ("f16", "q8_0")
 CHECKED = "reloaded in a fresh process: "  # prefix of the line in which commands/export.py reports its comparison
 MAX_CARD = 2**16  # bytes
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
@@ -24,20 +23,18 @@ def routes(studio: Studio, jobs: Jobs) -> list[Route]:
     return [Route("GET", "/api/exports", lambda _query, _body: {"exports": exports(studio, jobs.all())})]
 
 
-def export_words(studio: Studio, folder: Path, body: Mapping[str, object]) -> tuple[list[str], str]:
+def export_words(studio: Studio, folder: Path, body: dict) -> tuple[list[str], str]:
     """The command line of `hybrid-rlhf export` for the run in `folder`, and the export's name. Raises Refused for a
-    name that is taken, and for an unknown format."""
-    name, gguf = body.get("name"), body.get("gguf")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    name that is taken."""
+    name, gguf = body["name"], body.get("gguf")
+    if not _NAME.fullmatch(name):
         raise Refused(400, "a name has letters (a to z), digits, _, - and dots, and begins with a letter, a digit or _",
                       "name")
-    if gguf is not None and gguf not in GGUF:
-        raise Refused(400, f"gguf is none of {', '.join(GGUF)}", "gguf")
     target = studio.outputs / EXPORTS / name
     if os.path.lexists(target):
         raise Refused(409, f"there is an export called {name} already; choose another name", "name")
     words = ["export", "--model", str(folder), "--output_dir", str(target)]
-    return [*words, *(["--gguf", str(gguf)] if gguf else []), *(["--ollama"] if body.get("ollama") else [])], name
+    return [*words, *(["--gguf", gguf] if gguf else []), *(["--ollama"] if body.get("ollama") else [])], name
 
 
 def exports(studio: Studio, jobs: Iterable[Job]) -> list[dict]:

@@ -109,10 +109,11 @@ class Jobs:
             jobs.append(job)
         return jobs[::-1]
 
-    def find(self, number: object) -> Job:
+    def find(self, number: str) -> Job:
         """The job of a number. Raises Refused if there is none."""
-        name = number if isinstance(number, str) and IS_NUMBER.fullmatch(number) else ""
-        job = next((job for job in self.all() if job.id == name), None) or (self._job(name) if name else None)
+        job = next((job for job in self.all() if job.id == number), None)
+        if job is None and IS_NUMBER.fullmatch(number):
+            job = self._job(number)
         if job is None:
             raise Refused(404, "there is no such job")
         return job
@@ -174,7 +175,7 @@ class Jobs:
         self._changed()
         return self.find(number).shape()
 
-    def stop(self, number: object) -> dict:
+    def stop(self, number: str) -> dict:
         """Cancel a queued job; ask a running one to stop with a checkpoint, or on a second call immediately."""
         with self.alone():
             job = self.find(number)

@@ -6,7 +6,6 @@ serialises tabs and studios.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -15,14 +14,12 @@ from pathlib import Path
 from hybrid_rlhf.core.file_lock import take_lock
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.strict_json import to_json
+from hybrid_rlhf.studio.run_files import row_of
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused
 
 KINDS = ("pairs", "thumbs")
-MAX_FILE = 2**26  # bytes
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,79}")
 _FILE = re.compile(rf"({_NAME.pattern})\.({'|'.join(KINDS)})\.jsonl")
-_ROLES = ("system", "user", "assistant")
-_HOW = ("edited", "compared")
 
 
 def routes(studio: Studio) -> list[Route]:
@@ -45,23 +42,20 @@ def counts(folder: Path, name: str) -> dict:
 
 
 def mark(studio: Studio, body: dict) -> dict:
-    """{"name", "kind": "pair", "prompt": messages, "chosen", "rejected", "how"} or {"kind": "thumb", "prompt",
-    "completion", "is_good": true, false, or null to remove it}: add a mark; returns the counts.
+    """{"name", "kind": "pair", "prompt": messages, "chosen", "rejected", "how": "edited" or "compared"} or {"kind":
+    "thumb", "prompt", "completion", "is_good": true, false, or null to remove it}: add a mark; returns the counts.
 
     A pair of the same two answers and a thumb on the same answer are replaced.
     """
-    name, kind = body.get("name"), body.get("kind")
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name != name.strip():
+    name = body["name"]
+    if not _NAME.fullmatch(name) or name != name.strip():
         raise Refused(400, "a name of marks has letters, digits, spaces and . _ - alone, 80 at most", "name")
-    if kind not in ("pair", "thumb"):
-        raise Refused(400, f"kind is {str(kind)[:40]!r}; it is pair or thumb", "kind")
-    prompt = _prompt(body.get("prompt"))
-    row, is_same = _pair(prompt, body) if kind == "pair" else _thumb(prompt, body)
+    kind, row, is_same = _pair(body) if body["kind"] == "pair" else _thumb(body)
     folder = own_folder(studio, "marks")
-    path = folder / f"{name}.{kind}s.jsonl"
+    path = folder / f"{name}.{kind}.jsonl"
     try:
         with take_lock(folder / ".lock"):
-            lines = [line for line in _lines(path) if not is_same(_read(line))]
+            lines = [line for line in _lines(path) if not is_same(row_of(line) or {})]
             added = [] if row.get("label", True) is None else [to_json(row)]
             text = "".join(f"{line}\n" for line in [*lines, *added])
             write_file(path, text.encode("utf-8", "surrogateescape"))
@@ -71,37 +65,17 @@ def mark(studio: Studio, body: dict) -> dict:
         raise refused(error, str(path)) from error
 
 
-def _prompt(messages: object) -> list[dict]:
-    """The messages with only role and content."""
-    if not isinstance(messages, list) or not messages:
-        raise Refused(400, "prompt must be a list of messages", "prompt")
-    prompt = []
-    for message in messages:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if role not in _ROLES or not isinstance(content, str):
-            raise Refused(400, "a message has a role (system, user, assistant) and a content of text", "prompt")
-        prompt.append({"role": role, "content": content})
-    if prompt[-1]["role"] != "user":
-        raise Refused(400, "a prompt ends with what the user said", "prompt")
-    return prompt
-
-
 def _answer(body: dict, name: str) -> list[dict]:
     """An answer as a message, unchanged."""
-    text = body.get(name)
-    if not isinstance(text, str):
-        raise Refused(400, f"{name} must be text", name)
-    if not text.strip():
+    if not body[name].strip():
         raise Refused(400, "an empty answer is no example", name)
-    return [{"role": "assistant", "content": text}]
+    return [{"role": "assistant", "content": body[name]}]
 
 
-def _pair(prompt: list[dict], body: dict) -> tuple[dict, Callable[[dict], bool]]:
-    chosen, rejected, how = _answer(body, "chosen"), _answer(body, "rejected"), body.get("how")
+def _pair(body: dict) -> tuple[str, dict, Callable[[dict], bool]]:
+    prompt, how, chosen, rejected = body["prompt"], body["how"], _answer(body, "chosen"), _answer(body, "rejected")
     if chosen == rejected:
         raise Refused(400, "the two answers are the same", "chosen")
-    if how not in _HOW:
-        raise Refused(400, f"how is {' or '.join(_HOW)}", "how")
 
     def is_same(old: dict) -> bool:
         """Whether `old` has the same two answers, or is an earlier edit of the same rejected answer."""
@@ -109,31 +83,15 @@ def _pair(prompt: list[dict], body: dict) -> tuple[dict, Callable[[dict], bool]]
         is_pair = (old.get("chosen"), old.get("rejected")) in ((chosen, rejected), (rejected, chosen))
         return old.get("prompt") == prompt and (is_edit or is_pair)
 
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "how": how}, is_same
+    return "pairs", {"prompt": prompt, "chosen": chosen, "rejected": rejected, "how": how}, is_same
 
 
-def _thumb(prompt: list[dict], body: dict) -> tuple[dict, Callable[[dict], bool]]:
-    completion, label = _answer(body, "completion"), body.get("is_good")
-    if label is not None and not isinstance(label, bool):
-        raise Refused(400, "is_good is true, false, or null to take it back", "is_good")
-    row = {"prompt": prompt, "completion": completion, "label": label}
-    return row, lambda old: old.get("prompt") == prompt and old.get("completion") == completion
+def _thumb(body: dict) -> tuple[str, dict, Callable[[dict], bool]]:
+    row = {"prompt": body["prompt"], "completion": _answer(body, "completion"), "label": body["is_good"]}
+    return "thumbs", row, lambda old: all(old.get(name) == row[name] for name in ("prompt", "completion"))
 
 
 def _lines(path: Path) -> list[str]:
-    """The complete lines: a killed process may leave a partial last one. Raises Refused for a file over MAX_FILE."""
-    try:
-        text = path.read_bytes().decode("utf-8", "surrogateescape")
-    except FileNotFoundError:
-        return []
-    if len(text) > MAX_FILE:
-        raise Refused(409, f"{path.name} is full; give another name", "name")
+    """The complete lines: a killed process may leave a partial last one."""
+    text = path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else ""
     return [line for line in text.split("\n")[:-1] if line.strip()]
-
-
-def _read(line: str) -> dict:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import yaml
 
+from hybrid_rlhf.core.config import to_yaml
 from hybrid_rlhf.core.file_lock import is_locked
 from hybrid_rlhf.studio.exports import EXPORTS, export_words
 from hybrid_rlhf.studio.job import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
-from hybrid_rlhf.studio.settings_text import block, check_names
+from hybrid_rlhf.studio.settings_text import check_names, nested
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_bytes, read_json
 from hybrid_rlhf.training.registry import STAGES
 
@@ -36,17 +37,14 @@ def routes(studio: Studio, jobs: Jobs) -> list[Route]:
     add = {"train": _train, "signal": _check_signal, "evaluate": _evaluate, "export": _export}
 
     def post(_query: dict, body: dict) -> dict:
-        kind = body.get("kind")
-        if not isinstance(kind, str) or kind not in add:
-            raise Refused(400, f"kind is none of {', '.join(add)}")
         with jobs.alone():
-            return add[kind](studio, jobs, body)
+            return add[body["kind"]](studio, jobs, body)
 
     return [Route("GET", "/api/jobs", lambda _query, _body: {"jobs": [job.shape() for job in jobs.all()]}),
             Route("POST", "/api/jobs", post),
             Route("GET", "/api/job", lambda query, _body: _output(jobs, query)),
-            Route("POST", "/api/job/stop", lambda _query, body: jobs.stop(body.get("id"))),
-            Route("POST", "/api/run/stop", lambda _query, body: _stop_run(studio, jobs, body.get("id"))),
+            Route("POST", "/api/job/stop", lambda _query, body: jobs.stop(body["id"])),
+            Route("POST", "/api/run/stop", lambda _query, body: _stop_run(studio, jobs, body["id"])),
             Route("POST", "/api/run/resume", lambda _query, body: _resume(studio, jobs, body))]
 
 
@@ -54,26 +52,26 @@ def routes(studio: Studio, jobs: Jobs) -> list[Route]:
 
 
 def _train(studio: Studio, jobs: Jobs, body: dict) -> dict:
-    stage, run = _stage(body), body.get("run")
+    stage, run = body["stage"], body["run"]
     folder = new_folder(studio, run)
     _check_free(jobs, run)
     return jobs.add("train", f"{stage}: {run}", [stage, "--config", SETTINGS], stage=stage, run=run,
-                    settings=run_settings(body.get("settings", {}), folder))
+                    settings=run_settings(body["settings"], folder))
 
 
 def _check_signal(studio: Studio, jobs: Jobs, body: dict) -> dict:
     """Check the reward signal of a run before it starts. It writes nothing, so the run's folder may exist."""
-    stage, run = _stage(body), body.get("run")
+    stage, run = body["stage"], body.get("run")
     folder = None if run is None else run_folder(studio, run)
     return jobs.add("signal", f"signal check of {stage}", [stage, "--config", SETTINGS, "--check_signal"], stage=stage,
-                    run=run, settings=run_settings(body.get("settings", {}), folder))
+                    run=run, settings=run_settings(body["settings"], folder))
 
 
 def _evaluate(studio: Studio, jobs: Jobs, body: dict) -> dict:
-    runs = body.get("runs")
-    settings = evaluation(studio, runs, body.get("settings", {}))
+    runs, given = body["runs"], body["settings"]
+    settings = evaluation(studio, runs, given)
     if not all(map(jobs.is_own, runs)):
-        _check_confirmed(body, {k: v for k, v in settings.items() if k not in body.get("settings", {})})
+        _check_confirmed(body, {name: value for name, value in settings.items() if name not in given})
     run = body.get("run") or free_name(studio, "evaluate", {job.facts["run"] for job in jobs.all()})
     folder = new_folder(studio, run)
     _check_free(jobs, run)
@@ -82,7 +80,7 @@ def _evaluate(studio: Studio, jobs: Jobs, body: dict) -> dict:
 
 
 def _export(studio: Studio, jobs: Jobs, body: dict) -> dict:
-    run = body.get("run")
+    run = body["run"]
     words, name = export_words(studio, studio.folder(run), body)
     if any(job.facts["name"] == name and job.state in ("queued", "running") for job in jobs.all()):
         raise Refused(409, f"an export called {name} waits or runs already; choose another name", "name")
@@ -92,9 +90,8 @@ def _export(studio: Studio, jobs: Jobs, body: dict) -> dict:
 def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:
     """Resume a run with its settings in its folder. Relative paths in them are relative to where the run was started,
     if that is known."""
-    run = body.get("id")
+    run = body["id"]
     folder = studio.folder(run)
-    assert isinstance(run, str)
     with jobs.alone():
         if (job := jobs.of_run(run)) and not _is_ending(job, folder):
             raise Refused(409, f"{run} {'is running' if job.state == 'running' else 'waits'} already")
@@ -104,7 +101,7 @@ def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:
             raise Refused(409, f"{run} is finished")
         stage, settings = own_settings(folder)
         if stage not in STAGES:
-            raise Refused(409, f"{run} is of the stage {stage[:50]!r}, which this release has not")
+            raise Refused(409, f"{run} is of the stage {stage!r}, which this release has not")
         if not jobs.is_own(run):
             try:
                 _check_confirmed(body, yaml.safe_load(settings))
@@ -126,9 +123,8 @@ def _is_ending(job: Job, folder: Path) -> bool:
     return status == "stopped" if closed is None else bool(job.started) and closed > job.started
 
 
-def _stop_run(studio: Studio, jobs: Jobs, run: object) -> dict:
+def _stop_run(studio: Studio, jobs: Jobs, run: str) -> dict:
     folder = studio.folder(run)
-    assert isinstance(run, str)
     if job := jobs.of_run(run):
         return jobs.stop(job.id)
     if is_locked(folder / SETTINGS_FILE):
@@ -137,27 +133,18 @@ def _stop_run(studio: Studio, jobs: Jobs, run: object) -> dict:
 
 
 def _output(jobs: Jobs, query: dict) -> dict:
-    job, after = jobs.find(query.get("id")), query.get("after")
-    if after is not None and not (after.isascii() and after.isdigit()):
-        raise Refused(400, "after must be the number of a byte")
+    job, after = jobs.find(query["id"]), query.get("after")
     text, end = read_output(jobs.folder / job.id / OUTPUT, None if after is None else int(after))
     return {"job": job.shape(), "output": text, "next": end}
-
-
-def _stage(body: dict) -> str:
-    stage = body.get("stage")
-    if not isinstance(stage, str) or stage not in STAGES:
-        raise Refused(400, f"there is no such stage; choose {', '.join(STAGES)}", "stage")
-    return stage
 
 
 # -- names and folders of runs ---------------------------------------------------------------------------------------
 
 
-def run_folder(studio: Studio, run: object) -> Path:
+def run_folder(studio: Studio, run: str) -> Path:
     """The folder for a run, by its id. Raises Refused for an invalid id."""
-    parts = run.split("/") if isinstance(run, str) else []
-    if not parts or len(parts) > MAX_LEVELS or not all(map(_PART.fullmatch, parts)):
+    parts = run.split("/")
+    if len(parts) > MAX_LEVELS or not all(map(_PART.fullmatch, parts)):
         raise Refused(400, "a run's name has letters (a to z), digits, _, - and dots, begins with a letter, a digit or "
                            f"_, and may be in folders, such as demo/ppo (at most {MAX_LEVELS} levels)", "run")
     if parts[0].lower() == EXPORTS:
@@ -165,7 +152,7 @@ def run_folder(studio: Studio, run: object) -> Path:
     return studio.outputs.joinpath(*parts)
 
 
-def new_folder(studio: Studio, run: object) -> Path:
+def new_folder(studio: Studio, run: str) -> Path:
     """The folder for a new run. Raises Refused if it exists, or cannot be created there."""
     folder = run_folder(studio, run)
     for above in list(folder.relative_to(studio.outputs).parents)[:-1]:
@@ -196,26 +183,17 @@ def _check_free(jobs: Jobs, run: str) -> None:
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
-def run_settings(settings: object, output_dir: Path | None) -> str:
+def run_settings(settings: Mapping[str, object], output_dir: Path | None) -> str:
     """Dotted option -> value as YAML. output_dir: of the run; the settings must not change it. Raises Refused or
-    UserError if they are not a mapping, or set one option twice."""
-    if not isinstance(settings, dict):
-        raise Refused(400, "settings must be a mapping of options")
+    UserError if they do, or set one option twice."""
     options = dict(settings)
     if output_dir is not None:
         named = options.pop("output_dir", None)
-        if named is not None and not (isinstance(named, str) and Path(named).absolute() == output_dir):
+        if named is not None and Path(str(named)).absolute() != output_dir:
             raise Refused(400, "the run's name says where it goes; leave output_dir out", "output_dir")
         options["output_dir"] = str(output_dir)
     check_names(options)
-    nested: dict = {}
-    for name, value in options.items():
-        *sections, last = name.split(".")
-        section = nested
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[last] = value
-    return block(nested).encode("ascii", "backslashreplace").decode()  # non-ASCII text is quoted
+    return to_yaml(nested(options), allow_unicode=False)
 
 
 def own_settings(folder: Path) -> tuple[str, str]:
@@ -227,13 +205,11 @@ def own_settings(folder: Path) -> tuple[str, str]:
     return stage, text.decode("utf-8", "replace")
 
 
-def evaluation(studio: Studio, runs: object, settings: object) -> dict:
+def evaluation(studio: Studio, runs: Sequence[str], settings: Mapping[str, object]) -> dict:
     """The settings of an evaluation of `runs`: `settings`, with prompts and rewards, if missing, of the first run that
     was trained on rewards."""
-    if not isinstance(runs, list) or not 2 <= len(runs) <= 8:
+    if not 2 <= len(runs) <= 8:
         raise Refused(400, "choose two to eight runs to evaluate", "runs")
-    if not isinstance(settings, dict):
-        raise Refused(400, "settings must be a mapping of options")
     folders = [studio.folder(run) for run in runs]
     if len(set(folders)) < len(folders):
         raise Refused(400, "one run is named twice; choose two that differ", "runs")

@@ -94,10 +94,8 @@ def data(asked: dict) -> dict:
     result: dict = {"rows": None, "format": None, "columns": [], "fits": False, "why": "", "first": []}
     try:
         check(bool(path.strip()), "give a file, a folder or a hub id")
-        columns = asked.get("columns") or {}
-        check(isinstance(columns, dict), "columns must be a mapping of names, such as {prompt: question}")
-        more = {key: str(asked[key]) for key in ("name", "split") if asked.get(key)}
-        rows, result["rows"] = first_rows(Source(path, columns={str(k): str(v) for k, v in columns.items()}, **more))
+        more = {key: asked[key] for key in ("columns", "name", "split") if asked.get(key)}
+        rows, result["rows"] = first_rows(Source(path, **more))
         result["columns"] = [escape_control(str(name))[:100] for name in rows[0]][:MAX_COLUMNS]
         result["first"] = [_cut(escape_control(json.dumps(row, ensure_ascii=False, default=str)), MAX_ROW)
                            for row in rows]
@@ -147,9 +145,7 @@ def plan(asked: dict) -> dict:
 
     With several stages phases are those of all stages, and the rest is of the stage with the highest peak."""
     config, memory, card = _to_look_at(asked), asked.get("memory"), asked.get("card")
-    check(memory is None or (isinstance(memory, (int, float)) and 2**20 <= memory < 2**60),
-          "memory is not a number of bytes; give one of 1 MiB at least, or null")
-    memory, gib = None if memory is None else int(memory), card_of(card, "card").gib if card else None
+    gib = card_of(card, "card").gib if card else None
     is_elsewhere = gib is not None and memory is None and device().type == "cpu"
     place = Place.of(Cards(1, 1, (gib or 0) << 30)) if is_elsewhere else Place.here(memory)
     _, plans, chosen = look_ahead(config, place)
@@ -274,20 +270,17 @@ def _check_functions(sources: object) -> None:
 
 def _stage(asked: Mapping) -> str:
     stage = asked.get("stage")
-    check(isinstance(stage, str) and stage in STAGES,
-          f"there is no stage {str(stage)[:60]!r}{nearest(str(stage)[:60], STAGES)}; there are {', '.join(STAGES)}")
+    check(stage in STAGES, f"there is no stage {stage!r}{nearest(str(stage), STAGES)}; there are {', '.join(STAGES)}")
     return str(stage)
 
 
 def _chosen(asked: Mapping) -> dict[str, object]:
     """The settings of the question, with the run's folder and those of the GPU preset."""
-    options, folder, card = asked.get("settings") or {}, asked.get("output_dir"), asked.get("card")
-    check(isinstance(options, dict), "settings must be a mapping of options")
-    check(card is None or isinstance(card, str), "card must be a name")
+    options, folder = asked.get("settings") or {}, asked.get("output_dir")
     sources = options.get("data.sources")
     if isinstance(sources, (str, dict)) and sources:  # a single source
         options = options | {"data.sources": [sources]}
-    return with_card(({"output_dir": folder} if folder else {}) | options, card)
+    return with_card(({"output_dir": folder} if folder else {}) | options, asked.get("card"))
 
 
 def _to_look_at(asked: Mapping) -> object:
@@ -319,9 +312,8 @@ def _defaults(stage: str) -> dict[str, object]:
 
 def _names(asked: Mapping) -> set[str]:
     """The options that an error message may name."""
-    stage, options = asked.get("stage"), asked.get("settings")
-    known = _defaults(stage) if isinstance(stage, str) and stage in STAGES else ()
-    return {*known, *(options if isinstance(options, dict) else ())}
+    stage = asked.get("stage")
+    return {*(_defaults(str(stage)) if stage in STAGES else ()), *(asked.get("settings") or ())}
 
 
 def _option_in(text: str, known: Iterable[str]) -> str | None:

@@ -87,7 +87,7 @@ def lenient_reader(notes: list[str], prefix: str = "") -> Callable[[Callable[[],
     return read
 
 
-def row_of(line: bytes) -> dict | None:
+def row_of(line: bytes | str) -> dict | None:
     """The row in a JSON line; None for a damaged one."""
     try:
         row = json.loads(line)

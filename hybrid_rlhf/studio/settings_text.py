@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import reduce
+from typing import Any
 
 from hybrid_rlhf.commands.init import comment, of_card
 from hybrid_rlhf.core.config import check, in_line, to_yaml
@@ -84,16 +86,21 @@ def settings_text(stage: str, settings: Mapping[str, object], defaults: Mapping[
              f"# Every other option with its default: hybrid-rlhf --stage {stage} --help"]
     worth_knowing = [name for name in common_options(stage)
                      if not any(f"{name}.".startswith(f"{option}.") for option in settings)]
-    tree: dict = {}
+    written = {}
     for name in sorted([*settings, *worth_knowing], key=_place):
-        *sections, last = name.split(".")
-        inner = tree
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        note = (card_of(card).why.get(name) if card else None) or comment(stage, name)
-        inner[last] = _line(last, settings[name], note if _fits(name, settings[name]) else "") if (
+        last, note = name.rpartition(".")[2], (card_of(card).why.get(name) if card else None) or comment(stage, name)
+        written[name] = _line(last, settings[name], note if _fits(name, settings[name]) else "") if (
             name in settings) else _comment(last, defaults.get(name), note, by_table(stage, name))
-    return "\n".join([*lines, *_written(tree, "", {"model": of_card(card)} if card else {}), ""])
+    return "\n".join([*lines, *_written(nested(written), "", {"model": of_card(card)} if card else {}), ""])
+
+
+def nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted option -> value as sections of sections."""
+    tree: dict = {}
+    for name, value in options.items():
+        *sections, last = name.split(".")
+        reduce(lambda inner, section: inner.setdefault(section, {}), sections, tree)[last] = value
+    return tree
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -130,12 +137,6 @@ def _written(tree: dict, indent: str, notes: Mapping[str, str]) -> list[str]:
         lines.append(f"{indent}{key}:{note}" if is_given else f"{indent}# {key}:{note}")
         lines += body
     return lines
-
-
-def block(nested: Mapping[str, object], indent: str = "") -> str:
-    """Nested settings as YAML, one line per option."""
-    return "".join(f"{indent}{flow(name)}:\n{block(value, f'{indent}  ')}" if isinstance(value, Mapping) and value else
-                   f"{indent}{flow(name)}: {flow(value)}\n" for name, value in nested.items())
 
 
 def flow(value: object) -> str:

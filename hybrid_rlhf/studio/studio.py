@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -92,19 +93,12 @@ class Studio:
     def home(self) -> Path:
         return self.outputs / HOME
 
-    def folder(self, name: object) -> Path:
+    def folder(self, name: str) -> Path:
         """The folder of a run's id, which is its path below `outputs`. Raises Refused for anything else."""
-        if not isinstance(name, str) or not name or "\0" in name:
-            raise Refused(400, "no run is named")
-        parts = name.split("/")
-        if name.startswith("/") or any(part in ("", ".", "..") or part.startswith(".") for part in parts):
-            raise Refused(404, f"there is no run {name[:100]!r}")
-        path = self.outputs.joinpath(*parts)
-        try:
-            is_run = path.is_dir() and path.resolve() == path  # links are not followed
-        except (OSError, ValueError):  # too long, not UTF-8, or unreadable
-            is_run = False
-        if not is_run:
+        path, parts = self.outputs / name, name.split("/")
+        # links are not followed; a name may be too long, not UTF-8, or have a null
+        is_hidden = any(part.startswith(".") or not part for part in parts)
+        if is_hidden or not os.path.isdir(path) or os.path.realpath(path) != str(path):
             raise Refused(404, f"there is no run {name[:100]!r}")
         return path
 

@@ -96,12 +96,11 @@ class Talk:
             return Talkable(row["id"], stage, status, kind, why=why)
         return Talkable(row["id"], stage, status, kind, checkpoint, step_of(checkpoint))
 
-    def _find(self, name: object, kind: str) -> Talkable:
+    def _find(self, name: str, kind: str) -> Talkable:
         """The run of an id. Raises Refused if there is none, for another kind, and without a model."""
-        self._studio.folder(name)
-        run = self._talkable(self._runs.row(str(name)))
+        run = self._talkable(self._runs.row(name))
         if run is None:
-            raise Refused(404, f"there is no model of {str(name)[:100]!r}")
+            raise Refused(404, f"there is no model of {name!r}")
         if run.kind != kind:
             does = "answers, and gives no scores" if run.kind == POLICY else "gives scores, and cannot answer"
             raise Refused(400, f"{run.id} is a {run.kind}: it {does}")
@@ -146,17 +145,15 @@ class Talk:
         return self.state()
 
     def _choice(self, body: dict) -> ChatModels:
-        models, reward, is_on_cpu = body.get("models"), body.get("reward"), body.get("is_on_cpu", False)
-        if not isinstance(models, list) or not isinstance(is_on_cpu, bool):
-            raise Refused(400, "models must be a list of runs, and is_on_cpu true or false")
+        models, reward = body["models"], body.get("reward")
         if not models:
             raise Refused(400, "choose a model to talk to")
         if len(models) > MAX_MODELS:
             raise Refused(400, f"{len(models)} models are more than the {MAX_MODELS} that fit side by side")
-        if len({str(name) for name in models}) < len(models):
+        if len(set(models)) < len(models):
             raise Refused(400, "a model is named twice")
         return ChatModels(tuple(self._find(name, POLICY) for name in models),
-                          None if reward is None else self._find(reward, REWARD), is_on_cpu)
+                          None if reward is None else self._find(reward, REWARD), body.get("is_on_cpu", False))
 
     def close(self, note: str = "") -> dict:
         """Close the models, wait for their processes, and return the state."""

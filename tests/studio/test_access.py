@@ -97,7 +97,7 @@ def test_refusals_and_faults_are_one_line(inside):
     assert inside.get("/../studio.py").status_code == 404
 
 
-@pytest.mark.parametrize("name", ["", None, "..", "../x", "a/../b", "/etc", "a//b", ".studio", "a/.git", "a\0b",
+@pytest.mark.parametrize("name", ["", "..", "../x", "a/../b", "/etc", "a//b", ".studio", "a/.git", "a\0b",
                                   "link", "link/inner", "none", "file", pytest.param("x" * 10_000, id="long")])
 def test_only_folders_below_the_outputs_are_runs(tmp_path, name):
     outputs = tmp_path / "outputs"

@@ -53,11 +53,9 @@ def test_an_export_is_a_job_whose_result_is_listed_with_its_checks_and_commands(
 
 
 def test_a_name_that_is_taken_or_leads_elsewhere_is_refused(client, outputs):
-    for name in ("", "..", "a/b", "../x", ".a", "-a", "é", "a b", "x" * 101, None, 3):
+    for name in ("", "..", "a/b", "../x", ".a", "-a", "é", "a b", "x" * 101):
         answer = export(client, name=name)
         assert (answer.status_code, answer.json()["option"]) == (400, "name"), name
-    for body in ({"gguf": "f64"}, {"gguf": ["f16"]}):
-        assert export(client, **body).status_code == 400
     assert export(client, run="../x").status_code == export(client, run="none").status_code == 404
     (outputs / "exports/mine").mkdir(parents=True)
     assert export(client).status_code == 409

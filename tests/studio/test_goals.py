@@ -127,8 +127,6 @@ def test_a_plan_that_does_not_fit_says_what_would(client, place):
     elsewhere = post(client, "plan", stage="sft", settings=chosen, card="24gb")
     assert elsewhere["fits"] and elsewhere["available"] == 24 * 2**30 * 97 // 100 and "cuda" in elsewhere["title"]
     assert "RTX" in elsewhere["device"]
-    for memory in ("x", -1, 5):
-        assert "bytes" in post(client, "plan", 400, stage="sft", settings=chosen, memory=memory)["error"]
 
 
 ONE_STEP = {"train.max_steps": 1, "train.per_device_train_batch_size": 2, "data.max_prompt_length": 64}

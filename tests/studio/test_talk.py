@@ -162,11 +162,11 @@ def test_it_closes_when_nobody_has_asked_for_a_while_and_not_during_a_request(st
 
 
 @pytest.mark.parametrize(("body", "status", "text"), [
-    ({}, 400, "must be a list"), ({"models": "dpo"}, 400, "must be a list"), ({"models": []}, 400, "choose a model"),
+    ({"models": []}, 400, "choose a model"),
     ({"models": ["dpo"] * 2}, 400, "named twice"), ({"models": list("abcd")}, 400, "more than the 3"),
-    ({"models": ["none"]}, 404, "no run"), ({"models": ["../x"]}, 404, "no run"), ({"models": [3]}, 400, "no run"),
+    ({"models": ["none"]}, 404, "no run"), ({"models": ["../x"]}, 404, "no run"),
     ({"models": ["demo/reward"]}, 400, "cannot answer"), ({"models": ["dpo"], "reward": "dpo"}, 400, "gives no scores"),
-    ({"models": ["dpo"], "is_on_cpu": 1}, 400, "true or false"), ({"models": ["evaluation"]}, 404, "no model"),
+    ({"models": ["evaluation"]}, 404, "no model"),
     ({"models": ["new"]}, 409, "new: it has no checkpoint yet")])
 def test_what_cannot_be_talked_to_is_refused(studio, talk, body, status, text):
     make_run(studio.outputs, "evaluation", "evaluate")
