@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# question -> the options that it sets; for the judge a model or an address
-ASKS: dict[str, tuple[str, ...]] = {
-    "model": ("model.model_name_or_path",), "data": ("data.sources",), "reward_functions": ("reward.functions",),
-    "reward_model": ("roles.reward.model_name_or_path",), "judge": ("reward.judge.model", "reward.judge.url"),
-    "teacher": ("roles.teacher.model_name_or_path",), "tools": ("environment.tools",)}
 _SAMPLING = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "ppo", "online_dpo",
              "rejection")
 
 
 class StudioGoal(NamedTuple):
-    """stages: for this goal, the usual one first. asks: keys of ASKS. rows: description of the data needed."""
+    """stages: for this goal, the usual one first. asks: what the page asks for. rows: what data it needs."""
 
     title: str
     help: str
@@ -66,10 +61,3 @@ BUILTIN_REWARDS = {
     "reasoning_gym": "scores answers to tasks of the package reasoning-gym",
     "demo_correct": "1 where the answer to a prompt of demo/prompts is right",
 }
-
-
-def goals_answer(card: str, cards: dict[str, dict]) -> dict:
-    """card: the detected GPU; cards: settings of each GPU."""
-    return {"goals": [{"id": name, **goal._asdict()} for name, goal in STUDIO_GOALS.items()], "asks": ASKS,
-            "cards": list(cards), "card": card, "card_settings": cards,
-            "builtin_rewards": [{"name": name, "help": text} for name, text in BUILTIN_REWARDS.items()]}

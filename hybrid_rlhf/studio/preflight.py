@@ -1,8 +1,9 @@
 """Questions of the page before a run starts: goals, options, settings file, data, preview and memory plan.
 
-The studio's own process does not import torch: `Look` asks a child process (preflight_process.py). It is killed if it
-takes more than two minutes or 2 GiB, or is no longer needed, and restarted by the next question. A newer question
-replaces a waiting one of its kind.
+The studio's own process does not import torch: `Look` asks a child process, whose entry point is `main`: JSON lines in,
+{"number", "kind", "asked"}, and JSON lines out, {"number", "answer" or "error", "holds_card"}. It is killed if it takes
+more than two minutes or 2 GiB, or is no longer needed, and restarted by the next question. A newer question replaces a
+waiting one of its kind.
 """
 
 from __future__ import annotations
@@ -11,30 +12,36 @@ import itertools
 import json
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
+from hybrid_rlhf.core.errors import UserError
+from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.memory_plan.presets import CARDS
-from hybrid_rlhf.studio.goals import goals_answer
+from hybrid_rlhf.studio.goals import BUILTIN_REWARDS, STUDIO_GOALS
 from hybrid_rlhf.studio.new_jobs import new_folder
-from hybrid_rlhf.studio.preflight_process import LIGHT
 from hybrid_rlhf.studio.studio import Refused, Route, Studio
 
+LIGHT = ("options", "settings", "card")  # kinds of questions that take a moment, beside those that may take minutes
 SECONDS, MAX_BYTES = 120.0, 2 << 30  # limits of one question
 IDLE, IDLE_ON_CARD = 600.0, 15.0  # seconds; on a GPU the process holds memory that a run may need
 _START = ("import sys; sys.path[:] = sys.argv[1:]; "  # without the working directory
-          "from hybrid_rlhf.studio.preflight_process import main; main()")
+          "from hybrid_rlhf.studio.preflight import main; main()")
 _CARD_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD and WSL
 _log = logging.getLogger(__name__)
+_importing, _writing = threading.Lock(), threading.Lock()
 
 
 def routes(studio: Studio, look: Look) -> list[Route]:
@@ -43,10 +50,12 @@ def routes(studio: Studio, look: Look) -> list[Route]:
 
     def goals(_query: dict, _body: dict) -> dict:
         try:
-            card, note = known_card(), None
-        except Refused as error:  # not cached: asked again next time
-            card, note = "cpu", f"the card could not be looked at: {error}"
-        return goals_answer(card, {name: row.settings for name, row in CARDS.items()}) | {"card_note": note}
+            card = known_card()
+        except Refused:  # not cached: asked again next time
+            card = "cpu"
+        return {"goals": [{"id": name, **goal._asdict()} for name, goal in STUDIO_GOALS.items()], "cards": list(CARDS),
+                "card": card, "builtin_rewards": [{"name": name, "help": text}
+                                                  for name, text in BUILTIN_REWARDS.items()]}
 
     def settings(_query: dict, body: dict) -> dict:
         folder, error, file = None, None, "settings.yaml"
@@ -274,3 +283,53 @@ def _answer(question: _Question, child: _Child) -> dict:
         shown = error["traceback"].encode("utf-8", "backslashreplace").decode()  # lone surrogates cannot be logged
         _log.error("a question of the studio's page failed\n%s", shown)
     raise Refused(error["status"], error["text"], error["option"])
+
+
+# -- in the process --------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answer until standard input ends, in two threads: one for LIGHT questions."""
+    requests, replies = _own_streams()
+    lanes: dict[bool, queue.SimpleQueue] = {is_light: queue.SimpleQueue() for is_light in (True, False)}
+    for lane in lanes.values():
+        threading.Thread(target=_serve, args=(lane, replies), daemon=True).start()
+    for line in requests:
+        request = json.loads(line)
+        lanes[request["kind"] in LIGHT].put(request)
+    os._exit(0)  # does not wait for an unneeded answer
+
+
+def _own_streams() -> tuple[TextIO, TextIO]:
+    """Duplicates of the standard streams; libraries that print or prompt get /dev/null instead."""
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):
+        os.dup2(null, number)
+    return requests, replies
+
+
+def _serve(lane: queue.SimpleQueue, replies: TextIO) -> None:
+    while True:
+        request = lane.get()
+        text = to_json({"number": request["number"], **reply(request["kind"], request["asked"])})
+        with _writing:
+            replies.write(f"{text}\n")
+            replies.flush()
+
+
+def reply(kind: str, asked: dict) -> dict:
+    """{"answer"} or {"error"}, and whether the process holds GPU memory."""
+    try:
+        with _importing:  # concurrent imports of one library may see it half initialised
+            from hybrid_rlhf.studio.preflight_answers import answer
+        result = {"answer": answer(kind, asked)}
+    except UserError as error:
+        result = {"error": {"status": 400, "text": str(error), "option": getattr(error, "option", None)}}
+    except Exception as error:
+        text = f"an error of the studio ({type(error).__name__}); its terminal says more"
+        result = {"error": {"status": 500, "text": text, "option": None,
+                            "traceback": "".join(traceback.format_exception(error))}}
+    torch = sys.modules.get("torch")
+    return {**result, "holds_card": bool(torch is not None and torch.cuda.is_initialized())}

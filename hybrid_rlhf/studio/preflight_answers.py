@@ -1,20 +1,19 @@
 """Answers to the page before a run starts: options of a stage, validation of settings, --preview and --plan, as by the
 launcher itself.
 
-Runs in the child process (preflight_process.py), since it imports torch. No code named in settings is run: neither
+Runs in the child process of preflight.py, since it imports torch. No code named in settings is run: neither
 reward functions nor environments, which the launcher's --preview does not run either, nor code of models.
 """
 
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from hybrid_rlhf.data.sources import Source, check_there, first_rows
 from hybrid_rlhf.memory_plan.amounts import Cards
 from hybrid_rlhf.memory_plan.plan import Plan
 from hybrid_rlhf.memory_plan.presets import card as card_of
-from hybrid_rlhf.memory_plan.search import Change
 from hybrid_rlhf.memory_plan.table import verdict
 from hybrid_rlhf.models.load import check_folder
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
@@ -43,7 +41,6 @@ from hybrid_rlhf.training.memory_options import Place, look_ahead
 from hybrid_rlhf.training.registry import STAGES
 
 MAX_ROW, MAX_PART, MAX_COLUMNS = 2000, 20_000, 100  # characters of a row, of a part of an example; columns
-PRINTING = ("preview", "plan")  # one at a time: their output is captured
 _parsing = threading.Lock()  # the parser is not thread-safe
 
 
@@ -56,16 +53,12 @@ class OptionError(UserError):
 
 
 def answer(kind: str, asked: dict) -> dict:
-    """The answer of QUESTIONS[kind], with lines that the launcher would have printed as "notes"."""
-    printed = io.StringIO()
+    """The answer of QUESTIONS[kind]. Raises OptionError for a mistake in the question."""
     try:
-        with redirect_stderr(printed) if kind in PRINTING else nullcontext():
-            result = QUESTIONS[kind](asked)
+        return QUESTIONS[kind](asked)
     except UserError as error:
         option = getattr(error, "option", None) or _option_in(str(error), _names(asked))
         raise OptionError(_line(error), option) from error
-    notes = [escape_control(line) for line in printed.getvalue().splitlines() if line.strip()]
-    return {**result, **({"notes": notes} if notes else {})}
 
 
 def settings(asked: dict) -> dict:
@@ -157,38 +150,32 @@ def plan(asked: dict) -> dict:
     def label(stage: str, name: str) -> str:
         return f"{stage}: {name}" if len(plans) > 1 else name
 
-    return {"fits": fits, "available": largest.available, "title": largest.title, "host": max(p.host for p in plans),
+    return {"fits": fits, "available": largest.available,
             "phases": [{"name": label(stage, phase), "bytes": plan.total(phase)}
                        for stage, plan in zip(stages, plans, strict=True) for phase in plan.phases],
             "lines": [{"name": f"{line.role}: {line.kind}", "bytes": line.phases[largest.peak_phase]}
                       for line in largest.lines if line.phases.get(largest.peak_phase)],
-            "peak": {"name": label(tightest, largest.peak_phase), "bytes": largest.peak},
             "verdict": label(tightest, verdict(largest, chosen.flags if chosen.fits else ())),
-            "advice": [] if fits else [f"{change.option} {change.chosen}: {change.why}" for change in changes],
-            "changes": [] if fits else [_change(change) for change in changes],
+            "changes": [] if fits else [{"option": change.option, "value": yaml.safe_load(change.chosen),
+                                         "why": change.why} for change in changes],
             "plan_notes": [note for plan in plans for note in plan.notes], **_times(plans, stages, place)}
-
-
-def _change(change: Change) -> dict:
-    return {"option": change.option, "value": yaml.safe_load(change.chosen), "why": change.why}
 
 
 def _times(plans: list[Plan], stages: list[str], place: Place) -> dict:
     """Seconds of a step by phase, on the first device for which they can be predicted."""
-    times, source, device_name = [], "", None
+    times, source = [], ""
     for stage, plan in zip(stages, plans, strict=True):
         rows, source = time_options.predicted([("as given", plan)], place.device, place.card)
         if not rows:
-            return {"times": [], "device": None, "time_note": f"time is not predicted: {source}"}
+            return {"times": [], "time_note": f"time is not predicted: {source}"}
         prediction, prefix = rows[0][1], f"{stage}: " if len(plans) > 1 else ""
-        device_name = prediction.device
         times += [{"name": f"{prefix}{phase}", "seconds": seconds} for phase, seconds in prediction.phases.items()]
         times += [{"name": f"{prefix}a step", "seconds": prediction.whole}]
         times += [{"name": f"{prefix}the run of {prediction.steps} steps",
                    "seconds": prediction.whole * prediction.steps}] if prediction.steps else []
     left_out = time_options.left_out(plans[0])
     note = f"predicted and not measured: {source}" + (f"; not counted: {', '.join(left_out)}" if left_out else "")
-    return {"times": times, "device": device_name, "time_note": note}
+    return {"times": times, "time_note": note}
 
 
 # -- checks before data or weights are read --------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def uploads(studio: Studio) -> list[dict]:
     for entry in os.scandir(own_folder(studio, "data")):
         if entry.is_file(follow_symlinks=False) and not entry.name.startswith(".") and _suffix(entry.name) in SUFFIXES:
             info = entry.stat()
-            rows.append((info.st_mtime, {"name": entry.name, "path": entry.path, "bytes": info.st_size, "rows": None}))
+            rows.append((info.st_mtime, {"name": entry.name, "path": entry.path, "bytes": info.st_size}))
     return [row for _, row in sorted(rows, key=lambda pair: (-pair[0], pair[1]["name"]))]
 
 

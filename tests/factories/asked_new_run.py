@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from hybrid_rlhf.studio import preflight
-from hybrid_rlhf.studio.goals import ASKS, STUDIO_GOALS
+from hybrid_rlhf.studio.goals import STUDIO_GOALS
 from hybrid_rlhf.studio.studio import Studio
 from hybrid_rlhf.studio.studio_app import make_app
 from tests.factories.direct_look import DirectLook
@@ -19,6 +19,10 @@ from tests.factories.stage_options import write_rows
 from tests.factories.tiny import chatml_tokenizer, own_cache, save_tiny, tiny_scalar_model
 
 TOKEN, PORT = "t" * 32, 8090
+ASKS = {  # what a goal asks for -> the option that it sets
+    "model": "model.model_name_or_path", "data": "data.sources", "reward_functions": "reward.functions",
+    "reward_model": "roles.reward.model_name_or_path", "judge": "reward.judge.model",
+    "teacher": "roles.teacher.model_name_or_path", "tools": "environment.tools"}
 
 
 @contextmanager
@@ -58,7 +62,7 @@ def answers(place: Path, goal: str) -> dict:
     given = {"model": str(place / "base"), "reward_functions": ["builtin:numeric_match"], "tools": [],
              "reward_model": str(place / "score"), "judge": str(place / "teacher"), "teacher": str(place / "teacher"),
              "data": [str(place / f"{rows_of(goal)}.jsonl")]}
-    found = {ASKS[ask][0]: given[ask] for ask in STUDIO_GOALS[goal].asks}
+    found = {ASKS[ask]: given[ask] for ask in STUDIO_GOALS[goal].asks}
     return {name: value for name, value in found.items() if value}
 
 

@@ -152,7 +152,7 @@ class Stub:
                 "lines": [{"name": "actor: weights", "bytes": 6 * 2**30}],
                 "times": [{"name": "sample", "seconds": 2.5}],
                 "verdict": "short by 7 GiB: needs 31 GiB at most (update) of 24 GiB",
-                "advice": ["model.load_in_4bit true: less memory"], "time_note": "predicted and not measured",
+                "plan_notes": [], "time_note": "predicted and not measured",
                 "changes": [{"option": "model.load_in_4bit", "value": True, "why": "less memory"}]}
 
     def add_job(self, _query: dict, body: dict) -> dict:
@@ -183,7 +183,7 @@ class Stub:
         folder.mkdir(parents=True, exist_ok=True)
         path: Path = folder / request.query_params["name"]
         path.write_bytes(await request.body())
-        self.uploads.append({"name": path.name, "path": str(path), "bytes": path.stat().st_size, "rows": None})
+        self.uploads.append({"name": path.name, "path": str(path), "bytes": path.stat().st_size})
         return JSONResponse({"path": str(path), "name": path.name, "bytes": path.stat().st_size})
 
 

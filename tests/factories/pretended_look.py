@@ -29,9 +29,9 @@ def answer(kind: str, asked: dict) -> dict:
 
 
 def main() -> None:
-    from hybrid_rlhf.studio import preflight_process
+    from hybrid_rlhf.studio import preflight
 
     own = types.ModuleType("hybrid_rlhf.studio.preflight_answers")
     own.answer = answer
     sys.modules[own.__name__] = own
-    preflight_process.main()
+    preflight.main()

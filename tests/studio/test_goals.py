@@ -15,7 +15,7 @@ from hybrid_rlhf.studio.goals import STUDIO_GOALS
 from hybrid_rlhf.studio.option_help import plain
 from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.training.registry import STAGES
-from tests.factories.asked_new_run import answers, post, rows_of
+from tests.factories.asked_new_run import ASKS, answers, post, rows_of
 from tests.factories.direct_look import DirectLook
 
 PAIRS = [(name, stage) for name, goal in STUDIO_GOALS.items() for stage in goal.stages]
@@ -28,8 +28,7 @@ def test_the_goals_name_what_there_is(client):
     offered = {stage for goal in found["goals"] for stage in goal["stages"]}
     assert {*STAGES} - offered == {"evaluate", "conditional_sft", "process_grpo"}
     assert found["cards"][:2] == ["cpu", "8gb"] and found["card"] == "cpu"
-    assert found["card_settings"]["8gb"]["model.load_in_4bit"] is True and found["card_note"] is None
-    assert all({*goal["asks"]} <= {*found["asks"]} and goal["rows"] and goal["help"] for goal in found["goals"])
+    assert all({*goal["asks"]} <= {*ASKS} and goal["rows"] and goal["help"] for goal in found["goals"])
 
 
 def test_a_card_is_asked_for_once_where_there_may_be_one(client, place, tmp_path, monkeypatch):
@@ -48,8 +47,7 @@ def test_a_card_is_asked_for_once_where_there_may_be_one(client, place, tmp_path
     monkeypatch.setattr(preflight, "_CARD_FILES", (str(tmp_path),))
     monkeypatch.setattr(preflight, "Look", Card)
     goals = preflight.routes(Studio(place / "outputs"), DirectLook())[0].handle
-    first = goals({}, {})
-    assert (first["card"], first["card_note"]) == ("cpu", "the card could not be looked at: it ended")
+    assert goals({}, {})["card"] == "cpu"
     assert [goals({}, {})["card"] for _ in range(2)] == ["24gb"] * 2
     assert asked == ["card", "close"] * 2  # whatever holds the card ends at once
 
@@ -87,8 +85,8 @@ def test_a_goals_data_its_examples_and_its_memory_can_be_looked_at(client, place
     assert any(trained) == (rows_of(goal) in ("sft", "reward"))
     plan = post(client, "plan", stage=stage, settings=chosen, memory=2**30)
     assert plan["fits"] and plan["available"] == 2**30 and plan["verdict"].find("fits: needs") >= 0
-    assert plan["peak"]["bytes"] == max(phase["bytes"] for phase in plan["phases"]) < 2**30
-    assert sum(line["bytes"] for line in plan["lines"]) >= plan["peak"]["bytes"]
+    peak = max(phase["bytes"] for phase in plan["phases"])
+    assert peak < 2**30 and sum(line["bytes"] for line in plan["lines"]) >= peak
     assert all(time["seconds"] >= 0 for time in plan["times"]) and plan["time_note"]
 
 
@@ -120,13 +118,12 @@ def test_a_plan_that_does_not_fit_says_what_would(client, place):
     chosen = answers(place, "imitate") | {"train.per_device_train_batch_size": 64, "data.max_length": 200}
     found = post(client, "plan", stage="sft", settings=chosen, memory=100 * 2**20)
     assert not found["fits"] and found["verdict"].startswith("short by ") and "try --engine" in found["verdict"]
-    assert found["changes"][0]["option"] == "engine.micro_batch_tokens" and len(found["advice"]) == len(
-        found["changes"])
+    assert found["changes"][0]["option"] == "engine.micro_batch_tokens"
     better = chosen | {change["option"]: change["value"] for change in found["changes"]}
     assert post(client, "plan", stage="sft", settings=better, memory=100 * 2**20)["fits"]
     elsewhere = post(client, "plan", stage="sft", settings=chosen, card="24gb")
-    assert elsewhere["fits"] and elsewhere["available"] == 24 * 2**30 * 97 // 100 and "cuda" in elsewhere["title"]
-    assert "RTX" in elsewhere["device"]
+    assert elsewhere["fits"] and elsewhere["available"] == 24 * 2**30 * 97 // 100
+    assert elsewhere["times"] and "published figures" in elsewhere["time_note"]  # of another card than this machine's
 
 
 ONE_STEP = {"train.max_steps": 1, "train.per_device_train_batch_size": 2, "data.max_prompt_length": 64}

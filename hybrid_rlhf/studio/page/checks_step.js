@@ -110,10 +110,10 @@ const LINES = [{title: "What", cell: (line) => line.name},
 
 // use(option, value): take a piece of advice.
 function planNodes(plan, use) {
-  const {fits, available, phases, lines, times, verdict, advice, changes = [], plan_notes: notes = []} = plan;
+  const {fits, available, phases, lines, times, verdict, changes, plan_notes: notes} = plan;
   const inside = "What takes the memory";
   return [make(fits ? "p.verdict.good" : "p.verdict.fault", {}, fits ? "✓ " : "✗ ", verdict),
-    changes.length ? changeList(changes, use) : advice.length ? listNotice("What would help:", advice) : null,
+    changes.length ? changeList(changes, use) : null,
     notes.length ? listNotice("To know:", notes) : null,
     bars(phases, available),
     times.length ? table(TIMES, times, "Predicted time of a step") : null,
