@@ -115,7 +115,7 @@ class NewRunPage:
         self.run("for (const d of document.querySelectorAll('details')) d.open = true")
         if "Everything is there" in self.find(".next-line").text:
             self.click("#ask-plan")
-            self.until(lambda: self.find(".plan-bars"))
+            self.until(lambda: self.find(".checks .bars"))
             self.click("#ask-preview")
             self.until(lambda: self.find(".example"))
 

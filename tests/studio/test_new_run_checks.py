@@ -30,11 +30,11 @@ def test_the_rows_are_shown_as_the_model_sees_them_trained_ones_marked(page, stu
 def test_the_plan_is_bars_and_its_advice_can_be_taken(page, stub):
     page.ready()
     page.click("#ask-plan")
-    page.until(lambda: page.find(".plan-bars"))
+    page.until(lambda: page.find(".checks .bars"))
     assert stub.last("plan")["memory"] is None  # this machine's own
     text = page.find(".checks").text
     assert "✗ short by 7 GiB" in text and "31.0 GiB (too much)" in text and "24.0 GiB" in text
-    widths = [bar.size["width"] for bar in page.all(".plan-filled")]
+    widths = [bar.size["width"] for bar in page.all(".checks .bar")]
     assert abs(widths[0] / widths[1] - 9 / 31) < 0.02
     page.click("#card option[value='80gb']")
     page.until(lambda: stub.last("settings")["card"] == "80gb" and "have changed since" in page.find(".checks").text)

@@ -154,7 +154,7 @@ def test_questions_that_another_tab_replaced_are_asked_again(page, stub):
     page.ready()
     stub.once["plan"] = [Refused(409, "replaced")]
     page.click("#ask-plan")
-    page.until(lambda: page.find(".plan-bars"))
+    page.until(lambda: page.find(".checks .bars"))
 
 
 def test_a_studio_that_was_away_for_a_moment_is_asked_again(page, stub):

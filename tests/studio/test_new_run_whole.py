@@ -78,7 +78,7 @@ def test_what_the_launcher_refuses_stands_beside_its_option(page, studio):
 def test_rows_and_memory_are_those_of_the_launcher(page, studio):
     example(page, studio)
     find(page, "#ask-plan").click()
-    until(page, lambda: find(page, ".plan-bars"), SECONDS)
+    until(page, lambda: find(page, ".checks .bars"), SECONDS)
     assert "fits: needs" in find(page, ".checks .verdict").text
     find(page, "#ask-preview").click()
     until(page, lambda: find(page, ".example"), SECONDS)

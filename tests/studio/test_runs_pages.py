@@ -116,7 +116,7 @@ def test_the_queue_stops_and_drops_and_says_refusals(opened, queue):
     until(page, lambda: queue.asked == [("/api/job/stop", {"id": "2"})])
     queue.refusal = "this job has ended (done)"
     first.find_element("css selector", "button").click()
-    until(page, lambda: queue.refusal in texts(page, "#page section > .fault"))
+    until(page, lambda: queue.refusal in texts(page, "ul.jobs > li > .fault"))
     queue.jobs[0]["state"] = "done"
     opened.publish("jobs", {})
     until(page, lambda: "Ended: 2" in find(page, "#page").text)

@@ -1,10 +1,10 @@
 // Checks before a run is started: the rows as the model reads them, the memory that it needs, and the signal.
 
-import {all, button, fold, list, make, put, table} from "./dom.js";
+import {all, bars, button, fold, list, make, table} from "./dom.js";
 import {patient} from "./draft.js";
 import {goTo, inline} from "./fields.js";
 import {bytes, duration} from "./format.js";
-import {hasFailed, isOpen, jobText, makeJobOutput} from "./jobs.js";
+import {isOpen, makeJob} from "./jobs.js";
 import {written} from "./options.js";
 import {get, on, post} from "./server.js";
 import {same} from "./settings.js";
@@ -115,28 +115,13 @@ function planNodes(plan, use) {
   return [make(fits ? "p.verdict.good" : "p.verdict.fault", {}, fits ? "✓ " : "✗ ", verdict),
     changes.length ? changeList(changes, use) : null,
     notes.length ? listNotice("To know:", notes) : null,
-    bars(phases, available),
+    bars(phases.map(({name, bytes: size}) => ({name, value: size,
+      text: `${bytes(size)}${available && size > available ? " (too much)" : ""}`})), "Memory by phase", available ?? 0),
+    make("p.help", {},
+      available ? `The line marks what there is: ${bytes(available)}.` : "How much there is, is not known."),
     times.length ? table(TIMES, times, "Predicted time of a step") : null,
     plan.time_note ? make("p.help", {}, `Time is ${plan.time_note.replace(/^time is /, "")}.`) : null,
     lines.length ? fold(inside, table(LINES, lines, inside)) : null].filter(Boolean);
-}
-
-function bars(phases, available) {
-  const most = Math.max(available ?? 0, ...phases.map((phase) => phase.bytes), 1);
-  const about = available ? `The line marks what there is: ${bytes(available)}.` : "How much there is, is not known.";
-  return make("div", {}, make("div.plan-bars", {}, ...phases.map((phase) => bar(phase, most, available))),
-    make("p.help", {}, about));
-}
-
-function bar(phase, most, available) {
-  const isOver = available && phase.bytes > available;
-  const filled = make(isOver ? "div.plan-filled.over" : "div.plan-filled");
-  const limit = available ? make("div.plan-limit") : null;
-  filled.style.setProperty("--share", phase.bytes / most);
-  limit?.style.setProperty("--share", available / most);
-  return make("div.plan-row", {}, make("span.plan-name", {}, phase.name),
-    make("div.plan-bar", {"aria-hidden": "true"}, filled, limit),
-    make("span.plan-size", {}, `${bytes(phase.bytes)}${isOver ? " (too much)" : ""}`));
 }
 
 function changeList(changes, use) {
@@ -178,20 +163,18 @@ function signalPart(draft, refuse, leaving) {
 
 // Show the job `id` in `place` until the returned function is called.
 function followSignal(id, place) {
-  const state = make("p", {role: "status"}), verdicts = make("div", {role: "status"});
-  const output = makeJobOutput(id, "Output of the check", (text) => verdicts.replaceChildren(
+  const verdicts = make("div", {role: "status"});
+  const job = makeJob(id, "Output of the check", (text) => verdicts.replaceChildren(
     ...[...text.matchAll(/^verdict: (.*)$/gm)].map(([, line]) => make("p.verdict", {}, line))));
-  const stop = button("Stop the check", () => post("job/stop", {id}).catch((fault) => put(state, fault.message)));
   const look = async () => {
-    const job = (await get("jobs").catch(() => ({jobs: []}))).jobs.find((other) => other.id === id);
-    if (!job) return;
-    put(state, `The check: ${jobText(job)}${job.error ? `: ${job.error}` : "."}`);
-    state.className = hasFailed(job) ? "fault" : "";
-    stop.hidden = !isOpen(job);
-    if (!isOpen(job)) output.node.open = true; // its verdict is read from there
+    const row = (await get("jobs").catch(() => ({jobs: []}))).jobs.find((other) => other.id === id);
+    if (!row) return;
+    job.update(row);
+    if (!isOpen(row)) job.output.open = true; // its verdict is read from there
   };
-  place.replaceChildren(state, verdicts, output.node, make("div.buttons", {}, stop));
-  output.node.open = true;
+  place.replaceChildren(make("p", {role: "status"}, "The check: ", job.state), job.error, verdicts, job.output,
+    make("div.buttons", {}, job.stop));
+  job.output.open = true;
   look();
-  return all(on("jobs open", look), output.end);
+  return all(on("jobs open", look), job.end);
 }

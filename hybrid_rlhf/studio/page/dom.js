@@ -48,6 +48,20 @@ export function table(columns, rows, caption, what = "table") {
     make("caption.hidden", {}, caption), make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body)));
 }
 
+// A table of rows {name, value, text} with a bar each; a line marks `limit`, and a bar beyond it has another colour.
+export function bars(rows, caption, limit = 0) {
+  const most = Math.max(limit, ...rows.map(({value}) => value));
+  const share = (what, value) => {
+    const node = make(what);
+    node.style.setProperty("--share", value / most);
+    return node;
+  };
+  return make("table.bars", {}, make("caption.hidden", {}, caption), make("tbody", {}, ...rows.map(
+    ({name, value, text}) => make("tr", {}, make("th", {scope: "row"}, name), make("td.number", {}, text),
+      make("td.drawn", {}, share(limit && value > limit ? "div.bar.over" : "div.bar", value),
+        limit ? share("div.limit", limit) : null)))));
+}
+
 // Show a line at the head of the page, which screen readers read aloud.
 export function tell(text, isFault = false) {
   at("status").textContent = text;
@@ -56,15 +70,17 @@ export function tell(text, isFault = false) {
 
 export const tellFault = (fault) => tell(fault.message, true);
 
-// Copy a node's text; returns the line that tells how it went.
-export async function copyText(node) {
-  try {
-    await navigator.clipboard.writeText(node.textContent);
-    return "Copied.";
-  } catch {
-    getSelection().selectAllChildren(node);
-    return "The browser does not let the page copy; the text is selected: copy it by Ctrl+C.";
-  }
+// A button that copies a node's text; say(text): how it went.
+export function copyButton(node, say, text = "Copy", properties = {}) {
+  return button(text, async () => {
+    try {
+      await navigator.clipboard.writeText(node.textContent);
+      say("Copied.");
+    } catch {
+      getSelection().selectAllChildren(node);
+      say("The browser does not let the page copy; the text is selected: copy it by Ctrl+C.");
+    }
+  }, properties);
 }
 
 // ---- changes in place: focus, selection, scroll and open details stay where they are

@@ -1,17 +1,16 @@
 // The page of exports: choose a finished run and formats, follow the export, and see the result with the commands to
 // use it.
 
-import {all, button, copyText, fold, list, make, onChange, select, tell, tellFault, textBlock} from "./dom.js";
+import {all, copyButton, fold, list, make, onChange, select, tell, tellFault, textBlock} from "./dom.js";
 import {bytes} from "./format.js";
-import {hasFailed, isOpen, outputReader} from "./jobs.js";
+import {isOpen, jobText, makeJob} from "./jobs.js";
 import {get, on, post} from "./server.js";
 
-const STATES = {queued: "waits", running: "runs", done: "done", failed: "failed", stopped: "stopped", lost: "lost"};
 const GGUF = [["", "no"], ["f16", "f16: as exact as the model"], ["q8_0", "q8_0: half the size"]];
 
 // #/export?run=demo/ppo chooses that run.
 export async function show(root, _rest, query) {
-  const page = {wanted: query.get("run"), exports: [], job: null, follow: () => {}, hasName: false};
+  const page = {wanted: query.get("run"), exports: [], job: null, hasName: false};
   page.form = makeForm(page);
   page.progress = make("section", {"aria-label": "The export that runs", hidden: true});
   page.list = make("section", {"aria-label": "Exports"});
@@ -24,7 +23,7 @@ export async function show(root, _rest, query) {
   const loading = (...loads) => () => Promise.all(loads.map((load) => load(page))).catch(tellFault);
   const loadAll = loading(loadRuns, loadJobs, loadExports);
   const ends = all(on("runs", loading(loadRuns)), on("open", loadAll), on("jobs", loading(loadJobs, loadExports)),
-    on("job", ({id}) => id === page.job && page.follow()), () => page.follow.end?.());
+    () => page.job?.end());
   await loadAll();
   return ends;
 }
@@ -110,38 +109,26 @@ async function submit(page, event) {
 
 // Show the export that waits or runs, after a reload too; it stays when it has ended.
 async function loadJobs(page) {
-  const {jobs} = await get("jobs");
-  const open = jobs.filter((job) => job.kind === "export" && isOpen(job));
-  if (open.length && !open.some((job) => job.id === page.job)) watch(page, open.at(-1));
-  else page.follow();
+  const jobs = (await get("jobs")).jobs.filter((job) => job.kind === "export"), open = jobs.filter(isOpen);
+  if (open.length && !open.some((job) => job.id === page.job?.id)) watch(page, open.at(-1));
+  else page.job?.show(jobs.find((job) => job.id === page.job.id));
 }
 
-function watch(page, job) {
-  if (page.job === job.id) return;
-  Object.assign(page, {job: job.id, shown: ""});
-  page.state = make("p");
-  page.output = textBlock("", "Its output", "pre.said");
-  page.stop = button("Stop", () => post("job/stop", {id: job.id}).catch(tellFault));
-  page.progress.replaceChildren(make("h2", {}, `Export ${job.name}`), page.state, page.output,
-    make("div.buttons", {}, page.stop));
+function watch(page, first) {
+  page.job?.end();
+  const job = makeJob(first.id, "Its output");
+  let shown = null;
+  const show = (row) => {
+    job.update(row);
+    if (shown && shown !== row.state) tell(`${row.title}: ${jobText(row)}`, row.state === "failed");
+    shown = row.state;
+  };
+  page.job = {id: first.id, end: job.end, show};
+  page.progress.replaceChildren(make("h2", {}, `Export ${first.name}`), make("p", {}, `${first.title}: `, job.state),
+    job.error, job.output, make("div.buttons", {}, job.stop));
   page.progress.hidden = false;
-  page.follow.end?.();
-  page.follow = outputReader(job.id, (output, now) => {
-    page.output.append(output);
-    page.output.hidden = !page.output.textContent;
-    page.output.scrollTop = page.output.scrollHeight;
-    describe(page, now);
-  }, {fail: tellFault});
-  page.follow();
-}
-
-function describe(page, job) {
-  const place = job.place ? `, place ${job.place} in the queue` : "";
-  page.state.textContent = `${job.title}: ${STATES[job.state]}${place}${job.error ? `. ${job.error}` : ""}`;
-  page.state.classList.toggle("fault", hasFailed(job));
-  page.stop.hidden = !isOpen(job);
-  if (page.shown && page.shown !== job.state) tell(page.state.textContent, job.state === "failed");
-  page.shown = job.state;
+  job.output.open = true;
+  show(first);
 }
 
 const loadExports = async (page) => page.showExports((await get("exports")).exports);
@@ -164,6 +151,6 @@ function article({name, run, folder, files, checks, card, commands}) {
 
 function commandNode(title, command, label) {
   const text = textBlock(command, label);
-  const copy = button("Copy", async () => tell(await copyText(text)), {"aria-label": `Copy: ${label}`});
+  const copy = copyButton(text, tell, "Copy", {"aria-label": `Copy: ${label}`});
   return make("div.export-command", {}, make("h4", {}, title), copy, text);
 }

@@ -1,6 +1,6 @@
 // Jobs: the queue of those that run and wait, those that have ended, and what a job writes.
 
-import {all, arrange, fold, keyed, make, put, putAttribute, putState, textBlock} from "./dom.js";
+import {all, arrange, button, fold, keyed, make, put, putAttribute, putState, textBlock} from "./dom.js";
 import {address, age, duration} from "./format.js";
 import {get, on, paced, post} from "./server.js";
 
@@ -24,7 +24,7 @@ export function makeQueue() {
   view.endedPart = fold("", view.ended);
   view.node = make("section", {"aria-labelledby": "queue-title", hidden: true},
     make("h2", {id: "queue-title"}, "Queue"), view.open, view.fault, view.endedPart);
-  view.items = keyed((job) => makeItem(job, view));
+  view.items = keyed(makeItem);
   const load = paced(() => fill(view), {fail: (fault) => {
     view.node.hidden = false;
     put(view.fault, fault.message);
@@ -46,31 +46,43 @@ async function fill(view) {
   put(view.endedPart.firstChild, `Ended: ${ended.length}`);
 }
 
-function makeItem({id}, view) {
-  const name = make("span.job-title"), state = make("span.state"), error = make("p.fault");
-  const stop = make("button", {type: "button"}), link = make("a", {}, "its run"), output = makeJobOutput(id);
+function makeItem({id}) {
+  const job = makeJob(id), name = make("span.job-title"), link = make("a", {}, "its run");
+  const node = make("li.card.job", {}, make("div.line", {}, name, job.state, link, job.stop), job.error, job.output);
+  return {node, end: job.end, update(row) {
+    job.update(row);
+    put(name, row.title || id);
+    link.hidden = !row.run;
+    if (row.run) link.href = `#/run/${address(row.run)}`;
+    putAttribute(job.stop, "aria-label", `${job.stop.textContent}: ${row.title || id}`);
+  }};
+}
+
+// makeJob(job id) -> {state, error, stop, output, update(job), end()}: the nodes that show a job. title, hear: see
+// `makeJobOutput`.
+export function makeJob(id, title, hear) {
+  const state = make("span.state"), error = make("p.fault.said", {role: "status", hidden: true});
+  const output = makeJobOutput(id, title, hear);
+  const showError = (text) => {
+    put(error, text ?? "");
+    error.hidden = !text;
+  };
   let hasAsked = false;
-  stop.addEventListener("click", async () => {
+  const stop = button("", async () => {
     try {
       await post("job/stop", {id});
       hasAsked = true;
       put(stop, "End at once");
-      put(view.fault, "");
+      showError("");
     } catch (fault) {
-      put(view.fault, fault.message);
+      showError(fault.message);
     }
   });
-  const node = make("li.card.job", {}, make("div.line", {}, name, state, link, stop), error, output.node);
-  return {node, end: output.end, update(job) {
-    put(name, job.title || id);
+  return {state, error, stop, output: output.node, end: output.end, showError, update(job) {
     putState(state, job.state, jobText(job));
-    link.hidden = !job.run;
-    if (job.run) link.href = `#/run/${address(job.run)}`;
+    showError(job.error);
     stop.hidden = !isOpen(job);
     if (!hasAsked) put(stop, job.state === "queued" ? "Drop" : "Stop");
-    putAttribute(stop, "aria-label", `${stop.textContent}: ${job.title || id}`);
-    put(error, job.error && job.state !== "done" ? job.error : "");
-    error.hidden = !error.textContent;
   }};
 }
 
@@ -80,8 +92,10 @@ export function makeJobOutput(id, title = "Output", hear = () => {}) {
   const pre = textBlock("", title), fault = make("p.fault", {role: "status"});
   const cut = make("p.quiet", {hidden: true}, "Only the end is shown here; the job's folder has all of it.");
   const node = fold(title, cut, pre, fault);
-  let text = "";
-  const load = outputReader(id, (output) => {
+  let text = "", next = null;
+  const load = paced(async () => {
+    const {output, next: end} = await get("job", {id, ...(next !== null && {after: next})});
+    next = end;
     put(fault, "");
     text += output;
     if (text.length > MAX_OUTPUT) cut.hidden = false;
@@ -89,21 +103,11 @@ export function makeJobOutput(id, title = "Output", hear = () => {}) {
     const isAtEnd = pre.scrollTop + pre.clientHeight >= pre.scrollHeight - 8;
     put(pre, text || "Nothing yet.");
     if (isAtEnd) pre.scrollTop = pre.scrollHeight;
-    if (output) hear(text);
+    if (!output) return;
+    hear(text);
+    load(); // one answer holds 64 KiB at most
   }, {node: pre, fail: (error) => put(fault, error.message)});
   const look = () => node.open && load();
   node.addEventListener("toggle", look);
   return {node, end: all(on("job", (job) => job.id === id && look()), on("open", look), load.end)};
-}
-
-// ask(): calls show(output, job) with what the job has written since the last time. options: see `paced`.
-export function outputReader(id, show, options) {
-  let next = null;
-  const ask = paced(async () => {
-    const answer = await get("job", {id, ...(next !== null && {after: next})});
-    next = answer.next;
-    show(answer.output, answer.job);
-    if (answer.output) ask(); // one answer holds 64 KiB at most
-  }, options);
-  return ask;
 }

@@ -1,7 +1,7 @@
 // The page of a new run: steps from what the model is to learn to the start, and beside them the run that they make.
 
 import {checksStep} from "./checks_step.js";
-import {button, copyText, make, tell, tellFault, textBlock} from "./dom.js";
+import {button, copyButton, make, tell, tellFault, textBlock} from "./dom.js";
 import {Draft, nameFault, nextOf, suggestedName} from "./draft.js";
 import {fieldOf, goTo, inline, textField} from "./fields.js";
 import {address} from "./format.js";
@@ -234,12 +234,11 @@ function texts(draft) {
     yaml.textContent = draft.answer.yaml || `# ${draft.answer.error?.text ?? ""}`;
     command.textContent = draft.answer.command ?? "";
   });
-  const copy = (text, node) => button(text, async () => tell(await copyText(node)));
   return make("div", {}, make("h3", {}, "The same as a file"),
     make("p.help", {}, "These settings run without the studio too."), yaml,
-    make("div.buttons", {}, copy("Copy the YAML", yaml),
+    make("div.buttons", {}, copyButton(yaml, tell, "Copy the YAML"),
       button("Download", () => download(draft.answer.file, yaml.textContent), {id: "download"})),
-    make("h3", {}, "The same as a command"), command, make("div.buttons", {}, copy("Copy the command", command)));
+    make("h3", {}, "The same as a command"), command, make("div.buttons", {}, copyButton(command, tell, "Copy the command")));
 }
 
 function download(name, text) {

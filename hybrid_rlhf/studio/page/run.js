@@ -2,12 +2,12 @@
 
 import {makeCurves} from "./curves.js";
 import {
-  all, button, copyText, fold, list, make, onChange, put, putAttribute, putState, table, textBlock
+  all, bars, button, copyButton, fold, list, make, onChange, put, putAttribute, putState, table, textBlock
 } from "./dom.js";
 import {address, age, breakable, bytes, count, duration, moment} from "./format.js";
-import {hasFailed, isOpen, jobText, makeJobOutput} from "./jobs.js";
+import {hasFailed, isOpen, jobText, makeJob, makeJobOutput} from "./jobs.js";
 import {makeSamples} from "./samples.js";
-import {get, on, paced, post, postConfirmed} from "./server.js";
+import {get, on, paced, postConfirmed} from "./server.js";
 
 const SECONDS = "time/step"; // the metric from which the time left is estimated
 const NO_CHAT = ["reward", "evaluate"];
@@ -34,35 +34,30 @@ async function jobOf(id) {
 
 // A run that is in the queue, or has just begun: it has no folder yet. As soon as it has one this becomes its page.
 function showWaiting(root, id, first) {
-  const state = make("span.state"), error = make("p.fault.said");
-  const output = makeJobOutput(first.id, "Output of its process");
-  const ends = [];
+  const job = makeJob(first.id, "Output of its process"), ends = [];
   const leave = () => ends.splice(0).forEach((end) => end());
-  const stop = button("", () => post("job/stop", {id: first.id}).catch((fault) => put(error, fault.message)));
   const again = make("a.button", {href: "#/new"}, "Change the settings");
-  const update = (job) => {
-    stop.hidden = !isOpen(job);
-    put(stop, job.state === "queued" ? "Drop" : "Stop");
-    again.hidden = !stop.hidden;
-    putState(state, job.state, jobText(job));
-    put(error, job.error ?? "");
-    if (hasFailed(job)) output.node.open = true;
+  const update = (row) => {
+    job.update(row);
+    again.hidden = isOpen(row);
+    if (hasFailed(row)) job.output.open = true;
   };
   const look = paced(async () => {
     const record = await get("run", {id}).catch((fault) => {
       if (fault.status !== 404) throw fault;
       return null;
     });
-    const job = record ? null : await jobOf(id);
-    if (job) update(job);
+    const row = record ? null : await jobOf(id);
+    if (row) update(row);
     if (!record || !ends.length) return;
     leave();
     root.replaceChildren();
     ends.push(showRun(root, id, record));
-  }, {wait: 1000, fail: (fault) => put(error, fault.message)});
-  ends.push(on("runs run jobs job open", look), look.end, output.end);
-  root.append(make("h1.run-name", {}, ...breakable(id)), make("p.line", {}, state), error,
-    make("p.quiet", {}, "This run has not written anything yet."), make("div.buttons", {}, stop, again), output.node);
+  }, {wait: 1000, fail: (fault) => job.showError(fault.message)});
+  ends.push(on("runs run jobs job open", look), look.end, job.end);
+  root.append(make("h1.run-name", {}, ...breakable(id)), make("p.line", {}, job.state), job.error,
+    make("p.quiet", {}, "This run has not written anything yet."), make("div.buttons", {}, job.stop, again),
+    job.output);
   update(first);
   return leave;
 }
@@ -229,8 +224,8 @@ function makeDetails() {
   const parts = [
     part(({evaluation}) => evaluation, (text) => text ? markdown(text, "Evaluation") : []),
     part(({phases, memory}) => [phases, memory], ([phases, memory]) => [
-      ...bars("Where the time went", phases, "seconds", duration, "Seconds by phase"),
-      ...bars("Most memory, by part and phase", memory, "bytes", bytes, "Memory by part and phase")]),
+      ...ranked("Where the time went", phases, "seconds", duration, "Seconds by phase"),
+      ...ranked("Most memory, by part and phase", memory, "bytes", bytes, "Memory by part and phase")]),
     part(({header}) => header, (header) => header.length ? [make("h2", {}, "What it began with"),
       list(header, "ul.plain")] : []),
     part(({command}) => command, (command) => command ? commandNodes(command) : []),
@@ -254,22 +249,15 @@ function part(read, fill) {
   return {node, update: (record) => update(read(record))};
 }
 
-// Rows with a bar each; the number is beside it as text.
-function bars(title, phases, key, text, caption) {
+function ranked(title, phases, key, text, caption) {
   const rows = phases.filter((row) => row[key] > 0).sort((a, b) => b[key] - a[key]);
-  if (!rows.length) return [];
-  return [make("h2", {}, title), make("table.bars", {}, make("caption.hidden", {}, caption),
-    make("tbody", {}, ...rows.map((row) => {
-      const bar = make("div.bar");
-      bar.style.setProperty("--share", row[key] / rows[0][key]);
-      return make("tr", {}, make("th", {scope: "row"}, row.name), make("td.number", {}, text(row[key])),
-        make("td.drawn", {}, bar));
-    })))];
+  const shown = rows.map((row) => ({name: row.name, value: row[key], text: text(row[key])}));
+  return rows.length ? [make("h2", {}, title), bars(shown, caption)] : [];
 }
 
 function commandNodes(command) {
   const message = make("span.quiet", {role: "status"}), text = textBlock(command, "Command", "pre.command");
-  const copy = button("Copy", async () => put(message, await copyText(text)));
+  const copy = copyButton(text, (line) => put(message, line));
   return [make("h2", {}, "The command that does the same"), make("div", {}, text, make("div.line", {}, copy, message))];
 }
 
