@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core.file_lock import is_locked, take_lock
-from hybrid_rlhf.core.own_files import fresh_path, is_unfinished
+from hybrid_rlhf.core.own_files import fresh_folder, is_unfinished
 from hybrid_rlhf.core.text_safety import shortened
 from hybrid_rlhf.inference.server.serve import KEY_VARIABLE
 from hybrid_rlhf.studio.jobs import module_code
@@ -218,13 +218,8 @@ def _own_folder(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
         if is_unfinished(path.name) and is_locked(path / "lock") is False and (path / "lock").exists():
             shutil.rmtree(path, ignore_errors=True)
-    place = fresh_path(folder)
-    place.mkdir(mode=0o700)
-    try:
-        with take_lock(place / "lock"):
-            yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    with fresh_folder(folder) as place, take_lock(place / "lock"):
+        yield place
 
 
 # -- in the processes --------------------------------------------------------------------------------------------------

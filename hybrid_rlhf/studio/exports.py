@@ -11,11 +11,10 @@ from pathlib import Path
 
 from hybrid_rlhf.studio.job import OUTPUT, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_bytes, read_json
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_json
 
 EXPORTS = "exports"  # folder below the outputs, without runs
 CHECKED = "reloaded in a fresh process: "  # prefix of the line in which commands/export.py reports its comparison
-MAX_CARD = 2**16  # bytes
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
@@ -49,11 +48,11 @@ def exports(studio: Studio, jobs: Iterable[Job]) -> list[dict]:
             continue
         when, folder = entry.stat().st_mtime, Path(entry.path)
         job = next((job for job in finished if job.facts["name"] == entry.name and _is_of(job, when)), None)
-        card = read_bytes(folder / "README.md", most=MAX_CARD)
+        card = folder / "README.md"
         rows.append((when, {
             "name": entry.name, "run": job.facts["run"] if job else None, "folder": str(folder),
             "files": _files(folder), "checks": _checks(studio.home / "jobs" / job.id / OUTPUT) if job else [],
-            "commands": _commands(folder), "card": None if card is None else card.decode("utf-8", "replace")}))
+            "commands": _commands(folder), "card": card.read_text("utf-8", "replace") if card.is_file() else None}))
     return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
 
 

@@ -33,7 +33,7 @@ import psutil
 from hybrid_rlhf.core.file_lock import is_locked, take_lock
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.text_safety import escape_control, shortened
-from hybrid_rlhf.studio.studio import read_bytes, read_json
+from hybrid_rlhf.studio.studio import read_json
 
 FACTS, SETTINGS, LOCK, OUTPUT, PROCESS = "job.json", "settings.yaml", "lock", "out.log", "process.json"
 STOP, STOP_NOW, END = "stop", "stop_now", "end.json"
@@ -44,7 +44,6 @@ IS_NUMBER = re.compile(r"[0-9]{6,12}")
 _POLL_SECONDS, GRACE_SECONDS, DOUBLE_CLICK_SECONDS = 0.2, 10.0, 2.0
 MIN_FREE = 64 * 2**20  # bytes of free disk space needed to start a job
 _RESERVED = 4096  # bytes reserved for the exit code: a full disk may be what ends a run
-_END_TRIES = 60  # to write the exit code, a second apart
 _LOCK_WAIT = 5.0  # seconds; others hold the lock only briefly, to test it
 _SAME_START = 2.0  # seconds; tolerance when comparing start times of a process
 _LOST = "how it ended is not known: it was ended together with its watcher, or the machine was"
@@ -97,12 +96,6 @@ def find_process(note: object) -> psutil.Process | None:
 # -- state -----------------------------------------------------------------------------------------------------------
 
 
-def read_facts(folder: Path) -> dict | None:
-    """job.json; None where it is missing or incomplete."""
-    facts = read_json(folder / FACTS) or {}
-    return facts if {"kind", "title", "created", "folder", "words", "stage", "run", "name"} <= facts.keys() else None
-
-
 def read_job(folder: Path, facts: dict) -> Job:
     """The current state of a job; without the place of a queued one."""
     job = _read(folder, facts)
@@ -153,9 +146,12 @@ def last_line(path: Path) -> str | None:
 def read_output(path: Path, after: int | None) -> tuple[str, int]:
     """At most MAX_OUTPUT bytes of output from the byte `after` on, and the start of the next piece; without `after` the
     newest ones, from the beginning of a line. An incomplete character is left for the next piece."""
-    size = path.stat().st_size if path.exists() else 0
-    start = max(0, size - MAX_OUTPUT) if after is None else min(after, size)
-    raw = read_bytes(path, start, MAX_OUTPUT) or b""
+    if not path.exists():
+        return "", 0
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, size - MAX_OUTPUT) if after is None else min(after, size))
+        raw = file.read(MAX_OUTPUT)
     end = start + len(raw)
     if after is None and start:
         raw = raw[raw.find(b"\n") + 1:]
@@ -224,9 +220,7 @@ def _environment() -> dict[str, str]:
 def watch(folder: Path) -> None:
     """Run the job's process from start to end. OSError if there is no disk space for the exit code; then nothing was
     started."""
-    facts = read_facts(folder)
-    if facts is None:
-        raise ValueError(f"{folder / FACTS} is not a job of the studio")
+    facts = json.loads((folder / FACTS).read_bytes())
     notes = {"started": now(), "watcher": process_note(os.getpid()), "process": None}
     _write_end(folder, "")
     write_file(folder / PROCESS, json.dumps(notes))
@@ -260,15 +254,10 @@ def _wait(folder: Path, process: subprocess.Popen) -> int:
 
 
 def _conclude(folder: Path, rc: int) -> None:
-    """Write end.json, with retries for a minute if the disk fails. Never raises: a started job must not be
-    restarted."""
-    text = json.dumps({"rc": rc, "finished": now()})
-    for _ in range(_END_TRIES):
-        with contextlib.suppress(OSError):
-            _write_end(folder, text)
-            os.replace(folder / f"{END}.part", folder / END)
-            return
-        time.sleep(1)
+    """Write end.json. Never raises: a started job must not be restarted."""
+    with contextlib.suppress(OSError):
+        _write_end(folder, json.dumps({"rc": rc, "finished": now()}))
+        os.replace(folder / f"{END}.part", folder / END)
 
 
 def _write_end(folder: Path, text: str) -> None:

@@ -34,7 +34,6 @@ from hybrid_rlhf.studio.job import (
     drop,
     last_line,
     now,
-    read_facts,
     read_job,
     request_stop,
     start,
@@ -137,7 +136,7 @@ class Jobs:
     def _job(self, name: str) -> Job | None:
         if name in self._ended:
             return self._ended[name]
-        facts = read_facts(self.folder / name)
+        facts = read_json(self.folder / name / FACTS)
         if facts is None:
             return None
         job = read_job(self.folder / name, facts)
@@ -196,16 +195,14 @@ class Jobs:
     # -- the thread that runs the queue --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        fault: str | None = None
         while not self._is_closing:
+            seconds = LOOK_SECONDS
             try:
                 self._turn()
-                fault = None
-            except Exception as error:  # a removed folder may be back at the next turn
-                if repr(error) != fault:  # logged once
-                    _log.exception("the studio's queue")
-                fault = repr(error)
-            self._wake.wait(RETRY_SECONDS if fault else LOOK_SECONDS)
+            except Exception:  # of a disk, say, that is back at the next turn
+                _log.exception("the studio's queue")
+                seconds = RETRY_SECONDS
+            self._wake.wait(seconds)
             self._wake.clear()
 
     def _turn(self) -> None:
@@ -225,13 +222,9 @@ class Jobs:
         self._publish(jobs)
 
     def _runs_the_queue(self) -> bool:
-        path = self.folder / "queue.lock"
-        if self._queue_lock is not None and not path.exists():  # the folder was removed
-            self._queue_lock.close()
-            self._queue_lock = None
         if self._queue_lock is None:
             with suppress(TimeoutError):
-                self._queue_lock = take_lock(path, 0)
+                self._queue_lock = take_lock(self.folder / "queue.lock", 0)
         return self._queue_lock is not None
 
     def _delay(self, line: str) -> None:

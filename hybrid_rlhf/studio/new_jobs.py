@@ -15,14 +15,14 @@ import yaml
 
 from hybrid_rlhf.core.config import to_yaml
 from hybrid_rlhf.core.file_lock import is_locked
+from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.exports import EXPORTS, export_words
 from hybrid_rlhf.studio.job import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.settings_text import check_names, nested
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_bytes, read_json
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_json
 from hybrid_rlhf.training.registry import STAGES
 
-RUN_FILE, SETTINGS_FILE = "run.json", "config.yaml"
 MAX_LEVELS = 4  # of folders from the outputs to a run
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _EVALUATED = ("data.sources", "data.max_prompt_length", "data.raw", "data.split")  # copied to an evaluation
@@ -95,9 +95,9 @@ def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:
     with jobs.alone():
         if (job := jobs.of_run(run)) and not _is_ending(job, folder):
             raise Refused(409, f"{run} {'is running' if job.state == 'running' else 'waits'} already")
-        if job is None and is_locked(folder / SETTINGS_FILE):
+        if job is None and is_locked(folder / run_files.SETTINGS):
             raise Refused(409, f"{run} is running, started elsewhere")
-        if (read_json(folder / RUN_FILE) or {}).get("status") == "finished":
+        if (read_json(folder / run_files.RECORD) or {}).get("status") == "finished":
             raise Refused(409, f"{run} is finished")
         stage, settings = own_settings(folder)
         if stage not in STAGES:
@@ -116,7 +116,7 @@ def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:
 def _is_ending(job: Job, folder: Path) -> bool:
     """Whether the run was closed after `job` started, or is writing its model ("stopped", not closed yet): then a new
     job for it may wait in the queue until the process has ended."""
-    record = read_json(folder / RUN_FILE) or {}
+    record = read_json(folder / run_files.RECORD) or {}
     status, closed = record.get("status"), record.get("finished")
     if job.state != "running" or status == "running":
         return False
@@ -127,7 +127,7 @@ def _stop_run(studio: Studio, jobs: Jobs, run: str) -> dict:
     folder = studio.folder(run)
     if job := jobs.of_run(run):
         return jobs.stop(job.id)
-    if is_locked(folder / SETTINGS_FILE):
+    if is_locked(folder / run_files.SETTINGS):
         raise Refused(409, f"{run} was started elsewhere, and is stopped there (Ctrl-C)")
     raise Refused(409, f"{run} is not running")
 
@@ -157,7 +157,7 @@ def new_folder(studio: Studio, run: str) -> Path:
     folder = run_folder(studio, run)
     for above in list(folder.relative_to(studio.outputs).parents)[:-1]:
         place = studio.outputs / above
-        if (place / RUN_FILE).exists():
+        if (place / run_files.RECORD).exists():
             raise Refused(409, f"{above} is a run, not a folder of runs; choose another name", "run")
         if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
             raise Refused(409, f"{above} is not a folder; choose another name", "run")
@@ -198,28 +198,26 @@ def run_settings(settings: Mapping[str, object], output_dir: Path | None) -> str
 
 def own_settings(folder: Path) -> tuple[str, str]:
     """The stage of an existing run, and the text of its config.yaml. Raises Refused if they cannot be read."""
-    stage = (read_json(folder / RUN_FILE) or {}).get("stage")
-    text = read_bytes(folder / SETTINGS_FILE)
-    if not isinstance(stage, str) or not text:
-        raise Refused(409, f"{folder.name} has no readable {RUN_FILE} and {SETTINGS_FILE}; start it again as a new run")
-    return stage, text.decode("utf-8", "replace")
+    notes: list[str] = []
+    read = run_files.lenient_reader(notes)
+    stage = read(lambda: run_files.read_record(folder), {}).get("stage")
+    text = read(lambda: run_files.read_text(folder / run_files.SETTINGS), "")
+    if not stage or not text:
+        raise Refused(409, f"{folder.name} has no readable run.json and config.yaml; start it again as a new run")
+    return stage, text
 
 
 def evaluation(studio: Studio, runs: Sequence[str], settings: Mapping[str, object]) -> dict:
     """The settings of an evaluation of `runs`: `settings`, with prompts and rewards, if missing, of the first run that
     was trained on rewards."""
-    if not 2 <= len(runs) <= 8:
-        raise Refused(400, "choose two to eight runs to evaluate", "runs")
     folders = [studio.folder(run) for run in runs]
-    if len(set(folders)) < len(folders):
-        raise Refused(400, "one run is named twice; choose two that differ", "runs")
     models = [f"{run.replace('=', '_')}={folder}" for run, folder in zip(runs, folders, strict=True)]
     return {"evaluate.models": models, **_evaluation_defaults(folders, settings), **settings}
 
 
 def _evaluation_defaults(folders: Sequence[Path], settings: Mapping[str, object]) -> dict:
     """Prompts, reward sources and response length of the first run that was trained on rewards; {} without one."""
-    records = [read_json(folder / RUN_FILE) or {} for folder in folders]
+    records = [read_json(folder / run_files.RECORD) or {} for folder in folders]
     record = next((record for record in records if isinstance(_value(record, "config.reward"), dict)), {})
     config, defaults = record.get("config"), {}
     if not any(name.startswith(("data.", "evaluate.labels")) for name in settings):

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from starlette.requests import Request
+
 from hybrid_rlhf.core.disk import refusal
 
 HOME = ".studio"  # in the outputs folder, for uploads, jobs and marks
 MAX_NEWS = 256  # events queued for a tab; a slower one is told to reload
-MAX_FILE = 2**20  # bytes of a small file that is read in one piece
+MAX_BODY = 2**20  # bytes of a request, but for uploads
 
 
 class Refused(Exception):
@@ -34,6 +36,16 @@ class Route(NamedTuple):
     path: str
     handle: Callable
     is_raw: bool = False
+
+
+async def bounded_body(request: Request) -> bytes:
+    """The body of a request. Raises Refused if it is larger than MAX_BODY."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise Refused(413, "the request is too large; start a new one")
+    return body
 
 
 class News:
@@ -125,20 +137,10 @@ def refused(error: OSError, what: str) -> Refused:
     return Refused(507, f"{what}: {disk.words}; {disk.remedy}")
 
 
-def read_bytes(path: Path, start: int = 0, most: int = MAX_FILE) -> bytes | None:
-    """At most `most` bytes of a file from `start` on; None if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(most)
-    except OSError:
-        return None
-
-
 def read_json(path: Path) -> dict | None:
-    """A JSON object of at most MAX_FILE bytes; None for anything else."""
+    """The JSON object in a file; None for anything else."""
     try:
-        value = json.loads(read_bytes(path) or b"")
-    except ValueError:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None

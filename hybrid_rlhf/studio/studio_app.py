@@ -6,19 +6,18 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount
 from starlette.routing import Route as Address
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.strict_json import to_json
@@ -28,14 +27,11 @@ from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.run_pages import open_runs
 from hybrid_rlhf.studio.runs import RunList
-from hybrid_rlhf.studio.studio import Refused, Route, Studio
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, bounded_body
 
 PAGE = Path(__file__).parent / "page"
-MAX_BODY = 2**20  # bytes
 MAX_THREADS = 64
 _log = logging.getLogger(__name__)
-Scope = MutableMapping[str, Any]
-App = Callable[[Scope, Callable, Callable], Awaitable[None]]
 
 
 def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
@@ -89,13 +85,8 @@ def _reply(route: Route, query: dict[str, str], body: dict) -> Response:
 async def _body(request: Request) -> dict:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refused(415, "the body must be JSON")
-    text = b""
-    async for part in request.stream():
-        text += part
-        if len(text) > MAX_BODY:
-            raise Refused(413, "the request is too large")
     try:
-        value = json.loads(text or b"{}")
+        value = json.loads(await bounded_body(request))
     except ValueError:
         raise Refused(400, "the body is not JSON") from None
     if not isinstance(value, dict):
@@ -134,45 +125,31 @@ class Access:
     - the token, in an HttpOnly cookie that the first address (/?token=...) sets.
     """
 
-    def __init__(self, app: App, token: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app, self._token, self._cookie = app, token, f"studio_{port}"
         self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
 
-    async def __call__(self, scope: Scope, receive: Callable, send: Callable) -> None:
-        if scope["type"] == "http":
-            answer = self._refusal(scope) or self._entry(scope)
-            if answer is not None:
-                await answer(scope, receive, send)
-                return
-        elif scope["type"] != "lifespan":
-            return
-        await self._app(scope, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._refusal(HTTPConnection(scope), scope["method"]) if scope["type"] == "http" else None
+        await (answer or self._app)(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if [name for name, _ in scope["headers"]].count(b"host") != 1 or headers["host"].lower() not in self._hosts:
-            return _no(403, "this studio answers at 127.0.0.1 only")
+    def _refusal(self, request: HTTPConnection, method: str) -> Response | None:
+        """An error; a redirect that sets the cookie for a request with the token; None for one with the cookie."""
+        headers, is_first = request.headers, request.url.path == "/" and method == "GET"
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
-        if origin is not None and origin.lower() not in {f"http://{host}" for host in self._hosts}:
+        if not {host.lower() for host in headers.getlist("host")} <= self._hosts or "host" not in headers:
+            return _no(403, "this studio answers at 127.0.0.1 only")
+        is_elsewhere = origin is not None and origin.lower() not in {f"http://{host}" for host in self._hosts}
+        if is_elsewhere or (site not in ("same-origin", "none") and not is_first):
             return _no(403, "another page may not use the studio")
-        if site not in ("same-origin", "none") and not (scope["method"] == "GET" and scope["path"] == "/"):
-            return _no(403, "another page may not use the studio")
-        return None
-
-    def _entry(self, scope: Scope) -> Response | None:
-        """None for a request with the cookie; a redirect that sets it for one with the token; else an error."""
-        headers = dict(scope["headers"])
-        tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token")
-        if scope["path"] == "/" and scope["method"] == "GET" and tokens and self._is_token(tokens[0]):
+        if is_first and self._is_token(request.query_params.get("token", "")):
             answer = RedirectResponse("/", 303, {"referrer-policy": "no-referrer", "cache-control": "no-store"})
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return answer
-        cookies = headers.get(b"cookie", b"").decode("latin-1").split(";")  # others on 127.0.0.1 may set odd ones
-        pairs = (cookie.strip().partition("=") for cookie in cookies)
-        if any(name == self._cookie and self._is_token(value) for name, _, value in pairs):
+        if self._is_token(request.cookies.get(self._cookie, "")):
             return None
         text = "open the studio by the address that it printed, with its token (after a restart it is a new one)"
-        if scope["path"] == "/":
+        if request.url.path == "/":
             return PlainTextResponse(f"hybrid_rlhf studio: {text}\n", 401, {"cache-control": "no-store"})
         return _no(401, text)
 

@@ -21,12 +21,10 @@ from hybrid_rlhf.studio.chat_process import ChatModels, ChatProcess, Talkable
 from hybrid_rlhf.studio.preflight import may_have_card
 from hybrid_rlhf.studio.run_files import MODEL, newest_checkpoint, step_of
 from hybrid_rlhf.studio.runs import RunList
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, bounded_body, own_folder
 from hybrid_rlhf.training.registry import STAGES
 
-MAX_MODELS = 3
 IDLE_SECONDS = 15 * 60.0
-MAX_BODY = 2**20  # bytes: the server's own limit
 SILENCE_SECONDS = 330.0  # the server's request timeout is 300
 POLICY, REWARD = "policy", "reward model"
 SHARED = Path(page_policy.__file__).parent / "page" / "chat_stream.js"  # code of both chat pages
@@ -37,12 +35,7 @@ def routes(talk: Talk) -> list[Route]:
     def forward(path: str, needs_reward: bool = False) -> Callable:
         async def answer(request: Request) -> Response:
             port, key = talk.address(needs_reward)
-            body = b""
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY:
-                    raise Refused(413, "the conversation is too large; start a new one")
-            return PassThrough(request, f"http://127.0.0.1:{port}{path}", key, body, talk.using)
+            return PassThrough(request, f"http://127.0.0.1:{port}{path}", key, await bounded_body(request), talk.using)
 
         return answer
 
@@ -148,10 +141,6 @@ class Talk:
         models, reward = body["models"], body.get("reward")
         if not models:
             raise Refused(400, "choose a model to talk to")
-        if len(models) > MAX_MODELS:
-            raise Refused(400, f"{len(models)} models are more than the {MAX_MODELS} that fit side by side")
-        if len(set(models)) < len(models):
-            raise Refused(400, "a model is named twice")
         return ChatModels(tuple(self._find(name, POLICY) for name in models),
                           None if reward is None else self._find(reward, REWARD), body.get("is_on_cpu", False))
 

@@ -23,7 +23,6 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 MAX_BYTES, MIN_FREE = 4 * 2**30, 2**30  # of a file; of free disk space after the upload
 MAX_NAME = 200  # bytes: file systems allow 255, and a number may be added
 ABANDONED_SECONDS = 3600.0  # without a new byte, after which an upload is abandoned
-_AT_ONCE = 2**20  # bytes per write
 
 
 def routes(studio: Studio) -> list[Route]:
@@ -73,7 +72,8 @@ async def upload(studio: Studio, request: Request) -> dict:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/octet-stream":
         raise Refused(415, "the body must be application/octet-stream")
     folder = own_folder(studio, "data")
-    _check_room(folder, int(request.headers.get("content-length", 0)))
+    length = int(request.headers.get("content-length", 0))
+    _check_room(folder, length, length)
     part = fresh_path(folder)
     try:
         with part.open("xb") as file:
@@ -88,38 +88,24 @@ async def upload(studio: Studio, request: Request) -> dict:
 
 async def _write(folder: Path, file: BinaryIO, body: AsyncIterator[bytes]) -> int:
     """Write the body; returns its size, counted here, since a client may send a wrong Content-Length or none."""
-    size, waiting = 0, bytearray()
-
-    def write() -> None:
-        _check_room(folder, len(waiting))
-        file.write(waiting)
-        file.flush()
-
+    size = 0
     async for piece in body:
         size += len(piece)
-        waiting += piece
-        if size > MAX_BYTES:
-            raise _too_large()
-        if len(waiting) >= _AT_ONCE:
-            await asyncio.to_thread(write)
-            waiting.clear()
-    await asyncio.to_thread(write)
+        _check_room(folder, len(piece), size)
+        await asyncio.to_thread(file.write, piece)
+    file.flush()
     await asyncio.to_thread(os.fsync, file.fileno())
     if not size:
         raise Refused(400, "the file is empty")
     return size
 
 
-def _check_room(folder: Path, more: int) -> None:
-    if more > MAX_BYTES:
-        raise _too_large()
+def _check_room(folder: Path, more: int, size: int) -> None:
+    if size > MAX_BYTES:
+        raise Refused(413, f"the file is larger than {MAX_BYTES / 2**30:.0f} GiB; give its path in place of it")
     free = shutil.disk_usage(folder).free
     if free - more < MIN_FREE:
         raise Refused(507, f"no room: {free / 2**30:.1f} GiB are free on the disk, of which 1 GiB is kept; make room")
-
-
-def _too_large() -> Refused:
-    return Refused(413, f"the file is larger than {MAX_BYTES / 2**30:.0f} GiB; give its path in place of it")
 
 
 def _settle(part: Path, folder: Path, name: str) -> Path:

@@ -16,7 +16,7 @@ import pytest
 
 from hybrid_rlhf.core.file_lock import take_lock
 from hybrid_rlhf.studio import job
-from hybrid_rlhf.studio.job import find_process, process_note, read_facts, read_job, read_output
+from hybrid_rlhf.studio.job import find_process, process_note, read_job, read_output
 from tests.factories.studio_jobs import until
 
 
@@ -27,6 +27,10 @@ def folder(tmp_path):
     (tmp_path / "000001").mkdir()
     (tmp_path / "000001/job.json").write_text(json.dumps(facts))
     return tmp_path / "000001"
+
+
+def state_of(folder):
+    return read_job(folder, json.loads((folder / "job.json").read_text()))
 
 
 def test_the_exit_code_is_kept_on_a_disk_that_is_full_at_the_end(folder, monkeypatch):
@@ -43,7 +47,7 @@ def test_the_exit_code_is_kept_on_a_disk_that_is_full_at_the_end(folder, monkeyp
     monkeypatch.setattr(job.subprocess, "Popen", started)
     job.watch(folder)
     assert sizes == [4096] and (folder / "end.json").stat().st_size == 4096  # no byte more than was taken before
-    found = read_job(folder, read_facts(folder))
+    found = state_of(folder)
     assert (found.state, found.rc) == ("failed", 4)
 
 
@@ -56,22 +60,7 @@ def test_nothing_is_started_where_there_is_no_room_for_the_exit_code(folder, mon
     monkeypatch.setattr(job.signal, "signal", lambda *_: None)
     assert job.main([str(folder)]) == 75
     assert capfd.readouterr().out == "error: the job cannot be started: No space left on device\n"
-    assert read_job(folder, read_facts(folder)).state == "queued"
-
-
-def test_the_exit_code_is_written_once_the_disk_takes_it_again(folder, monkeypatch):
-    faults, sync = [None, OSError(errno.EIO, "x"), OSError(errno.EIO, "x"), None], os.fsync
-
-    def failing(handle):
-        if fault := faults.pop(0):
-            raise fault
-        sync(handle)
-
-    monkeypatch.setattr(job.os, "fsync", failing)
-    monkeypatch.setattr(job, "write_file", lambda *_: None)
-    monkeypatch.setattr(job.time, "sleep", lambda _: None)
-    job.watch(folder)
-    assert faults == [] and read_job(folder, read_facts(folder)).rc == 4
+    assert state_of(folder).state == "queued"
 
 
 def test_the_watchers_own_note_is_not_overwritten(folder, monkeypatch):
@@ -93,7 +82,7 @@ def test_a_look_at_the_lock_loses_no_job(folder, monkeypatch):
     timer.start()
     assert job.main([str(folder)]) == 0
     timer.join()
-    assert read_job(folder, read_facts(folder)).rc == 4
+    assert state_of(folder).rc == 4
 
 
 def test_a_second_watcher_leaves_the_job_to_the_first(folder, monkeypatch):
@@ -110,9 +99,9 @@ def test_a_job_that_ends_between_two_looks_is_not_lost(folder, monkeypatch):
         return False
 
     (folder / "process.json").write_text(json.dumps({"started": "then", "watcher": None, "process": None}))
-    assert read_job(folder, read_facts(folder)).state == "lost"
+    assert state_of(folder).state == "lost"
     monkeypatch.setattr(job, "is_locked", look)
-    assert read_job(folder, read_facts(folder)).state == "done"
+    assert state_of(folder).state == "done"
 
 
 def test_a_job_of_an_earlier_release_is_read(folder):
@@ -121,9 +110,9 @@ def test_a_job_of_an_earlier_release_is_read(folder):
     (folder / "job.json").write_text(json.dumps(facts))
     (folder / "process.json").write_text(json.dumps({
         "started": "then", "watcher": {"pid": os.getpid(), "began": "12345", "where": "boot"}, "process": None}))
-    assert read_job(folder, read_facts(folder)).state == "lost"
+    assert state_of(folder).state == "lost"
     (folder / "end.json").write_text('{"rc": 130, "finished": "2026-11-26T10:00:00+00:00"}'.ljust(4096))
-    found = read_job(folder, read_facts(folder))
+    found = state_of(folder)
     assert (found.state, found.started, found.finished) == ("stopped", "then", "2026-11-26T10:00:00+00:00")
 
 

@@ -126,9 +126,8 @@ def test_an_evaluation_of_runs_without_rewards_is_left_to_the_launcher(tmp_path)
     (tmp_path / "b/run.json").write_text(json.dumps({"config": {"reward": [1]}, "facts": 3}))
     assert evaluation(Studio(tmp_path), ["a", "b", "c=d"], {}) == {
         "evaluate.models": [f"a={tmp_path}/a", f"b={tmp_path}/b", f"c_d={tmp_path}/c=d"]}
-    for runs in (["a"], ["a", "a"], ["a"] * 9, ["a", "../a"]):
-        with pytest.raises(Refused):
-            evaluation(Studio(tmp_path), runs, {})
+    with pytest.raises(Refused):
+        evaluation(Studio(tmp_path), ["a", "../a"], {})
 
 
 BEGAN = "2026-11-26T10:00:00+00:00"

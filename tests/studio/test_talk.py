@@ -162,10 +162,9 @@ def test_it_closes_when_nobody_has_asked_for_a_while_and_not_during_a_request(st
 
 
 @pytest.mark.parametrize(("body", "status", "text"), [
-    ({"models": []}, 400, "choose a model"),
-    ({"models": ["dpo"] * 2}, 400, "named twice"), ({"models": list("abcd")}, 400, "more than the 3"),
-    ({"models": ["none"]}, 404, "no run"), ({"models": ["../x"]}, 404, "no run"),
-    ({"models": ["demo/reward"]}, 400, "cannot answer"), ({"models": ["dpo"], "reward": "dpo"}, 400, "gives no scores"),
+    ({"models": []}, 400, "choose a model"), ({"models": ["none"]}, 404, "no run"),
+    ({"models": ["../x"]}, 404, "no run"), ({"models": ["demo/reward"]}, 400, "cannot answer"),
+    ({"models": ["dpo"], "reward": "dpo"}, 400, "gives no scores"),
     ({"models": ["evaluation"]}, 404, "no model"),
     ({"models": ["new"]}, 409, "new: it has no checkpoint yet")])
 def test_what_cannot_be_talked_to_is_refused(studio, talk, body, status, text):
@@ -287,7 +286,7 @@ def test_bodies_are_bounded_and_nothing_is_asked_of_nobody(client, talk):
     assert client.post("/api/talk/v1/chat/completions", json={}).json()["error"].startswith("no model is open")
     opened(talk, "dpo")
     answer = client.post("/api/talk/v1/chat/completions", content=b"x" * (2**20 + 1))
-    assert (answer.status_code, answer.json()["error"]) == (413, "the conversation is too large; start a new one")
+    assert (answer.status_code, answer.json()["error"]) == (413, "the request is too large; start a new one")
     assert client.post("/api/talk/score", json={}).status_code == 409
 
 
