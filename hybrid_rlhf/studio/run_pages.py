@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from starlette.requests import Request
@@ -20,6 +20,7 @@ from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.run_files import GROWING, MODEL, PAGE, SETTINGS, Unreadable, lenient_reader
 from hybrid_rlhf.studio.run_history import Histories, Metrics, curves, newest_answers, samples
 from hybrid_rlhf.studio.runs import RunList
+from hybrid_rlhf.studio.settings_text import flat
 from hybrid_rlhf.studio.studio import News, Refused, Route, Studio
 
 PHASES = ("generate", "score", "teacher", "train", "switch")  # disjoint phases of a step
@@ -138,17 +139,6 @@ def compare(runs: RunList, histories: Histories, ids: str) -> dict:
     settings, answers, metrics = zip(*(parts(runs.outputs / name) for name in names), strict=True)
     return {"runs": rows, "differ": differing(settings), "prompts": side_by_side(answers),
             "metrics": described(dict.fromkeys(name for names in metrics for name in names)), "notes": notes}
-
-
-def flat(settings: Mapping, prefix: str = "") -> dict[str, object]:
-    """Dotted option -> value; lists are values."""
-    options: dict[str, object] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            options |= flat(value, f"{prefix}{name}.")
-        else:
-            options[f"{prefix}{name}"] = value
-    return options
 
 
 def differing(settings: Sequence[dict]) -> list[dict]:

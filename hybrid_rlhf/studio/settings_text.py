@@ -103,6 +103,17 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def flat(settings: Mapping, prefix: str = "") -> dict[str, object]:
+    """Dotted option -> value; lists are values."""
+    options: dict[str, object] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            options |= flat(value, f"{prefix}{name}.")
+        else:
+            options[f"{prefix}{name}"] = value
+    return options
+
+
 def _place(name: str) -> tuple[int, str]:
     first = name.partition(".")[0]
     return (_ORDER.index(first) if first in _ORDER else len(_ORDER), first)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hybrid_rlhf.studio.run_history import Histories
-from hybrid_rlhf.studio.run_pages import compare, differing, flat, side_by_side
+from hybrid_rlhf.studio.run_pages import compare, differing, side_by_side
 from hybrid_rlhf.studio.runs import RunList
+from hybrid_rlhf.studio.settings_text import flat
 from hybrid_rlhf.studio.studio import Refused, Studio
 from tests.factories.studio_runs import PROMPTS, append, make_run
 
