@@ -7,22 +7,28 @@ reward functions nor environments, which the launcher's --preview does not run e
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
+import math
 import re
 import tempfile
 import threading
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from hybrid_rlhf import cli
 from hybrid_rlhf.commands.init import GOALS, found_card
-from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.config import Option, UserError, check, nearest
+from hybrid_rlhf.core.config import options_of as options_of_class
 from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.core.options import kinds_of, value_of
 from hybrid_rlhf.core.text_safety import error_line, escape_control
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.preview import counts, dropped
@@ -34,13 +40,14 @@ from hybrid_rlhf.memory_plan.presets import card as card_of
 from hybrid_rlhf.memory_plan.table import verdict
 from hybrid_rlhf.models.load import check_folder
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
-from hybrid_rlhf.studio.option_help import options_of, plain_settings
-from hybrid_rlhf.studio.settings_text import check_names, settings_text, with_card
-from hybrid_rlhf.training import builders, on_policy, reward_sources, time_options
+from hybrid_rlhf.studio.settings_text import by_table, check_names, common_options, settings_text, with_card
+from hybrid_rlhf.training import builders, on_policy, reward_sources, time_options, unread_options
 from hybrid_rlhf.training.memory_options import Place, look_ahead
-from hybrid_rlhf.training.registry import STAGES
+from hybrid_rlhf.training.registry import STAGES, variant_options
 
 MAX_ROW, MAX_PART, MAX_COLUMNS = 2000, 20_000, 100  # characters of a row, of a part of an example; columns
+_KINDS = {bool: "bool", int: "int", float: "float", str: "text", list: "list", dict: "json"}
+LEFT_OUT = ("stage", "output_dir")  # set by the goal and the run's name
 _parsing = threading.Lock()  # the parser is not thread-safe
 
 
@@ -59,6 +66,33 @@ def answer(kind: str, asked: dict) -> dict:
     except UserError as error:
         option = getattr(error, "option", None) or _option_in(str(error), _names(asked))
         raise OptionError(_line(error), option) from error
+
+
+def options_of(stage: str) -> dict:
+    """{"options": [...], "help"} of a stage; KeyError for an unknown one."""
+    row, common = STAGES[stage], common_options(stage)
+    config_class = importlib.import_module(row.module).Config
+    defaults, _ = cli.read_settings(stage, [])
+    fixed = {*LEFT_OUT, *variant_options(stage)}
+    options = [_option(stage, option, value_of(defaults, option.name), option.name in common)
+               for option in options_of_class(config_class, unread_options.of_stage(stage)) if option.name not in fixed]
+    order = {name: i for i, name in enumerate(common)}
+    return {"help": row.help, "options": sorted(options, key=lambda o: order.get(o["name"], len(order)))}
+
+
+def _option(stage: str, option: Option, default: object, is_common: bool) -> dict:
+    return {"name": option.name, "section": option.name.rpartition(".")[0],
+            "kind": "choice" if option.choices else _kind(option.kind), "choices": list(option.choices),
+            "default": plain(default), "null": type(None) in typing.get_args(option.kind), "help": option.text,
+            "by_table": by_table(stage, option.name), "is_common": is_common}
+
+
+def _kind(kind: Any) -> str:
+    """The name of a type; in a union a list comes before text, and text before a mapping."""
+    members = [typing.get_origin(k) or k for k in kinds_of(kind)]
+    if dict in members and list in members:  # data.sources
+        return "json"
+    return next(_KINDS[k] for k in (list, str, dict, float, int, bool) if k in members)
 
 
 def settings(asked: dict) -> dict:
@@ -320,6 +354,36 @@ def _line(error: BaseException) -> str:
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more characters)"
+
+
+# -- settings as JSON --------------------------------------------------------------------------------------------------
+
+
+def plain_settings(config: object) -> dict[str, object]:
+    """All options of nested settings, in order."""
+    return dict(_leaves(config, ""))
+
+
+def _leaves(config: object, prefix: str) -> Iterator[tuple[str, object]]:
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]  # a dataclass of settings
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", plain(value)
+
+
+def plain(value: object) -> object:
+    """A value as JSON. A source with only a path becomes that text; numbers that are not finite become text."""
+    if isinstance(value, Source):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        chosen = {k: v for k, v in fields.items() if k == "path" or (v and (k, v) != ("split", "train"))}
+        return value.path if list(chosen) == ["path"] else chosen
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 QUESTIONS: dict[str, Callable[[dict], dict]] = {

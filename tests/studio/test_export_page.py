@@ -88,7 +88,7 @@ def test_an_export_by_keyboard_alone(browser, studio):
     until(browser, lambda: texts(browser, "article h3") == ["mine"])
     until(browser, lambda: find(browser, "section p").text.startswith("export of demo/ppo: done"))
     assert focused(browser) == "Export"
-    assert "tokens equal" in find(browser, "section pre").text
+    until(browser, lambda: "tokens equal" in find(browser, "section pre").text)
     assert texts(browser, ".export-check") == [
         "reloaded in a fresh process: tokens equal, logits within 3e-07 (relative)"]
     assert texts(browser, ".export-command h4") == [

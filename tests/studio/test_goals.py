@@ -12,7 +12,7 @@ from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.studio import preflight
 from hybrid_rlhf.studio.goals import STUDIO_GOALS
-from hybrid_rlhf.studio.option_help import plain
+from hybrid_rlhf.studio.preflight_answers import plain
 from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.training.registry import STAGES
 from tests.factories.asked_new_run import ASKS, answers, post, rows_of

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from hybrid_rlhf.studio.studio import Refused
 from tests.factories.browser import needs_browser, texts
 from tests.factories.new_run_pages import entry
 
@@ -213,10 +212,3 @@ def leave_and_return(page) -> None:
     page.until(lambda: not page.all(".new-run"))
     page.run("location.hash = '#/new'")
     page.until(lambda: page.find(entry("model.lora.r")))
-
-
-def test_the_page_works_without_the_lists_of_runs_and_files_and_says_so(page, stub):
-    stub.refusals |= {f"get {name}": Refused(500, "an error") for name in ("runs", "uploads", "jobs")}
-    page.visit("?goal=prefer&model=org/name&data=pairs.jsonl")
-    page.says("Everything is there")
-    assert "cannot be listed" in page.find("#status").text

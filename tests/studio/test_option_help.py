@@ -12,7 +12,7 @@ import pytest
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.options import kinds_of, of_list, of_mapping, value_of
-from hybrid_rlhf.studio.option_help import LEFT_OUT, options_of
+from hybrid_rlhf.studio.preflight_answers import LEFT_OUT, options_of
 from hybrid_rlhf.studio.settings_text import by_table, common_options
 from hybrid_rlhf.training.registry import STAGES, variant_options
 

@@ -14,9 +14,9 @@ import {dataStep, goalStep, modelStep} from "./start_steps.js";
 
 export async function show(root, _rest, query) {
   root.append(make("p.quiet", {}, "Loading …"));
-  const asked = [get("goals"), orNone(get("runs"), "Runs"), orNone(get("uploads"), "Uploaded files")];
-  const [goals, runs, uploads] = await Promise.all(asked).finally(() => root.replaceChildren());
-  const draft = new Draft(goals, {folder: runs.folder ?? "", rows: runs.runs ?? []}, uploads.files ?? []);
+  const [goals, {folder, runs}, {files}] = await Promise.all([get("goals"), get("runs"), get("uploads")])
+    .finally(() => root.replaceChildren());
+  const draft = new Draft(goals, {folder, rows: runs}, files);
   prefill(draft, query);
   const leaving = [() => draft.close(), keepFilesOut()];
   root.append(make("div.new-run", {},
@@ -28,16 +28,6 @@ export async function show(root, _rest, query) {
     await draft.loadOptions();
   }
   return () => leaving.forEach((leave) => leave());
-}
-
-// The page works without the lists of other parts of the studio, and tells that one is missing.
-async function orNone(answer, what) {
-  try {
-    return await answer;
-  } catch (fault) {
-    tell(`${what} cannot be listed: ${fault.message}`, true);
-    return {};
-  }
 }
 
 // ?goal=&stage=&model=&data=; then the address is a plain one, so that a reload keeps what was changed since.
