@@ -68,7 +68,7 @@ def mark(studio: Studio, body: dict) -> dict:
 def _answer(body: dict, name: str) -> list[dict]:
     """An answer as a message, unchanged."""
     if not body[name].strip():
-        raise Refused(400, "an empty answer is no example", name)
+        raise Refused(400, "an empty answer cannot be an example", name)
     return [{"role": "assistant", "content": body[name]}]
 
 

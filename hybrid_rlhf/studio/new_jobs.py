@@ -68,10 +68,10 @@ def _check_signal(studio: Studio, jobs: Jobs, body: dict) -> dict:
 
 
 def _evaluate(studio: Studio, jobs: Jobs, body: dict) -> dict:
-    runs, given = body["runs"], body["settings"]
-    settings = evaluation(studio, runs, given)
+    runs, chosen = body["runs"], body["settings"]
+    settings = evaluation(studio, runs, chosen)
     if not all(map(jobs.is_own, runs)):
-        _check_confirmed(body, {name: value for name, value in settings.items() if name not in given})
+        _check_confirmed(body, {name: value for name, value in settings.items() if name not in chosen})
     run = body.get("run") or free_name(studio, "evaluate", {job.facts["run"] for job in jobs.all()})
     folder = new_folder(studio, run)
     _check_free(jobs, run)

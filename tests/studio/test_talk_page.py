@@ -228,7 +228,7 @@ def test_a_better_answer_is_a_pair_over_the_model_s_and_the_talk_goes_on_from_it
     assert (box.tag_name, box.get_attribute("value")) == ("textarea", "Paris?")
     box.clear()
     press(page, "Save")
-    told(page, "Not kept: an empty answer is no example")
+    told(page, "Not kept: an empty answer cannot be an example")
     box.send_keys("  Paris.")
     press(page, "Save")
     told(page, "Kept: your words")
