@@ -254,24 +254,27 @@ def _prepare_device(*, is_bounded: bool) -> None:
 
 
 def _run(stage: ModuleType, config: object, command: str) -> int:
-    from hybrid_rlhf.core.distributed import shutdown
+    from hybrid_rlhf.core.distributed import shutdown, world_size
     from hybrid_rlhf.core.errors import shown
     from hybrid_rlhf.run.loop import Stopped
     from hybrid_rlhf.run.signals import stops_as_by_hand
     from hybrid_rlhf.training import announce
 
-    code = 0
+    code, has_failed = 0, True
     try:
         with stops_as_by_hand():
             stage.run(config, command=command)
             announce.after(config, sys.argv[0])
+        has_failed = False
     except Stopped as stopped:
         print(shown(stopped), file=sys.stderr)
-        code = 130
-    # At exit, not here: a second run in this process needs the group, which DeepSpeed holds on to. And only where the
-    # run ended well: a process that failed would wait for others that wait for it.
-    atexit.unregister(shutdown)
-    atexit.register(shutdown)
+        code, has_failed = 130, False
+    finally:
+        # At exit, not here: a second run in this process needs the group, which DeepSpeed holds on to. One of several
+        # processes that failed would wait for others that wait for it.
+        if not has_failed or world_size() == 1:
+            atexit.unregister(shutdown)
+            atexit.register(shutdown)
     return code
 
 
