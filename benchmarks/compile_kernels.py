@@ -59,12 +59,14 @@ class Kernel(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One row of the table. build(architecture, type): the kernel there. least: blocks that a processor must hold."""
+    """One row of the table. build(architecture, type): the kernel there. least: blocks that a processor must hold.
+    oldest: the first generation that uses it."""
 
     work: str
     types: tuple[str, ...]
     build: Callable[[int, str], Kernel]
     least: int = 1
+    oldest: int = 75
 
 
 # -- the kernels, as the library launches them -------------------------------------------------------------------------
@@ -222,11 +224,14 @@ def cases() -> dict[str, Case]:
             found[f"scores_{name}{end}"] = Case(f"log-probabilities{options}{word}", ALL, scores(is_plain, is_backward))
     for rows in (16, 64):
         work = f"product of a decode layer, {rows} rows"
-        found[f"layer_{rows}"] = Case(work, SIXTEEN, layer_product(rows, 4096, 6144))
-        found[f"layer_{rows}_split"] = Case(f"{work}, inputs split", SIXTEEN, layer_product(rows, 8192, 2048))
-        found[f"layer_{rows}_gated"] = Case(f"{work}, gate", SIXTEEN, layer_product(rows, 4096, 14336, is_gated=True))
-    found["layer_norm"] = Case("norm of a decode layer", SIXTEEN, layer_row(is_norm=True))
-    found["layer_heads"] = Case("norm and rotation of a decode layer's heads", SIXTEEN, layer_row(is_norm=False))
+        found[f"layer_{rows}"] = Case(work, SIXTEEN, layer_product(rows, 4096, 6144), oldest=80)
+        found[f"layer_{rows}_split"] = Case(f"{work}, inputs split", SIXTEEN, layer_product(rows, 8192, 2048),
+                                             oldest=80)
+        found[f"layer_{rows}_gated"] = Case(f"{work}, gate", SIXTEEN, layer_product(rows, 4096, 14336, is_gated=True),
+                                             oldest=80)
+    found["layer_norm"] = Case("norm of a decode layer", SIXTEEN, layer_row(is_norm=True), oldest=80)
+    found["layer_heads"] = Case("norm and rotation of a decode layer's heads", SIXTEEN, layer_row(is_norm=False),
+                                oldest=80)
     found["rotary_128"] = Case("rotary positions, 128", ALL, turn(128))
     return found
 
@@ -284,7 +289,7 @@ def rows(names: Sequence[str], architectures: Sequence[int]) -> Iterator[dict]:
         case = cases()[name]
         for architecture in architectures:
             for kind in case.types:
-                if kind == "bf16" and architecture < 80:
+                if architecture < (80 if kind == "bf16" else case.oldest):
                     continue
                 kernel = case.build(architecture, kind)
                 use = compiled(kernel, architecture)

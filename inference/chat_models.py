@@ -20,9 +20,8 @@ from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.conversation import Conversation, check_can_chat, load_to_chat, open_conversation
 from hybrid_rlhf.inference.named_models import model_folder
-from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.load import max_positions, read_generation
-from hybrid_rlhf.models.lora import base_of, is_adapter, load_adapter
+from hybrid_rlhf.models.lora import Adapters, base_of, is_adapter, load_adapter
 from hybrid_rlhf.models.merging import adapted_weight
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.models.weights import read_tensor

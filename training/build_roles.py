@@ -18,13 +18,11 @@ from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.engine import HybridEngine, ZeroConfig
 from hybrid_rlhf.engine.train.zero_config import lowest_stage
 from hybrid_rlhf.models import load
-from hybrid_rlhf.models.adapters import Adapters
-from hybrid_rlhf.models.backbone import check_head
+from hybrid_rlhf.models.backbone import check_head, text_backbone
 from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import BackboneWithHead, head_of, zero_head
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.models.lora import add_lora, is_adapter, load_adapter
-from hybrid_rlhf.models.text_part import text_backbone
+from hybrid_rlhf.models.lora import Adapters, add_lora, is_adapter, load_adapter
 from hybrid_rlhf.models.weights import identity, read_tensor
 from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles, Teacher

@@ -30,12 +30,11 @@ from hybrid_rlhf.engine.decode.tensor_parallel import check_configured
 from hybrid_rlhf.engine.train.parameters import count_parameters
 from hybrid_rlhf.export.folder import has_quantized_values
 from hybrid_rlhf.models import load
-from hybrid_rlhf.models.backbone import check_head
+from hybrid_rlhf.models.backbone import check_head, towers
 from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import adapter_dtype, add_lora
-from hybrid_rlhf.models.text_part import towers
 from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer, train_tokenizer, turn_ends
 from hybrid_rlhf.models.weights import identity
 from hybrid_rlhf.report.pace import EXPORT, REPORT, SAVE

@@ -14,7 +14,7 @@ from hybrid_rlhf.memory_plan.calibration import read_rates
 from hybrid_rlhf.memory_plan.plan import Plan, size_text
 from hybrid_rlhf.memory_plan.rates import CARDS, Rates
 from hybrid_rlhf.memory_plan.step_time import StepTime, step_time
-from hybrid_rlhf.memory_plan.time_table import show_times
+from hybrid_rlhf.memory_plan.table import show_times
 from hybrid_rlhf.models import load
 
 PUBLISHED = "from published figures and assumed shares of them"

@@ -32,8 +32,7 @@ from hybrid_rlhf.engine.decode.sampling import Generation, SamplingConfig
 from hybrid_rlhf.engine.decode.scheduler import Scheduler
 from hybrid_rlhf.engine.decode.serving import Serving, open_serving
 from hybrid_rlhf.engine.decode.streaming import Conversation
-from hybrid_rlhf.engine.decode.tensor_parallel import check_shardable
-from hybrid_rlhf.engine.decode.tp_sync import all_agree, as_group, draw_together
+from hybrid_rlhf.engine.decode.tensor_parallel import all_agree, as_group, check_shardable, draw_together
 from hybrid_rlhf.engine.device_memory import fewer_slots, release
 from hybrid_rlhf.engine.idle_cache import IdleCache
 from hybrid_rlhf.engine.modes import evaluating

@@ -28,8 +28,8 @@ from hybrid_rlhf.core.distributed import barrier
 from hybrid_rlhf.core.own_files import put, replacing
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned, shape_of, without_hooks
 from hybrid_rlhf.engine.train.zero import for_main
-from hybrid_rlhf.models import shards
-from hybrid_rlhf.models.backbone import text_logits
+from hybrid_rlhf.models import saving
+from hybrid_rlhf.models.backbone import text_forward, text_logits
 from hybrid_rlhf.models.folder_files import refusing
 from hybrid_rlhf.models.lora import adapter_parameters, lora_layers, save_adapter
 from hybrid_rlhf.models.merging import Weight, merged_name, plain_weights
@@ -45,7 +45,6 @@ from hybrid_rlhf.models.saving import (
     share_as,
     share_kept,
 )
-from hybrid_rlhf.models.text_part import text_forward
 from hybrid_rlhf.models.transformers_compat import kept_in_fp32
 from hybrid_rlhf.models.weight_parts import Gather, layer_by_layer
 
@@ -75,7 +74,7 @@ def try_export(model: nn.Module, tokenizer, eos_ids: list[int]) -> None:  # noqa
         save_settings(model, weights, Path(place))
         save_beside(model, tokenizer, Path(place))
         type(model.config).from_pretrained(place)
-        shards.check_names(model, weights)
+        saving.check_names(model, weights)
         if not is_partitioned(model):
             adapted = [(weights[merged_name(name, layer)], type(layer)) for name, layer in lora_layers(model).items()]
             for weight in {(kind, weight.like.shape): weight for weight, kind in adapted}.values():
@@ -201,7 +200,7 @@ def in_dtype(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype
              current: torch.dtype) -> dict[str, Weight]:
     """`weights` cast to `dtype`, except those in another dtype than `current`, those that transformers loads in fp32 (a
     router's bias), and those that the base's files have in a wider dtype than `dtype`."""
-    is_kept, wider = kept_in_fp32(model, dtype), shards.wider_in_files(model, weights, dtype)
+    is_kept, wider = kept_in_fp32(model, dtype), saving.wider_in_files(model, weights, dtype)
     return {k: w if w.like.dtype != current or is_kept(k) or k in wider else
             replace(w, like=w.like.to(dtype), make=lambda make=w.make: make().to(dtype)) for k, w in weights.items()}
 

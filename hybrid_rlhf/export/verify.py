@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.export.folder import BOUNDS, ExportDiffers, difference_of, has_experts
-from hybrid_rlhf.models.backbone import text_logits
-from hybrid_rlhf.models.text_part import text_forward
+from hybrid_rlhf.models.backbone import text_forward, text_logits
 
 PROMPTS = ("Once upon a time", "What is the capital of France?", "1 2 3 4")
 NUM_TOKENS = 16

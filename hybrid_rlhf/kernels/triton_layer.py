@@ -81,7 +81,7 @@ def _rounded(sums, bias, low, up, rank, scaling, columns, size, num_rows, low_si
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _product(x, low, first, second, third, first_bias, second_bias, third_bias, first_up, second_up, third_up, residual,
              out, partials, counters, num_rows, size_in, low_size, first_size, second_size, third_size, first_rank,
              second_rank, third_rank, first_scaling, second_scaling, third_scaling, size_out, part_size,
@@ -143,7 +143,7 @@ def product_form(rows: int, size_in: int, size_out: int, card: Card, is_gated: b
     Measured on an H100 over 14 shapes of 896 to 14,336 numbers and 8 and 64 rows (docs/results/gpu.md): within 6% of
     the fastest of 13 forms each. The parts do not depend on the rows, so neither do the sums.
     """
-    block_m, block_k = max(16, triton.next_power_of_2(rows)), 128
+    block_m, block_k = 16 if rows <= 16 else _MOST_ROWS, 128  # few forms, for each is compiled in a second or two
     block_n = 64 if is_gated and size_out >= 32 * card.processors else 32
     tiles, splits = triton.cdiv(size_out, block_n), 1
     while not is_gated and size_in > 4096 and tiles * splits <= card.processors and size_in >= 2048 * splits:

@@ -17,7 +17,7 @@ from hybrid_rlhf.memory_plan import trace
 from hybrid_rlhf.memory_plan.amounts import parse_bytes, size_text
 from hybrid_rlhf.memory_plan.calibration import Calibration
 from hybrid_rlhf.memory_plan.formulas import stage_of, state_bytes
-from hybrid_rlhf.models import shapes, shards
+from hybrid_rlhf.models import saving, shapes
 from hybrid_rlhf.models.load import ModelConfig
 
 __all__ = ["DOES_NOT_FIT", "Generation", "Line", "Plan", "Role", "make_plan", "parse_bytes", "size_text"]
@@ -326,7 +326,7 @@ class _Needs:
         result waits in memory until it is written. Fully trained weights are written as they are. For these ZeRO 3
         gathers one weight at a time, and for the forward that checks the export the embedding tables and one layer."""
         whole, is_cut = self.sizes.weight_bytes, bool(self.now["gathered"])
-        waiting = min(shards.MAX_BYTES, whole) if self.is_host and (self.sizes.adapter_bytes or is_cut) else 0
+        waiting = min(saving.MAX_BYTES, whole) if self.is_host and (self.sizes.adapter_bytes or is_cut) else 0
         merged = 12 * self.sizes.widest + waiting if self.sizes.adapter_bytes else waiting
         checked = min(whole, 2 * self.sizes.largest + whole // self.sizes.num_layers) if is_cut else 0
         if needed := max(merged, checked):

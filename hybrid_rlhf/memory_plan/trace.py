@@ -27,12 +27,11 @@ from hybrid_rlhf.kernels.shape_ops import TRIAL, flash, shape_ops, telling
 from hybrid_rlhf.memory_plan.live_bytes import LiveBytes, counting
 from hybrid_rlhf.memory_plan.operations import Recorder, Tally, Work
 from hybrid_rlhf.models import shapes
-from hybrid_rlhf.models.backbone import hidden_states, own_head
+from hybrid_rlhf.models.backbone import hidden_states, own_head, reads_text
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, plain_linear_layers
 from hybrid_rlhf.models.lora_products import fused_adapters
-from hybrid_rlhf.models.packed_shapes import Packed, pack
-from hybrid_rlhf.models.text_part import reads_text
+from hybrid_rlhf.models.quantize import Packed, pack
 from hybrid_rlhf.models.transformers_compat import sdpa_replaced
 
 __all__ = ["Activations", "LiveBytes", "Sizes", "activations", "cache_bytes", "classifier_bytes", "logit_bytes",

@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import nn
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.models.backbone import text_backbone
 from hybrid_rlhf.models.folder_files import CONFIG, read_object
-from hybrid_rlhf.models.text_part import text_backbone
 from hybrid_rlhf.models.weights import read_header
 
 _log = logging.getLogger(__name__)

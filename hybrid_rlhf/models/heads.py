@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.models.backbone import hidden_states
-from hybrid_rlhf.models.row_attention import NotShareableError
-from hybrid_rlhf.models.shared_prefix import distinct_states, packing, say_whole, sharing_is_exact
+from hybrid_rlhf.models.shared_prefix import NotShareableError, distinct_states, packing, say_whole, sharing_is_exact
 
 
 class ScalarModel(nn.Module):

@@ -20,8 +20,8 @@ from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
 from hybrid_rlhf.core.options import check_values, one_of
 from hybrid_rlhf.models import complete, folder_files, quantize, weight_parts, weights
+from hybrid_rlhf.models.backbone import reads_text, towers
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
-from hybrid_rlhf.models.text_part import reads_text, towers
 from hybrid_rlhf.models.transformers_compat import each_as_read, names_read, shortage_passes
 
 _log = logging.getLogger(__name__)

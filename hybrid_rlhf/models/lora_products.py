@@ -11,7 +11,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from hybrid_rlhf.core.torch_compat import is_hooked
-from hybrid_rlhf.models.packed_products import AdaptedPackedLinear
+from hybrid_rlhf.models.quantize import AdaptedPackedLinear
 
 _FEW_ROWS = 48  # as a decode step has
 

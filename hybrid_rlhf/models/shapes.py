@@ -19,6 +19,7 @@ from torch import nn
 
 from hybrid_rlhf.core import torch_compat
 from hybrid_rlhf.core.config import check
+from hybrid_rlhf.models.backbone import text_forward
 from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.models.folder_files import refusing
 from hybrid_rlhf.models.hf_attention import cache_of
@@ -34,7 +35,6 @@ from hybrid_rlhf.models.load import (
     scalar_class,
 )
 from hybrid_rlhf.models.lora import LoraConfig, adapter_dtype, add_lora, lora_layers
-from hybrid_rlhf.models.text_part import text_forward
 from hybrid_rlhf.models.transformers_compat import never_packed
 
 

@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 from hybrid_rlhf.core.errors import UserError, check
 from hybrid_rlhf.core.text_safety import shortened
 from hybrid_rlhf.models import template
-from hybrid_rlhf.models.call_formats import CallFormat, format_of
-from hybrid_rlhf.models.python_calls import read_python
+from hybrid_rlhf.models.call_formats import CallFormat, format_of, read_python
 from hybrid_rlhf.models.template import ASKED, CALL, SAID, TOOL, dialect_of, special_ids
 from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS
 from hybrid_rlhf.models.transformers_compat import read_response, response_template

@@ -13,8 +13,8 @@ from hybrid_rlhf.roles import role_state
 from hybrid_rlhf.roles.actor import Actor, AuxiliaryLoss
 from hybrid_rlhf.roles.critic import Critic
 from hybrid_rlhf.roles.policy_module import PolicyModule, TokenScores
-from hybrid_rlhf.roles.reference_policy import Reference
 from hybrid_rlhf.roles.reward_model import Reward
+from hybrid_rlhf.roles.scoring import Reference
 from hybrid_rlhf.roles.teacher import Teacher
 
 __all__ = ["Actor", "AuxiliaryLoss", "Critic", "PolicyModule", "Reference", "Reward", "Roles", "Teacher", "TokenScores"]

@@ -17,8 +17,9 @@ from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, own_head
 from hybrid_rlhf.models.router import router_of
-from hybrid_rlhf.models.row_attention import NotShareableError, Packing
 from hybrid_rlhf.models.shared_prefix import (
+    NotShareableError,
+    Packing,
     distinct_states,
     distinct_states_and_router_logits,
     documents,

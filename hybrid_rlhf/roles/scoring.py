@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train import accumulate
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.models import shared_prefix
-from hybrid_rlhf.roles.policy_module import TokenScores
+from hybrid_rlhf.roles.policy_module import PolicyModule, TokenScores
 from hybrid_rlhf.rollout import Rollout
 
 
@@ -75,3 +76,25 @@ def at_last(numbers: Tensor, rows: SequenceBatch) -> Tensor:
 def summed(tokens: TokenScores, rows: SequenceBatch) -> Tensor:
     """(B,): the log-probabilities of each row's loss tokens, added up."""
     return summed_by_row(tokens.logprobs, rows)
+
+
+# -- The reference policy: the frozen model of the KL penalty ----------------------------------------------------------
+
+
+@dataclass
+class Reference:
+    """The frozen policy of the KL penalty. `logprobs(rollout)` -> (B, R)."""
+
+    engine: HybridEngine[PolicyModule]
+    max_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        self.engine.name = "reference"
+
+    def logprobs(self, rollout: Rollout) -> Tensor:
+        return per_action(self.engine, rollout, self.max_tokens,
+                          lambda rows: self.engine(rows, temperature=rollout.temperature).logprobs)
+
+    def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
+        """(B,): the summed log-probabilities of each row's loss tokens, without gradients."""
+        return per_sequence(self.engine, batch, self.max_tokens)

@@ -16,8 +16,7 @@ from hybrid_rlhf.core.tensors import SequenceBatch, predicted
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import ops_for
-from hybrid_rlhf.models.backbone import own_head
-from hybrid_rlhf.models.text_part import causal_part, text_backbone
+from hybrid_rlhf.models.backbone import causal_part, own_head, text_backbone
 from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.roles.scoring import per_action, score
 from hybrid_rlhf.rollout import Rollout

@@ -45,7 +45,7 @@ class Episode:
     num_cut: int = 0
 
     def replay_record(self, prompt_ids: list[int], response_ids: list[int]) -> dict:
-        """What rollout/replay.py needs to sample the episode again, as JSON: seed, number, and the tokens that were
+        """What rollout/episodes.py needs to sample the episode again, as JSON: seed, number, and the tokens that were
         sampled and added."""
         ends = [0, *self.turn_ends]
         return {"seed": self.seed, "number": self.number, "prompt_ids": prompt_ids, "turns": [

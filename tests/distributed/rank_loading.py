@@ -26,7 +26,7 @@ from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, init_proces
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.train.zero import for_main, gathered
 from hybrid_rlhf.export.folder import export
-from hybrid_rlhf.models import shards
+from hybrid_rlhf.models import saving
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, load_scalar_model, prepare
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
@@ -194,7 +194,7 @@ def once(folder: Path, out: Path, dtype: str, in_parts: bool) -> dict:
 def peak(place: Path) -> dict:
     """Of a process, in bytes, for files in the dtype of training and in another, read in parts and whole."""
     give_back_freed_blocks()
-    shards.MAX_BYTES = 50 * 10**6  # a file of the model's, whole while it is written
+    saving.MAX_BYTES = 50 * 10**6  # a file of the model's, whole while it is written
     if is_main():
         save_tiny(place / "small")
         shape = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=10, num_attention_heads=8,

@@ -8,8 +8,8 @@ from torch import nn
 
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
-from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.heads import ScalarModel
+from hybrid_rlhf.models.lora import Adapters
 from hybrid_rlhf.roles import PolicyModule
 from tests.factories.adapters import base_with
 from tests.factories.tiny import optimizer_step, tiny_causal_lm, tiny_scalar_model

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.export import folder as export_folder
 from hybrid_rlhf.export.folder import ExportDiffers, export, try_export
-from hybrid_rlhf.models import carried, load, shards
+from hybrid_rlhf.models import load, saving
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.models.tokenizer import load_tokenizer
@@ -59,7 +59,7 @@ def test_every_file_of_the_base_that_is_no_weights_and_not_replaced_is_exported(
 
 def test_a_file_larger_than_any_that_describes_a_model_is_data_and_stays(base, tmp_path, monkeypatch):
     (base / "rows.json").write_text("[" + "0," * 40 + "0]")
-    monkeypatch.setattr(carried, "_LARGEST", 60)
+    monkeypatch.setattr(saving, "_LARGEST", 60)
     export(load.load_causal_lm(ModelConfig(str(base))), load_tokenizer(str(base)), tmp_path / "model", [3])
     assert names(tmp_path / "model") == WRITTEN | KEPT.keys()
 
@@ -121,7 +121,7 @@ def test_a_hub_s_model_is_exported_with_the_files_of_its_snapshot(base, tmp_path
 
 @pytest.mark.parametrize("max_bytes", [2 * 10**9, 40_000])
 def test_tensors_that_the_class_does_not_read_are_exported_as_they_are(max_bytes, base, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(shards, "MAX_BYTES", max_bytes)
+    monkeypatch.setattr(saving, "MAX_BYTES", max_bytes)
     further = {"mtp.fc.weight": torch.randn(4, 3).bfloat16(), "mtp.norm.weight": torch.arange(3)}
     save_file(further, tmp_path / "more.safetensors")
     model = load.load_causal_lm(ModelConfig(str(base)))
@@ -159,7 +159,7 @@ def test_every_run_tries_its_export_before_its_first_step(stage, base, tmp_path,
     def refuse(*_given: object) -> None:
         raise ValueError("names clash")
 
-    monkeypatch.setattr(shards, "check_names", refuse)
+    monkeypatch.setattr(saving, "check_names", refuse)
     more = ["--data.max_length", "64"] if stage == "sft" else [
         "--reward.functions", "[builtin:demo_correct]", "--data.max_prompt_length", "64",
         "--ppo.sampling.max_new_tokens", "8"]

@@ -14,7 +14,7 @@ from hybrid_rlhf.commands import export
 from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.export import ollama, verify
 from hybrid_rlhf.memory_plan.live_bytes import LiveBytes
-from hybrid_rlhf.models import shards
+from hybrid_rlhf.models import saving
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, save_adapter
 from tests.factories.tiny import save_tiny
 
@@ -240,7 +240,7 @@ def test_no_more_than_a_file_and_a_layer_are_in_memory(tmp_path, monkeypatch, dt
     source = save_tiny(tmp_path / "base", dtype=dtype, num_hidden_layers=12, **wide)
     if std:
         source = adapter_of(source, tmp_path / "adapter", std)
-    monkeypatch.setattr(shards, "MAX_BYTES", 2 * 256 * 512 * 4)
+    monkeypatch.setattr(saving, "MAX_BYTES", 2 * 256 * 512 * 4)
     monkeypatch.setattr(verify, "compare", lambda *_: 0.0)
     with Made() as live:
         assert export.main(["--model", source, "--output_dir", str(tmp_path / "out")]) == 0
@@ -249,5 +249,5 @@ def test_no_more_than_a_file_and_a_layer_are_in_memory(tmp_path, monkeypatch, dt
     adapter = sum(v.nbytes for v in load_file(Path(source) / "adapter_model.safetensors").values()) if std else 0
     layer = 4 * sum(v.numel() for file in files for name, v in file.items() if ".layers.0." in name)
     whole = 4 * sum(v.numel() for file in files for v in file.values())
-    bound = shards.MAX_BYTES + layer + 3 * adapter  # as peft makes it, as it is read, and in the model
+    bound = saving.MAX_BYTES + layer + 3 * adapter  # as peft makes it, as it is read, and in the model
     assert 0 < live.peak <= bound < whole / 4

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from hybrid_rlhf.export import folder as export_folder
 from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.memory_plan.live_bytes import LiveBytes
-from hybrid_rlhf.models import load, saving, shards
+from hybrid_rlhf.models import load, saving
 from hybrid_rlhf.models.dropout import dropout_in_config
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
@@ -70,7 +70,7 @@ def written_whole(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tenso
 @pytest.mark.parametrize("max_bytes", [2 * 10**9, 40_000])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_written_is_bit_for_bit_what_a_whole_merge_writes(form, max_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "MAX_BYTES", max_bytes)
+    monkeypatch.setattr(saving, "MAX_BYTES", max_bytes)
     model = made(form, tmp_path / "base")
     saving.save(model, plain_weights(model), tmp_path / "ours")
     ours, theirs = read(tmp_path / "ours"), written_whole(model, tmp_path / "theirs")
@@ -88,7 +88,7 @@ def test_the_index_names_the_file_of_every_weight_and_transformers_loads_it(tmp_
     from transformers import AutoModelForCausalLM
 
     model = made("LoRA and new tokens", tmp_path / "base")
-    monkeypatch.setattr(shards, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(saving, "MAX_BYTES", 100_000)
     export(model, tiny_tokenizer(), tmp_path / "model", [3])
     index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
     files = {p.name: load_file(p) for p in (tmp_path / "model").glob("*.safetensors")}
@@ -109,14 +109,14 @@ def test_no_more_than_a_file_and_a_layer_are_held_while_an_export_is_written(for
     """In bytes of operations, as fp32 a layer of the model: what a linear layer's merge takes at once (the weight, B A,
     that scaled, the sum) is less, and fused experts are cut into those of the file a layer at a time."""
     is_linear = form != "fused experts"
-    monkeypatch.setattr(shards, "MAX_BYTES", 2 * 64 * 128 * 4)
+    monkeypatch.setattr(saving, "MAX_BYTES", 2 * 64 * 128 * 4)
     model = made(form, tmp_path / "base", num_hidden_layers=24)
     weights = plain_weights(model)
     whole = sum(w.like.nbytes for w in weights.values())
     with Held(model) as live:
         saving.save(model, weights, tmp_path / "model")
     layer = 4 * sum(w.like.numel() for name, w in weights.items() if ".layers.0." in name)
-    bound = shards.MAX_BYTES + layer
+    bound = saving.MAX_BYTES + layer
     assert 0 < live.peak <= bound < whole / 3
     with Held(model) as live:
         kept = whole_merge(model) if is_linear else {}

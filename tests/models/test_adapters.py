@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.models.adapters import Adapters
-from hybrid_rlhf.models.lora import LoraConfig, add_lora, load_adapter, lora_layers, save_adapter
+from hybrid_rlhf.models.lora import Adapters, LoraConfig, add_lora, load_adapter, lora_layers, save_adapter
 from tests.factories.adapters import base_with
 from tests.factories.tiny import tiny_causal_lm
 

@@ -12,10 +12,17 @@ from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.engine.train.zero import gathered
 from hybrid_rlhf.models import load
-from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.added_rows import holders
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.models.lora import LoraConfig, add_lora, copy_adapter, load_adapter, lora_layers, save_adapter
+from hybrid_rlhf.models.lora import (
+    Adapters,
+    LoraConfig,
+    add_lora,
+    copy_adapter,
+    load_adapter,
+    lora_layers,
+    save_adapter,
+)
 from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer
 from hybrid_rlhf.roles import PolicyModule
 from tests.factories.merged import merged_state_dict

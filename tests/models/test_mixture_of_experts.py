@@ -14,7 +14,7 @@ from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, router_coefficient
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
 from hybrid_rlhf.models.router import Router, router_of
-from hybrid_rlhf.models.row_attention import RowAttention
+from hybrid_rlhf.models.shared_prefix import RowAttention
 from hybrid_rlhf.roles import Actor, PolicyModule, Reference, Reward, Roles
 from hybrid_rlhf.trainers.ppo import PPOTrainer
 from hybrid_rlhf.trainers.reward import RewardTrainer

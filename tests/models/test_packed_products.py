@@ -18,7 +18,7 @@ from hybrid_rlhf.models import load, quantize
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
 from hybrid_rlhf.models.lora_products import fused_adapters
-from hybrid_rlhf.models.packed_products import RowScaled
+from hybrid_rlhf.models.quantize import RowScaled
 from hybrid_rlhf.roles import Actor, PolicyModule, Roles
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.collect import collect

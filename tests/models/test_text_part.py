@@ -8,13 +8,12 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.models import load, shapes
-from hybrid_rlhf.models.backbone import check_head, hidden_states, own_head
+from hybrid_rlhf.models.backbone import causal_part, check_head, hidden_states, own_head, text_backbone, towers
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, load_scalar_model
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
 from hybrid_rlhf.models.quantize import quantized_layers
 from hybrid_rlhf.models.shared_prefix import sharing_is_exact
-from hybrid_rlhf.models.text_part import causal_part, text_backbone, towers
 from tests.factories import checkpoints
 from tests.factories.releases import transformers_before
 

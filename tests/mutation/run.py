@@ -76,7 +76,7 @@ PARTS = {
         ["tests/rollout/test_record.py", "tests/rollout/test_rollout_holes.py"]),
     "rollout": Part(
         ["hybrid_rlhf/rollout/best_of_n.py", "hybrid_rlhf/rollout/collect.py", "hybrid_rlhf/rollout/old_logprobs.py",
-         "hybrid_rlhf/rollout/episode_turns.py", "hybrid_rlhf/rollout/episodes.py", "hybrid_rlhf/rollout/replay.py"],
+         "hybrid_rlhf/rollout/episodes.py", "hybrid_rlhf/rollout/episodes.py", "hybrid_rlhf/rollout/episodes.py"],
         ["tests/rollout/test_best_of_n_sampler.py", "tests/rollout/test_collect.py",
          "tests/rollout/test_episode_player.py", "tests/rollout/test_episode_turns.py",
          "tests/rollout/test_old_logprobs.py", "tests/rollout/test_replay.py"]),

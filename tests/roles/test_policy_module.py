@@ -11,7 +11,7 @@ from torch import nn
 
 from hybrid_rlhf.algorithms.divergence import Divergence, TeacherTargets
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
-from hybrid_rlhf.models.row_attention import NotShareableError
+from hybrid_rlhf.models.shared_prefix import NotShareableError
 from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.roles import policy_module as module_under_test
 

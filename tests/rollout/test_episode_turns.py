@@ -12,8 +12,8 @@ from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.environments.calls import CallPool, Outcome
 from hybrid_rlhf.environments.contract import Environments, environment_of
 from hybrid_rlhf.environments.settings import EnvironmentConfig
-from hybrid_rlhf.rollout import episode_turns
-from hybrid_rlhf.rollout.episode_turns import EpisodeTurns, Play, before_update, value_of
+from hybrid_rlhf.rollout import episodes
+from hybrid_rlhf.rollout.episodes import EpisodeTurns, Play, before_update, value_of
 
 END = 3  # the token that ends a turn
 FOREIGN = 4  # one that ends it too, and for the template is no end of a turn
@@ -106,11 +106,11 @@ def template(monkeypatch) -> list:
         message = {"role": "assistant", "content": "said"} | ({"tool_calls": calls} if calls else {})
         return message, ["cannot be read"] * ids.count(59)
 
-    monkeypatch.setattr(episode_turns, "added_tokens", added_tokens)
-    monkeypatch.setattr(episode_turns, "parse_turn", parse_turn)
-    monkeypatch.setattr(episode_turns, "turn_ends", lambda tokenizer: [
+    monkeypatch.setattr(episodes, "added_tokens", added_tokens)
+    monkeypatch.setattr(episodes, "parse_turn", parse_turn)
+    monkeypatch.setattr(episodes, "turn_ends", lambda tokenizer: [
         END, CALL_END] if tokenizer is TOKENIZER else [])
-    monkeypatch.setattr(episode_turns, "special_ids", lambda tokenizer: {
+    monkeypatch.setattr(episodes, "special_ids", lambda tokenizer: {
         "<end>": END, "<next>": FOREIGN} if tokenizer is TOKENIZER else {})
     return parsed
 
@@ -199,11 +199,11 @@ def test_the_last_turn_s_call_is_made_and_nobody_reads_its_answer():
 
 
 def test_a_turn_that_ends_with_the_header_of_the_next_reads_it_once(monkeypatch, template):
-    monkeypatch.setattr(episode_turns, "added_tokens", lambda *given: [FOREIGN, 50])
+    monkeypatch.setattr(episodes, "added_tokens", lambda *given: [FOREIGN, 50])
     play, _ = played(instance_of(Adder), [8, 60, FOREIGN], [7, END])
     assert play.tokens == [8, 60, FOREIGN, 50, 7, END]
     assert [ids for ids, _ in template] == [[8, 60], [7, END]]  # what was said is without the header
-    monkeypatch.setattr(episode_turns, "special_ids", lambda tokenizer: {"<end>": END})  # a word of the user's choice
+    monkeypatch.setattr(episodes, "special_ids", lambda tokenizer: {"<end>": END})  # a word of the user's choice
     played(instance_of(Adder), [60, FOREIGN], [7, END])
     assert [ids for ids, _ in template[2:]] == [[60, FOREIGN], [7, END]]
 

@@ -16,8 +16,7 @@ from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.contract import Environment, Environments, plain_schemas
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.rollout.episodes import EpisodePlayer
-from hybrid_rlhf.rollout.replay import replay
+from hybrid_rlhf.rollout.episodes import EpisodePlayer, replay
 from tests.factories.episodes import CALL, END, answered, play, prompt_text, script, times, tools
 from tests.factories.scripted import conversation, scripted_causal_lm
 

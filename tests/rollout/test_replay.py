@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybrid_rlhf.engine import SamplingConfig
-from hybrid_rlhf.rollout.replay import replay
+from hybrid_rlhf.rollout.episodes import replay
 
 
 class Turns:

@@ -13,9 +13,8 @@ from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.preview import Preview
 from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.models.lora import LoraConfig
+from hybrid_rlhf.models.lora import Adapters, LoraConfig
 from hybrid_rlhf.roles import Actor, Reference
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer

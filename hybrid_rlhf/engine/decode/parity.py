@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.tensors import pad_right
-from hybrid_rlhf.models.backbone import text_logits
-from hybrid_rlhf.models.text_part import text_forward
+from hybrid_rlhf.models.backbone import text_forward, text_logits
 
 PROBE_LENGTHS = (9, 1, 6)  # a prompt of one token starts from a state without a prefill
 PROBE_STEPS = 4

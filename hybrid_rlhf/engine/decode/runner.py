@@ -32,13 +32,12 @@ from hybrid_rlhf.engine.decode.parity import (
     probe_sequences,
     relative_difference,
 )
-from hybrid_rlhf.engine.decode.tensor_parallel import gathers_logits, sharded
-from hybrid_rlhf.engine.decode.tp_sync import all_agree, propagate_errors
+from hybrid_rlhf.engine.decode.tensor_parallel import all_agree, gathers_logits, propagate_errors, sharded
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
 from hybrid_rlhf.kernels.products import own_products
-from hybrid_rlhf.models.backbone import text_logits
+from hybrid_rlhf.models.backbone import text_backbone, text_forward, text_logits
 from hybrid_rlhf.models.hf_attention import (
     cache_name,
     causal_mask_function,
@@ -48,7 +47,6 @@ from hybrid_rlhf.models.hf_attention import (
 )
 from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.models.quantize import sampling_products
-from hybrid_rlhf.models.text_part import text_backbone, text_forward
 from hybrid_rlhf.models.transformers_compat import custom_attention, own_attention, takes_custom_attention
 
 _log = logging.getLogger(__name__)

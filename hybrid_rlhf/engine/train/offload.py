@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from hybrid_rlhf.engine.train.host_block import HostBlock
 
 _ALIGNED = 512  # bytes
 
@@ -166,3 +166,99 @@ class Activation:
         finally:
             self._is_resident = False
             self.offload.leave()
+
+
+# -- Activation offload: what the backward pass needs is kept in CPU memory until then ---------------------------------
+
+
+MIN_BYTES = 65536  # a transfer of less costs more time than its memory is worth
+
+
+@contextmanager
+def saved_on_cpu(module: nn.Module, min_bytes: int = MIN_BYTES) -> Iterator[dict[str, int]]:
+    """Activations that the block saves for its backward pass go to the CPU (pinned, if there is an accelerator).
+
+    With gradient checkpointing these are the inputs of the layers. The weights of `module` stay where they are. Yields
+    {"bytes": how many were moved}. A tensor that is on the CPU already is copied, which is correct but useless.
+    """
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    moved = {"bytes": 0}
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        size = tensor.numel() * tensor.element_size()
+        if size < min_bytes or not tensor.is_floating_point() or tensor.untyped_storage().data_ptr() in weights:
+            return tensor
+        kept = pinned_like(tensor)
+        kept.copy_(tensor)
+        moved["bytes"] += size
+        return tensor.device, kept
+
+    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        device, kept = packed
+        return kept.to(device, non_blocking=kept.is_pinned())
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield moved
+
+
+# -- Page-locked (pinned) CPU memory that a card copies to and from ----------------------------------------------------
+
+
+_log = logging.getLogger(__name__)
+
+
+class HostBlock:
+    """`size` bytes, page-locked for a card, which then copies asynchronously and several times faster. Where the system
+    refuses that (WSL2 and limits of locked memory allow little), the memory is pageable, with one warning.
+
+    The size is as asked: torch's own page-locked memory is rounded up to a power of two, and kept when it is freed.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.bytes = torch.empty(size, dtype=torch.uint8)
+        self.is_locked = size > 0 and device.type == "cuda" and _lock(self.bytes)
+        if self.is_locked:  # the finalizer holds the memory until it is unlocked
+            weakref.finalize(self, _unlock, torch.cuda.cudart(), self.bytes).atexit = False
+
+    def part(self, offset: int, size: int) -> Tensor:
+        """Bytes of the block, not a copy."""
+        return self.bytes[offset: offset + size]
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """An empty CPU tensor in the form of `tensor`, page-locked where that is possible."""
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+    except RuntimeError as error:
+        _warn_once(tensor.numel() * tensor.element_size(), str(error).splitlines()[0])
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _lock(block: Tensor) -> bool:
+    code = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
+    if code:
+        _warn_once(block.numel(), f"CUDA error {code}")
+        _forget_error()
+    return code == 0
+
+
+def _unlock(runtime: Any, block: Tensor) -> None:
+    runtime.cudaHostUnregister(block.data_ptr())
+
+
+def _forget_error() -> None:
+    """Clear CUDA's last error, for which the next kernel would be blamed."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+_reasons: set[str] = set()
+
+
+def _warn_once(size: int, reason: str) -> None:
+    if not _reasons:
+        _log.warning("%.1f GiB of the computer's memory could not be page-locked (%s): what waits there takes longer "
+                     "to come back", size / 2**30, reason)
+    _reasons.add(reason)

@@ -9,9 +9,9 @@ from torch import nn
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.train.deepspeed_compat import size_of
 from hybrid_rlhf.models.added_rows import holders
+from hybrid_rlhf.models.backbone import reads_text
 from hybrid_rlhf.models.lora import lora_layers
 from hybrid_rlhf.models.quantize import quantized_layers
-from hybrid_rlhf.models.text_part import reads_text
 
 
 def count_parameters(engine: HybridEngine) -> tuple[int, int]:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.distributed import gather_over_ranks, init_process_group, is_main, world_size
 from hybrid_rlhf.engine.train import zero_state
-from hybrid_rlhf.engine.train.activation_offload import saved_on_cpu
 from hybrid_rlhf.engine.train.adamw_master import MasterAdamW
 from hybrid_rlhf.engine.train.deepspeed_compat import (
     check_parts,
@@ -42,8 +41,8 @@ from hybrid_rlhf.engine.train.deepspeed_compat import (
     without_hooks,
 )
 from hybrid_rlhf.engine.train.embedding_rows import embeddings_by_rows
-from hybrid_rlhf.engine.train.loss_scale import exhausted, scale_for
-from hybrid_rlhf.engine.train.optimizers import MASTERED, OPTIMIZERS, OptimizerConfig
+from hybrid_rlhf.engine.train.offload import saved_on_cpu
+from hybrid_rlhf.engine.train.optimizers import MASTERED, OPTIMIZERS, OptimizerConfig, exhausted, scale_for
 from hybrid_rlhf.engine.train.zero_config import ZeroConfig
 from hybrid_rlhf.models.weight_parts import Gather
 

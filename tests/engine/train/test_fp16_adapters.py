@@ -11,9 +11,9 @@ from torch import nn
 
 from hybrid_rlhf.core.errors import NotFinite
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engine.train import loss_scale
+from hybrid_rlhf.engine.train import optimizers
 from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
-from hybrid_rlhf.engine.train.loss_scale import LossScale
+from hybrid_rlhf.engine.train.optimizers import LossScale
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.models.tokenizer import load_tokenizer
@@ -72,7 +72,7 @@ def test_it_learns_from_gradients_that_float16_rounds_to_nothing(stage):
 
 def test_the_same_run_without_a_scale_learns_nothing(monkeypatch):
     """What the test above is about: the factor alone makes the difference."""
-    monkeypatch.setattr(loss_scale, "FIRST", 1.0)
+    monkeypatch.setattr(optimizers, "FIRST", 1.0)
     engine, losses = build(learning_rate=1e-2), []
     for _ in range(12):
         losses.append(float(loss(engine, rows(0)).detach()))

@@ -10,9 +10,8 @@ from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train.patches import training_forms
 from hybrid_rlhf.kernels import cpu
-from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.dropout import disable_dropout
-from hybrid_rlhf.models.lora import LoraConfig, add_lora
+from hybrid_rlhf.models.lora import Adapters, LoraConfig, add_lora
 from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.roles import PolicyModule
 from tests.factories.adapters import base_with

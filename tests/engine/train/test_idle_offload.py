@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engine.train import host_block
-from hybrid_rlhf.engine.train.host_block import HostBlock, pinned_like
-from hybrid_rlhf.engine.train.offload import IdleOffload
+from hybrid_rlhf.engine.train import offload
+from hybrid_rlhf.engine.train.offload import HostBlock, IdleOffload, pinned_like
 from tests.factories.tiny import optimizer_step, tiny_causal_lm
 from tests.factories.trainers import PROMPTS, count_of, policy, ppo, settings, weights
 from tests.simulated_card import simulated_card
@@ -117,8 +116,8 @@ def runtime(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(
         cudaHostRegister=register, cudaHostUnregister=lambda place: asked.calls.append(("unlock", place))))
-    monkeypatch.setattr(host_block, "_forget_error", cleared)
-    monkeypatch.setattr(host_block, "_reasons", set())
+    monkeypatch.setattr(offload, "_forget_error", cleared)
+    monkeypatch.setattr(offload, "_reasons", set())
     return asked
 
 

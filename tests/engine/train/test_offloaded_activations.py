@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid_rlhf.engine.train.activation_offload import saved_on_cpu
+from hybrid_rlhf.engine.train.offload import saved_on_cpu
 from tests.factories.tiny import tiny_causal_lm
 
 
