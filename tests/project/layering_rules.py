@@ -24,7 +24,7 @@ PACKAGES = {
     "inference": (5, (f"{H}.inference",)),
     "rollout": (5, tuple(
         f"{H}.rollout.{name}" for name in (
-            "collect", "old_logprobs", "dynamic_sampling", "best_of_n", "episodes", "episode_turns", "replay"))),
+            "collect", "old_logprobs", "dynamic_sampling", "best_of_n", "episodes"))),
     "run": (5, (f"{H}.run",)),
     "environments": (4.5, (f"{H}.environments",)),
     "rewards": (4, (f"{H}.rewards",)),
@@ -57,7 +57,7 @@ DEPENDENCIES = {
     "fastapi": (f"{H}.inference.server",),
     "gguf": (f"{H}.export.gguf",),
     "httpx": (f"{H}.studio.talk",),
-    "huggingface_hub": (f"{H}.commands.export", f"{H}.models.carried"),
+    "huggingface_hub": (f"{H}.commands.export", f"{H}.models.saving"),
     "matplotlib": (f"{H}.report.plots",),
     "packaging": (f"{H}.commands.doctor",),
     "peft": (f"{H}.models.lora", f"{H}.models.peft_compat"),

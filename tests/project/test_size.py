@@ -21,7 +21,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/engine": (6008, 42),
     "hybrid_rlhf/environments": (2012, 13),
     "hybrid_rlhf/export": (937, 6),
-    "hybrid_rlhf/kernels": (5989, 41),
+    "hybrid_rlhf/kernels": (5975, 36),
     "hybrid_rlhf/memory_plan": (2009, 14),
     "hybrid_rlhf/models": (5482, 29),
     "hybrid_rlhf/report": (2345, 14),
@@ -34,7 +34,7 @@ BUDGET = {  # folder: lines, files
     "training": (5476, 35),
     "inference": (3665, 27),
     "tests": (64227, 462),
-    "benchmarks": (7449, 51),
+    "benchmarks": (7454, 51),
     ENTRY_POINTS: (1161, 8),
 }
 
