@@ -207,10 +207,10 @@ def in_dtype(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype
 
 @torch.no_grad()
 def _row(model: nn.Module, tokenizer) -> Tensor:  # noqa: ANN001
-    """(1, T) ids: a text, and the last tokens of the vocabulary, which may be added ones."""
+    """(1, T) ids: a text, and the last tokens of the vocabulary, which may be added ones: more than a quarter."""
     vocab = model.get_input_embeddings().num_embeddings
     text = torch.tensor(tokenizer(TEXT).input_ids, dtype=torch.long)
-    return torch.cat([text % vocab, torch.arange(vocab)[-4:]])[None]
+    return torch.cat([text % vocab, torch.arange(vocab)[-4:].repeat(len(text) // 8)])[None]
 
 
 def _logits(model: nn.Module, tokenizer) -> Tensor:  # noqa: ANN001
