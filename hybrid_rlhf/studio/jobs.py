@@ -248,7 +248,7 @@ class Jobs:
         last_states, last_sizes = self._published
         sizes = {}
         for job in jobs:
-            if job.state == "running" or (job.id in last_sizes and job.state in ENDED):
+            if job.state == "running" or job.id in last_sizes:
                 with suppress(OSError):
                     sizes[job.id] = (self.folder / job.id / OUTPUT).stat().st_size
         for number, size in sizes.items():

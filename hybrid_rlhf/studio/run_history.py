@@ -114,18 +114,18 @@ class Metrics:
         self._start_over()
 
     def _start_over(self) -> None:
-        self.trained, self.held_out = Table(), Table()
+        self._tables = self.trained, self.held_out = Table(), Table()
         self._num_damaged = 0
 
     @property
     def step(self) -> int | None:
         """The last step."""
-        return max((table.steps[-1] for table in self._tables() if table.steps), default=None)
+        return max((table.steps[-1] for table in self._tables if table.steps), default=None)
 
     @property
     def names(self) -> list[str]:
         """Names of all metrics in order of appearance, held-out ones last."""
-        return list(dict.fromkeys(name for table in self._tables() for name in table.columns))
+        return list(dict.fromkeys(name for table in self._tables for name in table.columns))
 
     @property
     def notes(self) -> list[str]:
@@ -137,7 +137,7 @@ class Metrics:
 
     def curve(self, name: str, most: int) -> list[Point]:
         """A metric in at most `most` points; [] for an unknown one."""
-        return next((points for table in self._tables() if (points := table.curve(name, most))), [])
+        return next((points for table in self._tables if (points := table.curve(name, most))), [])
 
     def total(self, name: str) -> float:
         """The sum of all training values."""
@@ -155,9 +155,6 @@ class Metrics:
             rows.insert(1, {"step": bad[0], bad[1]: None})  # not the first row, which names the sources
         is_thinned = len(self.trained.steps) > MAX_ROWS
         return [a for a in find(rows) if not (is_thinned and a.name == "KL spike")] + answered(answers)
-
-    def _tables(self) -> tuple[Table, Table]:
-        return self.trained, self.held_out
 
     def _take(self, _place: int, line: bytes) -> None:
         row = row_of(line)

@@ -44,7 +44,7 @@ async def bounded_body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY:
-            raise Refused(413, "the request is too large; start a new one")
+            raise Refused(413, "the request is too large; shorten it, or start a new conversation")
     return body
 
 

@@ -70,28 +70,16 @@ def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
 
 def _json(route: Route) -> Callable:
     async def answer(request: Request) -> Response:
-        body = await _body(request) if route.method == "POST" else {}
-        return await asyncio.to_thread(_reply, route, dict(request.query_params), body)
+        query, body = dict(request.query_params), {}
+        if route.method == "POST":
+            # another page can send forms and plain text without asking
+            if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                raise Refused(415, "the body must be JSON")
+            body = json.loads(await bounded_body(request))
+        text = await asyncio.to_thread(lambda: to_json(route.handle(query, body)))
+        return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
 
     return _guarded(answer)
-
-
-def _reply(route: Route, query: dict[str, str], body: dict) -> Response:
-    """Call the route; strict JSON, where NaN becomes null."""
-    return Response(to_json(route.handle(query, body)), media_type="application/json",
-                    headers={"cache-control": "no-store"})
-
-
-async def _body(request: Request) -> dict:
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refused(415, "the body must be JSON")
-    try:
-        value = json.loads(await bounded_body(request))
-    except ValueError:
-        raise Refused(400, "the body is not JSON") from None
-    if not isinstance(value, dict):
-        raise Refused(400, "the body must be a JSON object")
-    return value
 
 
 def _guarded(handle: Callable) -> Callable:
@@ -135,7 +123,8 @@ class Access:
 
     def _refusal(self, request: HTTPConnection, method: str) -> Response | None:
         """An error; a redirect that sets the cookie for a request with the token; None for one with the cookie."""
-        headers, is_first = request.headers, request.url.path == "/" and method == "GET"
+        headers, path = request.headers, request.scope["path"]
+        is_first = path == "/" and method == "GET"
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
         if not {host.lower() for host in headers.getlist("host")} <= self._hosts or "host" not in headers:
             return _no(403, "this studio answers at 127.0.0.1 only")
@@ -149,7 +138,7 @@ class Access:
         if self._is_token(request.cookies.get(self._cookie, "")):
             return None
         text = "open the studio by the address that it printed, with its token (after a restart it is a new one)"
-        if request.url.path == "/":
+        if path == "/":
             return PlainTextResponse(f"hybrid_rlhf studio: {text}\n", 401, {"cache-control": "no-store"})
         return _no(401, text)
 

@@ -110,8 +110,9 @@ async function submit(page, event) {
 // Show the export that waits or runs, after a reload too; it stays when it has ended.
 async function loadJobs(page) {
   const jobs = (await get("jobs")).jobs.filter((job) => job.kind === "export"), open = jobs.filter(isOpen);
-  if (open.length && !open.some((job) => job.id === page.job?.id)) watch(page, open.at(-1));
-  else page.job?.show(jobs.find((job) => job.id === page.job.id));
+  const row = jobs.find((job) => job.id === page.job?.id);
+  if (open.length && !open.includes(row)) watch(page, open.at(-1));
+  else if (row) page.job.show(row);
 }
 
 function watch(page, first) {
