@@ -33,7 +33,7 @@ from torch import nn
 from hybrid_rlhf.core.allocator import keep_freed_blocks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.calls import CallPool
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.rollout import episodes as player
 
 PROMPTS, GROUP, ADDED, LONGEST = 4, 8, 48, 0.5

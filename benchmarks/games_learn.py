@@ -90,8 +90,7 @@ def measured(model: str, temperature: float, seed: int, num_games: int = NUM_GAM
     """A model's games against every secret: num_games each, one where it is greedy."""
     from hybrid_rlhf.data import chat
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig
-    from hybrid_rlhf.environments.open import open_environments
-    from hybrid_rlhf.environments.settings import EnvironmentConfig
+    from hybrid_rlhf.environments.open import EnvironmentConfig, open_environments
     from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.models.tokenizer import load_tokenizer
     from hybrid_rlhf.rollout import Prompts

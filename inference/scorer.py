@@ -9,9 +9,9 @@ from contextlib import suppress
 from functools import partial
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.data.chat import LeastTokens, Rendered, SkipRow, Text, as_turn, compose
+from hybrid_rlhf.data.chat import Rendered, SkipRow, Text, as_turn, compose, encode_first
 from hybrid_rlhf.models.load import max_positions
-from hybrid_rlhf.rewards.classifier import ClassifierSource
+from hybrid_rlhf.rewards.model import ClassifierSource
 from hybrid_rlhf.rollout import Prompts, Rollout
 
 PART = 8  # responses scored between two decode steps
@@ -26,16 +26,16 @@ class Scorer:
     def open(self) -> None:
         self.source.open()
         self._reader = copy.deepcopy(self.source.tokenizer)  # lengths are checked in another thread than scores
-        self._least_tokens = LeastTokens(self._reader)
 
     def check_lengths(self, prompts: list[Text], completions: list[str]) -> None:
-        """UserError for inputs with more tokens than the model has positions, by a lower bound without tokenizing."""
+        """UserError for inputs with more tokens than the model has positions, of which only the first ones are made."""
         limit = max_positions(self.source.model)
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             with suppress(SkipRow):  # reported by `score`
-                least = self._least_tokens.of(self._rendered(prompt, completion))
-                check(limit is None or least <= limit,
-                      f"prompts.{number} and its completion are {least} or more tokens long, and the reward model has "
+                rendered = self._rendered(prompt, completion)._replace(spans=[])  # without EOS
+                count = 0 if limit is None else len(encode_first(self._reader, [rendered], limit + 1)[0].ids)
+                check(limit is None or count <= limit,
+                      f"prompts.{number} and its completion are {count} or more tokens long, and the reward model has "
                       f"{limit} positions; send less")
 
     def _rendered(self, prompt: Text, completion: str) -> Rendered:

@@ -10,7 +10,7 @@ from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles.sharing import RolesConfig
 from hybrid_rlhf.run.loop import TrainConfig

@@ -16,8 +16,7 @@ from hybrid_rlhf.data.datasets import DataConfig, StageData
 from hybrid_rlhf.data.messages import with_tools
 from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.isolated import open_isolated
-from hybrid_rlhf.environments.open import open_environments
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig, open_environments
 from hybrid_rlhf.models.load import ModelConfig, configured_positions
 from hybrid_rlhf.models.tokenizer import Tokenizer
 from hybrid_rlhf.models.tool_calls import check_tools

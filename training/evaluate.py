@@ -19,7 +19,7 @@ from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.labels import Labels
 from hybrid_rlhf.data.preview import Preview, look
 from hybrid_rlhf.engine import SamplingConfig
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.report import agreement, compare
 from hybrid_rlhf.report.agreement import Agreement

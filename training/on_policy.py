@@ -19,7 +19,7 @@ from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.idle_cache import give_back_idle
 from hybrid_rlhf.environments.contract import Environments
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig

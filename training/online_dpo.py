@@ -8,7 +8,7 @@ from functools import partial
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles.sharing import RolesConfig
 from hybrid_rlhf.run.loop import TrainConfig

@@ -12,18 +12,16 @@ from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.environments.contract import Environments
-from hybrid_rlhf.environments.open import source_of
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig, source_of
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.tokenizer import Tokenizer
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.builtin import BUILTINS
-from hybrid_rlhf.rewards.classifier import ClassifierSource
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions, parameters
 from hybrid_rlhf.rewards.judge import JudgeConfig, JudgeSource, open_judge
 from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, MAX_TOGETHER, RANKING
 from hybrid_rlhf.rewards.mixture import Mixture, Part, Scale
-from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.rewards.model import ClassifierSource, ModelSource
 from hybrid_rlhf.rewards.process_reward_model import OPTIONS, ProcessSource
 from hybrid_rlhf.rewards.service import ServiceSource
 from hybrid_rlhf.roles.sharing import RolesConfig

@@ -17,11 +17,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from numbers import Real
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -47,9 +48,14 @@ def no_second_process(who: str) -> Iterator[None]:
             os._exit(1)
 
 
-async def awaited(answer: Awaitable[Any]) -> Any:
-    """A coroutine of any awaitable."""
-    return await answer
+def answer_of(who: str, call: Callable[[], Any], run: Callable[[Any], Any] = asyncio.run) -> Any:
+    """call(), for `who`. run: of a coroutine; by default tasks that it has started end with it."""
+    async def awaited() -> Any:
+        return await answer
+
+    with no_second_process(who):
+        answer = call()
+        return run(awaited()) if inspect.isawaitable(answer) else answer
 
 
 def run_file(path: str) -> ModuleType:
@@ -99,7 +105,7 @@ def parameters_of(function: Callable) -> list | None:
 
 
 def text_of(value: object, max_chars: int) -> str:
-    """An answer as text for a model (environments/text_of_answers.py): complete, or the first max_chars + 1 characters.
+    """An answer as text for a model (environments/calls.py): complete, or the first max_chars + 1 characters.
     """
     if isinstance(value, str):
         return str.__str__(value)[:max_chars + 1]
@@ -182,10 +188,10 @@ class _Worker:
         self._instances[number] = self._called("the environment", function, lambda: factory(**options))
 
     def score(self, who: str, source: Source, named: Mapping[str, Any]) -> object:
-        """The answer of a reward function. Tasks that an async one has started end with it."""
+        """The answer of a reward function."""
         function = self._named(source)
-        answer = self._called(who, function, lambda: function(**named), asyncio.run)
-        return _strict(answer.tolist() if hasattr(answer, "tolist") else answer)
+        scores = self._called(who, function, lambda: function(**named), asyncio.run)
+        return _strict(scores.tolist() if hasattr(scores, "tolist") else scores)
 
     def call(self, who: str, target: Source | tuple[int, str], values: Sequence = (), named: Mapping[str, Any] = {},
              max_chars: int | None = None) -> object:
@@ -201,20 +207,14 @@ class _Worker:
                 run: Callable[[Any], Any] | None = None) -> Any:
         """run: of a coroutine; by default in the loop of all calls."""
         try:
-            with no_second_process(who):
-                answer = call()
-                run = run or self._loop.run_until_complete
-                return run(awaited(answer)) if inspect.isawaitable(answer) else answer
+            return answer_of(who, call, run or self._loop.run_until_complete)
         except BaseException as error:
             failure = _CodeError(call_error(error, function))
             failure.is_type_error = isinstance(error, TypeError)
             raise failure from error
 
     def _named(self, source: Source) -> Any:
-        value = self._imported[source[:2]]
-        for part in source[2].split("."):
-            value = getattr(value, part)
-        return value
+        return attrgetter(source[2])(self._imported[source[:2]])
 
 
 def _strict(value: Any) -> object:

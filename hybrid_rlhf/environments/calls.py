@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from hybrid_rlhf.core.function_worker import no_second_process, one_line
+from hybrid_rlhf.core.function_worker import no_second_process, one_line, text_of
 from hybrid_rlhf.core.text_safety import escape_control, shortened
 from hybrid_rlhf.data.messages import clean
-from hybrid_rlhf.rewards.deadline import Overdue, within
-from hybrid_rlhf.rewards.process_state import unchanged
+from hybrid_rlhf.rewards.user_code import Overdue, unchanged, within
 
 _WHO = "the environment"
 _PATIENCE = 1.0  # seconds within which a loop must cancel a coroutine
@@ -256,6 +255,19 @@ def described(error: BaseException) -> str:
     """The error of a call, in one line that is safe to show."""
     message = str(error) if isinstance(error, CallError) else f"raised {type(error).__name__}: {one_line(error)}"
     return escape_control(clean(shortened(" ".join(message.split()), 1000)))
+
+
+def shown(value: object, max_chars: int) -> str:
+    """`value` as the content of a message: text as it is, texts of content blocks joined, else JSON, else str(value).
+
+    Bytes are only mentioned. Control characters and lone surrogates are replaced by visible ones. At most `max_chars`
+    characters, and then a line that says where it was cut.
+    """
+    text = text_of(value, max_chars)
+    safe = escape_control(clean(text.replace("\r\n", "\n")))
+    if len(text) <= max_chars and len(safe) <= max_chars:
+        return safe
+    return f"{safe[:max_chars]}\n[cut here: only the first {max_chars} characters of the answer are shown]"
 
 
 def _attempt(job: _Job) -> Outcome | Awaitable:

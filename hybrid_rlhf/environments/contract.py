@@ -17,9 +17,9 @@ from hybrid_rlhf.core.errors import UserError, check, nearest
 from hybrid_rlhf.core.function_worker import call_error, no_second_process, one_line
 from hybrid_rlhf.environments.calls import CallError
 from hybrid_rlhf.models.tool_schema import schema_of
-from hybrid_rlhf.rewards.functions import fresh, parameters
+from hybrid_rlhf.rewards.functions import fresh, needed_by, parameters
 from hybrid_rlhf.rewards.isolation import CallFailed
-from hybrid_rlhf.rewards.process_state import unchanged
+from hybrid_rlhf.rewards.user_code import unchanged
 
 _NO_TOOLS = ("reset", "get_reward")
 _ROLES = ("user", "tool", "system")
@@ -76,9 +76,9 @@ def environment_of(name: str, make: Callable[[], object], tools: Mapping[str, Ca
     where: its name in messages. Raises UserError in one line for what TRL's interface does not allow: a class without
     reset, methods that a schema cannot describe, two tools of one name.
     """
-    instance = constructed(make, name)
+    instance: Any = constructed(make, name)
     methods = dict(inspect.getmembers(type(instance), inspect.isfunction))  # on the class: properties are not evaluated
-    has_step = "step" in methods and _is_protocol(instance.step)  # type: ignore[attr-defined]
+    has_step = "step" in methods and _is_protocol(instance.step)
     kind = type(instance).__name__
     check(has_step or "reset" in methods,
           f"{where}: {kind} has no method reset; an environment needs reset(**row), or step(messages)")
@@ -88,7 +88,7 @@ def environment_of(name: str, make: Callable[[], object], tools: Mapping[str, Ca
                                    "a tool needs a name of its own")
     schemas = plain_schemas(tools) | {n: _named(schema_of(getattr(instance, n), f"{where}: {n}"), n) for n in names}
     return Environment(name, list(schemas.values()), has_step, "get_reward" in methods, dict(tools), make,
-                       _needed(instance) if "reset" in methods else (), [instance])
+                       tuple(needed_by(instance.reset)) if "reset" in methods else (), [instance])
 
 
 def plain_schemas(tools: Mapping[str, Callable]) -> dict[str, dict]:
@@ -105,11 +105,6 @@ def _is_protocol(step: Callable) -> bool:
     """Whether it is step(messages); in TRL's classes `step` may be an ordinary tool."""
     return [n for n, p in inspect.signature(step).parameters.items()
             if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)] == ["messages"]
-
-
-def _needed(instance: Any) -> tuple[str, ...]:
-    return tuple(n for n, p in inspect.signature(instance.reset).parameters.items()
-                 if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 class Instance:

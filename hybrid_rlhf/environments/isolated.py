@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from hybrid_rlhf.core.errors import UserError
@@ -18,11 +18,10 @@ from hybrid_rlhf.core.function_worker import Source, parameters_of
 from hybrid_rlhf.environments.builtin import BUILTINS
 from hybrid_rlhf.environments.calls import LateError, keep_time
 from hybrid_rlhf.environments.contract import Environment, Environments
-from hybrid_rlhf.environments.open import open_environments, options_of, split
-from hybrid_rlhf.environments.settings import EnvironmentConfig
-from hybrid_rlhf.rewards.deadline import Overdue
-from hybrid_rlhf.rewards.functions import from_python, handed_over
+from hybrid_rlhf.environments.open import EnvironmentConfig, open_environments, options_of
+from hybrid_rlhf.rewards.functions import from_python, handed_over, split
 from hybrid_rlhf.rewards.isolation import CallFailed, WorkerProcess, importable, signature_of
+from hybrid_rlhf.rewards.user_code import Overdue
 
 START_SECONDS = 600.0  # to run a file, or construct an instance: it does not count against a call
 _OPTION = "environment.isolate"
@@ -171,28 +170,28 @@ def open_isolated(settings: EnvironmentConfig) -> Environments:
     """As open_environments(settings.factory, .tool_list, .options), but code of files and modules runs in worker
     processes; builtin ones stay here. Raises UserError in one line, also for what another process cannot import."""
     factory, tools = settings.factory, settings.tool_list
-    texts = [*tools, *(factory.values() if isinstance(factory, Mapping) else [factory] if factory else [])]
-    sources = {text: _source(text) for text in texts}
+    factories = list(factory.values()) if isinstance(factory, Mapping) else [factory] if factory else []
+    sources = {text: _source(text, option) for option, texts in (
+        ("environment.tools", tools), ("environment.factory", factories)) for text in texts}
     files = list(dict.fromkeys(source[:2] for source in sources.values() if source))
     if not files:
         return open_environments(factory, tools, settings.options)
-    python = {split(text, "environment")[1]: source[1:] for text, source in sources.items()
+    python = {split(text, _OPTION, BUILTINS)[1]: source[1:] for text, source in sources.items()
               if source and source[0] == "module"}
     workers = _Workers(max(settings.num_workers, 1), files, settings.timeout, settings.max_answer_chars)
-    plain = {split(text, "environment.tools")[1]: text for text in tools}
+    plain = {split(text, _OPTION, BUILTINS)[1]: text for text in tools}
     kinds = [_kind(kind, settings, sources, plain, workers) for kind in _describe_in_process(settings, python)]
     return Environments(kinds, isinstance(factory, Mapping))
 
 
-def _source(text: str) -> Source | None:
+def _source(text: str, option: str) -> Source | None:
     """The source of a user's code; None for a builtin."""
-    path, name = split(text, "environment")
+    path, name = split(text, option, BUILTINS)
     if path == "builtin":
         return None
-    function = from_python(name) if path == "python" else None
-    if function is None:
-        return "file", str(Path(path).resolve()), name
-    return "module", *importable(function, name, _OPTION, "function or class")
+    if path == "python":
+        return "module", *importable(from_python(name, option), name, _OPTION, "function or class")
+    return "file", str(Path(path).resolve()), name
 
 
 def _describe_in_process(settings: EnvironmentConfig, python: Mapping[str, tuple[str, str]]) -> list[dict]:
@@ -218,17 +217,10 @@ def described_kinds(factory: str | Mapping[str, str] | None, tools: list[str], o
     """Describe what open_environments opens: {"kinds": ...} or {"refused": why}. python: module and dotted name of each
     function or class that a Python program has handed over."""
     try:
-        with handed_over({name: _imported(*where) for name, where in python.items()}):
+        with handed_over({name: resolve_name(":".join(where)) for name, where in python.items()}):
             return {"kinds": [_described(kind) for kind in open_environments(factory, tools, options).kinds]}
     except UserError as error:
         return {"refused": str(error)}
-
-
-def _imported(module: str, path: str) -> Any:
-    value: Any = import_module(module)
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _described(kind: Environment) -> dict:
@@ -255,7 +247,7 @@ def _kind(described: dict, settings: EnvironmentConfig, sources: Mapping[str, So
         source, options = sources[text], options_of(settings.factory, settings.options, described["name"])
         methods = {name: signature_of(parameters) for name, parameters in described["methods"].items()}
         make = partial(IsolatedObject, _Class(source, options, methods, frozenset(described["shown"])), workers
-                       ) if source else partial(BUILTINS[split(text, "environment.factory")[1]], **options)
+                       ) if source else partial(BUILTINS[split(text, _OPTION, BUILTINS)[1]], **options)
     return Environment(described["name"], described["schemas"], described["has_step"], described["has_reward"], tools,
                        make, tuple(described["needed"]), lane_of=_lane_of)
 

@@ -1,19 +1,71 @@
-"""Opens the environments and tools of the settings, and the reward source of environments."""
+"""The settings of environments and tools, how these are opened, and the reward source of environments."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-from hybrid_rlhf.core.errors import UserError, check, nearest
+from hybrid_rlhf.core.errors import check, nearest
+from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.environments.builtin import BUILTINS
 from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
-from hybrid_rlhf.rewards.functions import from_python, parameters, run_named
+from hybrid_rlhf.rewards.functions import from_python, needed_by, parameters, run_named, split
 from hybrid_rlhf.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """Environments and tools of the model. Without a factory or tools a response is one turn.
+
+    Attributes:
+        factory: The environment's class, path.py:name or builtin:name; or a mapping of names to classes, of which each
+            row names one in its column `environment`. Its reset(**row) begins an episode; its public methods, with type
+            hints and docstrings, are tools; get_reward() is a reward beside reward.functions. Or step(messages) ->
+            (messages, done, reward), for games without tools. A class for TRL's environment_factory works as it is.
+        tools: Functions that the model may call, path.py:name or builtin:name (calculator, python_expression), one or
+            a list; their type hints and docstrings are shown to the model.
+        options: Keywords of the factory; for several environments, by name.
+        max_turns: Most turns of the model in one episode.
+        max_new_tokens_per_turn: Most tokens of one turn; null: the rest of max_new_tokens, which counts all turns and
+            the messages between them.
+        timeout: Seconds that one call of a tool or of the environment may take; then the model is shown an error.
+        num_workers: Calls that run at once, while others generate; 0 makes them one by one in the order of the
+            episodes, which is reproducible.
+        isolate: Whether code of files and modules runs in worker processes, num_workers of them (at least one), and as
+            many for tools: for code that may crash, hang in compiled code, or take all memory. Builtin ones stay in
+            this process.
+        max_answer_chars: Most characters of one answer of a tool; the rest is cut, with a note.
+        malformed_penalty: Subtracted at a turn whose tool calls cannot be parsed.
+    """
+
+    factory: str | dict[str, str] | None = None
+    tools: list[str] | str = field(default_factory=list)
+    options: dict[str, object] = field(default_factory=dict)
+    max_turns: int = within(10, "[1,")
+    max_new_tokens_per_turn: int | None = within(None, "[1,")
+    timeout: float = within(30.0, "(0, inf)")
+    num_workers: int = within(16, "[0,")
+    isolate: bool = False
+    max_answer_chars: int = within(4000, "[1,")
+    malformed_penalty: float = within(0.0, "[0, inf)")
+
+    def __post_init__(self) -> None:
+        check_values(self, "environment.")
+        check(bool(self.factory) or not self.options, "environment.options are those of environment.factory; there is "
+                                                      "none")
+
+    @property
+    def tool_list(self) -> list[str]:
+        return [self.tools] if isinstance(self.tools, str) else list(self.tools)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether responses are episodes."""
+        return bool(self.factory or self.tool_list)
 
 
 def open_environments(factory: str | Mapping[str, str] | None, tools: Sequence[str],
@@ -32,7 +84,7 @@ def open_environments(factory: str | Mapping[str, str] | None, tools: Sequence[s
         check(not options, "environment.options are for an environment.factory, and there is none; give one")
         return Environments([Environment("tools", list(plain_schemas(plain).values()), False, False, plain)], False)
     if isinstance(factory, str):
-        name = split(factory, "environment.factory")[1]
+        name = split(factory, "environment.factory", BUILTINS)[1]
         return Environments([_environment(name, factory, plain, options_of(factory, options, name), files)], False)
     for key in options:
         check(key in factory, f"environment.options: {key} is none of environment.factory ({', '.join(factory)})"
@@ -55,8 +107,7 @@ def _environment(name: str, text: str, tools: Mapping[str, Callable], options: M
     factory = _named(text, "environment.factory", files)
     try:
         named, takes_all = parameters(factory)
-        needed = [n for n, p in inspect.signature(factory).parameters.items() if p.default is p.empty
-                  and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in options]
+        needed = [n for n in needed_by(factory) if n not in options]
     except (ValueError, TypeError):  # no signature
         named, takes_all, needed = [], True, []
     for key in options:
@@ -70,7 +121,7 @@ def _environment(name: str, text: str, tools: Mapping[str, Callable], options: M
 def _tools(texts: Sequence[str], files: dict[str, ModuleType]) -> dict[str, Callable]:
     by_name: dict[str, Callable] = {}
     for text in texts:
-        name = split(text, "environment.tools")[1]
+        name = split(text, "environment.tools", BUILTINS)[1]
         tool = _named(text, "environment.tools", files)
         check(not inspect.isclass(tool), f"environment.tools: {text} is a class; give it as environment.factory")
         check(name not in by_name, f"environment.tools: there are two tools called {name}; rename one")
@@ -78,26 +129,12 @@ def _tools(texts: Sequence[str], files: dict[str, ModuleType]) -> dict[str, Call
     return by_name
 
 
-def split(text: str, option: str) -> tuple[str, str]:
-    """(file, "builtin" or "python"; name)."""
-    path, _, name = text.partition("@")[0].rpartition(":") if text.startswith("python:") else text.rpartition(":")
-    check(path and name, f"{option}: {text!r} names nothing; give path.py:name, or builtin:name with one of "
-                         f"{', '.join(BUILTINS)}")
-    return path, name
-
-
 def _named(text: str, option: str, files: dict[str, ModuleType]) -> Callable:
-    path, name = split(text, option)
+    path, name = split(text, option, BUILTINS)
     if path == "builtin":
-        check(name in BUILTINS, f"{option}: there is no builtin:{name}{nearest(name, BUILTINS)}; there are "
-                                f"{', '.join(BUILTINS)}")
         return BUILTINS[name]
     if path == "python":
-        function = from_python(name)
-        if function is None:
-            raise UserError(f"{option}: {name} was given from Python, and nothing gives it here; run it from there, or "
-                            "put it into a file as path.py:name")
-        return function
+        return from_python(name, option)
     if path not in files:
         files[path] = run_named(path, option)
     value, defined = getattr(files[path], name, None), _defined_in(files[path])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
 import time
@@ -15,11 +14,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, nearest
-from hybrid_rlhf.core.function_worker import awaited, call_error, file_error, no_second_process, one_line, run_file
+from hybrid_rlhf.core.function_worker import answer_of, call_error, file_error, one_line, run_file
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards import BadAnswer, shown
 from hybrid_rlhf.rewards.builtin import BUILTINS
-from hybrid_rlhf.rewards.deadline import Overdue, within
 from hybrid_rlhf.rewards.isolation import (
     CallFailed,
     IsolatedFunction,
@@ -27,9 +25,10 @@ from hybrid_rlhf.rewards.isolation import (
     function_of_module,
     functions_of_file,
 )
-from hybrid_rlhf.rewards.process_state import unchanged
+from hybrid_rlhf.rewards.user_code import Overdue, unchanged, within
 from hybrid_rlhf.rollout import Rollout
 
+_OPTION = "reward.functions"
 OURS = ("prompts", "completions", "completion_ids")
 
 
@@ -70,7 +69,8 @@ class FunctionSource:
         with unchanged(who):
             if isinstance(self.function, IsolatedFunction):
                 return self.function(who, named, seconds)
-            return within(seconds, lambda: _called(who, self.function, named))
+            scores = within(seconds, lambda: answer_of(who, lambda: self.function(**named)))
+            return scores.tolist() if hasattr(scores, "tolist") else scores
 
     def _culprit(self, rollout: Rollout, error: BaseException) -> tuple[int | None, BaseException]:
         """The first response that fails alone as well, within as much time again, and how; None if none does."""
@@ -115,10 +115,9 @@ class FunctionSource:
     def check_columns(self, columns: Iterable[str]) -> None:
         """UserError if the function needs a column that the data does not have. columns: those of the data."""
         known = {*OURS, *columns, *self.options}
-        needed = [n for n, p in inspect.signature(self.function).parameters.items()
-                  if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        needed += [self.function.column] if type(self.function) in BUILTINS.values() and hasattr(
-            self.function, "column") else []
+        needed = needed_by(self.function)
+        if type(self.function) in BUILTINS.values() and hasattr(self.function, "column"):
+            needed.append(self.function.column)
         for name in needed:
             check(name in known, f"reward.functions: {self.name} needs a column {name}, and the data has "
                                  f"{', '.join(columns) or 'no more columns'}{nearest(name, [*columns, *OURS])}; "
@@ -159,12 +158,10 @@ def parameters(function: Callable) -> tuple[list[str], bool]:
     return [p.name for p in known if p.kind is not p.VAR_KEYWORD], any(p.kind is p.VAR_KEYWORD for p in known)
 
 
-def _called(who: str, function: Callable, named: dict) -> Any:
-    """The function's return value; a tensor or an array as a list."""
-    with no_second_process(who):
-        answer = function(**named)
-        answer = asyncio.run(awaited(answer)) if inspect.isawaitable(answer) else answer
-        return answer.tolist() if hasattr(answer, "tolist") else answer
+def needed_by(function: Callable) -> list[str]:
+    """The names of the parameters that a function cannot be called without by keyword."""
+    return [n for n, p in inspect.signature(function).parameters.items()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 _handed_over: dict[str, Callable] = {}  # functions that a Python program has handed over, by name
@@ -182,15 +179,40 @@ def handed_over(functions: Mapping[str, Callable]) -> Iterator[None]:
         _handed_over.update(before)
 
 
-def from_python(name: str) -> Callable | None:
-    """The function that a Python program has handed over by this name."""
-    return _handed_over.get(name)
+def from_python(name: str, option: str) -> Callable:
+    """The function that a Python program has handed over by this name; UserError where none has."""
+    check(name in _handed_over, f"{option}: {name} was given from Python, and nothing gives it here; run it from "
+                                "there, or put it into a file as path.py:name")
+    return _handed_over[name]
+
+
+def split(text: str, option: str, builtins: Iterable[str]) -> tuple[str, str]:
+    """(file, "builtin" or "python"; name) of `path.py:name`, `builtin:name` or `python:name@version`, as the setting
+    `option` names a function or a class. UserError for another text, for an unknown builtin and for a missing file."""
+    path, _, name = text.partition("@")[0].rpartition(":") if text.startswith("python:") else text.rpartition(":")
+    check(path and name, f"{option}: {text!r} names no function or class; give path.py:name, or builtin:name with one "
+                         f"of {', '.join(builtins)}")
+    check(path != "builtin" or name in builtins,
+          f"{option}: there is no builtin:{name}{nearest(name, builtins)}; there are {', '.join(builtins)}")
+    check(path in ("builtin", "python") or (Path(path).is_file() and path.endswith(".py")),
+          f"{option}: {path} is not a Python file; give path.py:name")
+    return path, name
+
+
+def run_named(path: str, option: str) -> ModuleType:
+    """Run the file of a `path.py:name` as a module. UserError, with the line, if it cannot be run."""
+    try:
+        with unchanged(path):
+            return run_file(path)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"{option}: {file_error(path, error)}; fix the file") from error
 
 
 def open_functions(specs: list[str], options: dict[str, dict], timeout: float, isolate: bool = False
                    ) -> list[FunctionSource]:
-    """The sources that `specs` name: each `path.py:name`, `builtin:name` or `python:name@version` (a function that was
-    handed over). options: by name. A second one of a name is name_2.
+    """The sources that `specs` name, as `split` reads them. options: by name. A second one of a name is name_2.
 
     A file is run once, with `isolate` in a process of its own. Raises UserError for a function that cannot be loaded.
     """
@@ -198,25 +220,20 @@ def open_functions(specs: list[str], options: dict[str, dict], timeout: float, i
     processes: dict[str, WorkerProcess] = {}  # by module, of functions from Python
     sources: list[FunctionSource] = []
     for text in specs:
-        path, _, name = text.partition("@")[0].rpartition(":") if text.startswith("python:") else text.rpartition(":")
-        check(bool(path and name), f"reward.functions: {text!r} names no function; give path.py:name, or builtin:name "
-                                   f"with one of {', '.join(BUILTINS)}")
+        path, name = split(text, _OPTION, BUILTINS)
         count = sum(f.function_name == name for f in sources) + 1
         source = name if count == 1 else f"{name}_{count}"
         own_options = options.get(source, {})
+        function: Callable
         if path == "builtin":
-            sources.append(FunctionSource(source, _builtin(name, source, own_options), {}, timeout, name))
-            continue
-        if path == "python":
-            check(name in _handed_over, f"reward.functions: {name} was given from Python, and nothing gives it here; "
-                                        "run it from there, or put it into a file as path.py:name")
-            function = function_of_module(_handed_over[name], name, processes) if isolate else _handed_over[name]
-            sources.append(FunctionSource(source, function, own_options, timeout, name))
-            continue
-        if path not in modules:
-            modules[path] = functions_of_file(_python_file(path, "reward.functions")) if isolate else run_named(
-                path, "reward.functions")
-        function = _function(modules[path], path, name, source, own_options)
+            function, own_options = _builtin(name, source, own_options), {}
+        elif path == "python":
+            function = from_python(name, _OPTION)
+            function = function_of_module(function, name, processes) if isolate else function
+        else:
+            if path not in modules:
+                modules[path] = functions_of_file(path) if isolate else run_named(path, _OPTION)
+            function = _function(modules[path], path, name, source, own_options)
         sources.append(FunctionSource(source, function, own_options, timeout, name))
     for key in options:
         names = [f.name for f in sources]
@@ -237,8 +254,6 @@ def _function(module: ModuleType | SimpleNamespace, path: str, name: str, source
 
 
 def _builtin(name: str, source: str, options: dict) -> Callable:
-    check(name in BUILTINS, f"reward.functions: there is no builtin:{name}{nearest(name, BUILTINS)}; there are "
-                            f"{', '.join(BUILTINS)}")
     known = list(BUILTINS[name].__dataclass_fields__)
     for key in options:
         check(key in known, f"reward.options.{source}: there is no {key}{nearest(key, known)}; there are "
@@ -251,20 +266,3 @@ def _builtin(name: str, source: str, options: dict) -> Callable:
         return BUILTINS[name](**options)
     except (TypeError, ValueError) as error:
         raise UserError(f"reward.options.{source}: {one_line(error)}; fix reward.options") from error
-
-
-def _python_file(path: str, option: str) -> str:
-    check(Path(path).is_file() and path.endswith(".py"), f"{option}: {path} is not a Python file; give path.py:name")
-    return path
-
-
-def run_named(path: str, option: str) -> ModuleType:
-    """Run the file of a `path.py:name` as a module. UserError, with the line, if it cannot be run."""
-    _python_file(path, option)
-    try:
-        with unchanged(path):
-            return run_file(path)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise UserError(f"{option}: {file_error(path, error)}; fix the file") from error

@@ -22,7 +22,7 @@ from typing import Any
 
 from hybrid_rlhf.core import function_worker
 from hybrid_rlhf.core.errors import UserError, check, present
-from hybrid_rlhf.rewards.deadline import Overdue
+from hybrid_rlhf.rewards.user_code import Overdue
 
 _LATE = "whose time was up"
 _START_SECONDS = 10.0  # at least, for a new process: its start must not count against a response

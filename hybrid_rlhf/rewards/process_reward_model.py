@@ -17,7 +17,7 @@ from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.tokenizer import Tokenizer
-from hybrid_rlhf.rewards.classifier import BATCH_SIZE, label_index, open_model
+from hybrid_rlhf.rewards.model import BATCH_SIZE, check_fits, label_index, open_model
 from hybrid_rlhf.rollout import Rollout
 
 # The score of a response from the probabilities of its steps.
@@ -117,10 +117,7 @@ class ProcessSource:
         """The probability of the label, for each step of each response."""
         rows = [step_ids(self.tokenizer, prompt, [step.text for step in each], self.separator)
                 for prompt, each in zip(prompts, steps, strict=True)]
-        longest, limit = max((len(ids) for ids, _ in rows), default=0), load.max_positions(self.model)
-        check(limit is None or longest <= limit,
-              f"reward source {self.name}: prompt and steps of {longest} of its tokens, and it has {limit} positions; "
-              "lower data.max_prompt_length or ppo.sampling.max_new_tokens")
+        check_fits(self.model, [ids for ids, _ in rows], f"reward source {self.name}: prompt and steps")
         probabilities: list[list[float]] = [[] for _ in rows]
         order = sorted((i for i, (_, places) in enumerate(rows) if places), key=lambda i: len(rows[i][0]))
         for start in range(0, len(order), self.batch_size):

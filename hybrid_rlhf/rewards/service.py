@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.function_worker import one_line
 from hybrid_rlhf.rewards import BadAnswer
-from hybrid_rlhf.rewards.deadline import within
 from hybrid_rlhf.rewards.functions import inputs
+from hybrid_rlhf.rewards.user_code import within
 from hybrid_rlhf.rollout import Rollout
 
 TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # too busy or gone for now (RFC 9110, RFC 6585)

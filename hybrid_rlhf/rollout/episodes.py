@@ -24,10 +24,9 @@ from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.decode.multi_turn import Turns
 from hybrid_rlhf.engine.decode.request import Request, following
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
-from hybrid_rlhf.environments.calls import CallPool, Outcome
+from hybrid_rlhf.environments.calls import CallPool, Outcome, shown
 from hybrid_rlhf.environments.contract import Environments, Instance
-from hybrid_rlhf.environments.settings import EnvironmentConfig
-from hybrid_rlhf.environments.text_of_answers import shown
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.models.template import carried, special_ids
 from hybrid_rlhf.models.template_kwargs import KWARGS
 from hybrid_rlhf.models.tokenizer import Tokenizer, completion_text, turn_ends

@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.environments.builtin import BUILTINS
-from hybrid_rlhf.environments.builtin.guess_number import GuessNumber, GuessNumberTool, number_rows
-from hybrid_rlhf.environments.builtin.word_game import WORDS, WordGame, marks, word_rows
+from hybrid_rlhf.environments.builtin.games import (
+    WORDS,
+    GuessNumber,
+    GuessNumberTool,
+    WordGame,
+    marks,
+    number_rows,
+    word_rows,
+)
 
 
 def said(text: str) -> list[dict]:

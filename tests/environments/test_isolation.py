@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.environments.calls import CallPool
+from hybrid_rlhf.environments.calls import CallPool, shown
 from hybrid_rlhf.environments.isolated import _Worker, open_isolated
-from hybrid_rlhf.environments.open import open_environments
-from hybrid_rlhf.environments.settings import EnvironmentConfig
-from hybrid_rlhf.environments.text_of_answers import shown
-from hybrid_rlhf.rewards.deadline import Overdue
+from hybrid_rlhf.environments.open import EnvironmentConfig, open_environments
 from hybrid_rlhf.rewards.functions import handed_over
 from hybrid_rlhf.rewards.isolation import CallFailed
+from hybrid_rlhf.rewards.user_code import Overdue
 from tests.factories.crashing_environment import FILE
 
 
@@ -303,7 +301,7 @@ import os, sys, time
 from functools import partial
 from hybrid_rlhf.environments.calls import CallPool
 from hybrid_rlhf.environments.isolated import open_isolated
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 path, how = sys.argv[1:]
 if __name__ == "__main__":
     (kind,) = open_isolated(EnvironmentConfig(factory=f"{path}:Count", timeout=4, num_workers=2, isolate=True)).kinds

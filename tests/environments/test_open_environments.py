@@ -241,7 +241,8 @@ def test_a_class_that_is_no_environment_is_one_line(path, name, says):
     (None, ["{}:search"], {"a": 1}, "environment.options are for an environment.factory"),
     ("{}:Shop", [], {"sise": 3}, r"takes no sise \(did you mean size\?\); it takes size"),
     ("{}:make_shop", [], {"size": 3}, "takes no size; it takes none"),
-    ("Shop", [], {}, "'Shop' names nothing; give path.py:name"), ("gone.py:Shop", [], {}, "gone.py is not a Python"),
+    ("Shop", [], {}, "'Shop' names no function or class; give path.py:name"),
+    ("gone.py:Shop", [], {}, "gone.py is not a Python"),
     ("os.path:join", [], {}, "os.path is not a Python file"), (None, [], {}, "neither environment.factory nor")])
 def test_a_wrong_setting_is_one_line(path, factory, tools, options, says):
     with pytest.raises(UserError, match=says) as refused:

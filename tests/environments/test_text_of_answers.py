@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_rlhf.environments.text_of_answers import shown
+from hybrid_rlhf.environments.calls import shown
 
 
 class Silent:

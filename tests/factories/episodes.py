@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.contract import Environment, Environments, plain_schemas
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
 from tests.factories.scripted import conversation, scripted_causal_lm

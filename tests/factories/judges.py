@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 from hybrid_rlhf.rewards.judge import JudgeConfig, JudgeSource, open_judge
-from hybrid_rlhf.rewards.judge.judge_backend import Arriving
+from hybrid_rlhf.rewards.judge.asking import Arriving
 
 
 def said(text: object, **more: object) -> dict:

@@ -14,7 +14,7 @@ import pytest
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.judge import JudgeConfig, open_judge
-from hybrid_rlhf.rewards.judge.judge_backend import Failure
+from hybrid_rlhf.rewards.judge.asking import Failure
 from tests.factories.judges import ONE, judge_server, said
 
 YES, NO = said('fine\n{"ok": "yes"}'), said('{"ok": "no"}')

@@ -7,8 +7,7 @@ import torch
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards.judge import JudgeConfig, open_judge
-from hybrid_rlhf.rewards.judge.judge_backend import Budget, Failure
-from hybrid_rlhf.rewards.judge.judge_prompts import correction
+from hybrid_rlhf.rewards.judge.asking import Budget, Failure, correction
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend, other_tokens
 from tests.factories.chats import without_end
 from tests.factories.judges import in_order

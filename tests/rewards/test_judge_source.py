@@ -12,8 +12,8 @@ import torch
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.rewards import BadAnswer, part_scores
-from hybrid_rlhf.rewards.judge.judge_backend import Failure
-from hybrid_rlhf.rewards.judge.rubric import read_rubric
+from hybrid_rlhf.rewards.judge.asking import Failure
+from hybrid_rlhf.rewards.judge.judge_prompts import read_rubric
 from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.rollout.collect import samples_of

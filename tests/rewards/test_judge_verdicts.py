@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards.judge import JudgeConfig, judge_prompts, open_judge
-from hybrid_rlhf.rewards.judge.judge_prompts import FOLDER, correction, tag_for
-from hybrid_rlhf.rewards.judge.rubric import read_rubric
+from hybrid_rlhf.rewards.judge.asking import correction
+from hybrid_rlhf.rewards.judge.judge_prompts import FOLDER, read_rubric, tag_for
 from hybrid_rlhf.rewards.judge.verdicts import Preference, Unreadable, read_better, read_grade, read_ranking
 
 THOUGHTS = ("<think>", "[THINK]", "<|channel>thought", "<|channel|>analysis<|message|>", "to=self<|message|>",

@@ -39,7 +39,7 @@ def test_functions_are_opened_from_a_file_and_named_apart(tmp_path):
 
 
 @pytest.mark.parametrize("given, options, message", [
-    ("lengths", {}, "'lengths' names no function; give path.py:name"),
+    ("lengths", {}, "'lengths' names no function or class; give path.py:name"),
     ("PLACE/none.py:lengths", {}, "none.py is not a Python file"),
     ("PLACE/pay.py:length", {}, r"has no function length \(did you mean lengths"),
     ("PLACE/pay.py:strict", {"strict": {"x": 1}}, "takes no x"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.rewards.classifier import ClassifierSource
+from hybrid_rlhf.rewards.model import ClassifierSource
 from tests.factories.rollouts import rollout
 from tests.factories.tiny import tiny_tokenizer
 

@@ -13,9 +13,9 @@ import pytest
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.function_worker import parameters_of
 from hybrid_rlhf.rewards import BadAnswer, checked_scores, part_scores
-from hybrid_rlhf.rewards.deadline import Overdue
 from hybrid_rlhf.rewards.functions import handed_over, open_functions
 from hybrid_rlhf.rewards.isolation import IsolatedFunction
+from hybrid_rlhf.rewards.user_code import Overdue
 from tests.factories.rollouts import rollout
 
 FILE = """

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_rlhf.rewards import BadAnswer, checked_scores, process_state
+from hybrid_rlhf.rewards import BadAnswer, checked_scores, user_code
 from hybrid_rlhf.rewards.functions import FunctionSource
 from tests.factories.rollouts import rollout
 
@@ -25,10 +25,10 @@ def test_a_setting_that_cannot_be_read_changes_no_answer(monkeypatch):
     def refuse(*_given):
         raise RuntimeError("mix of the legacy and new APIs")
 
-    monkeypatch.setattr(process_state, "_SETTINGS", process_state._SETTINGS | {"unread": (refuse, refuse)})
+    monkeypatch.setattr(user_code, "_SETTINGS", user_code._SETTINGS | {"unread": (refuse, refuse)})
     assert checked_scores(FunctionSource("good", lengths), rollout()).tolist() == [3.0, 8.0, 3.0]
 
-    @process_state.unchanged("x")
+    @user_code.unchanged("x")
     def fails() -> None:
         torch.set_grad_enabled(False)
         raise KeyError("own")
@@ -79,9 +79,9 @@ def test_only_the_generator_that_was_drawn_from_goes_on_from_another_seed(moved)
     seed()
     plain = {name: [draw(), draw()] for name, draw in DRAWS.items()}
     seed()
-    with process_state.unchanged("x"):
+    with user_code.unchanged("x"):
         pass
-    with process_state.unchanged("x"):
+    with user_code.unchanged("x"):
         drawn = DRAWS[moved]()
     after = {name: [draw(), draw()] for name, draw in DRAWS.items()}
     assert drawn == plain[moved][0]

@@ -14,7 +14,7 @@ from hybrid_rlhf.data.chat import Rendered
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.environments.calls import Outcome
 from hybrid_rlhf.environments.contract import Environments, environment_of
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts, episodes
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
 from tests.factories.tiny import tiny_tokenizer

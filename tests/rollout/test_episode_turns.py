@@ -11,7 +11,7 @@ from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.environments.calls import CallPool, Outcome
 from hybrid_rlhf.environments.contract import Environments, environment_of
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.rollout import episodes
 from hybrid_rlhf.rollout.episodes import EpisodeTurns, Play, before_update, value_of
 

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.contract import Environment, Environments, plain_schemas
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.episodes import EpisodePlayer, replay
 from tests.factories.episodes import CALL, END, answered, play, prompt_text, script, times, tools

@@ -9,7 +9,7 @@ import pytest
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.isolated import open_isolated
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
 from tests.factories.crashing_environment import FILE

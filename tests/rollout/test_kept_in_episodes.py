@@ -7,7 +7,7 @@ import torch
 
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.contract import Environments, environment_of
-from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.roles import Actor, PolicyModule
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.episodes import EpisodePlayer

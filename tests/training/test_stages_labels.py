@@ -218,7 +218,7 @@ def test_what_a_model_cannot_read_is_a_failure_and_not_the_end(place, reward, ca
                     f"--roles.reward.model_name_or_path={reward}") == 0
     (row,) = found_in(place, "long")["agreement"]
     assert row["items"] == 4 and row["failures"] == 1
-    assert "no score for an answer: a response of" in capsys.readouterr().err
+    assert "no score for an answer: reward source model: a response of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "told"), [

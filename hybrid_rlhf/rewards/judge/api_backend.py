@@ -19,10 +19,10 @@ from urllib.parse import urlsplit, urlunsplit
 from hybrid_rlhf.core import strict_json
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.function_worker import one_line
-from hybrid_rlhf.rewards.deadline import within
-from hybrid_rlhf.rewards.judge.judge_backend import Arriving, Budget, Failure
+from hybrid_rlhf.rewards.judge.asking import Arriving, Budget, Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
 from hybrid_rlhf.rewards.service import TRY_AGAIN, read_body
+from hybrid_rlhf.rewards.user_code import within
 
 T = TypeVar("T")
 

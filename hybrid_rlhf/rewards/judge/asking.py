@@ -1,4 +1,5 @@
-"""Questions to a judge: cached, counted, and asked again after a reply that cannot be parsed."""
+"""Questions to a judge: asked of a backend within a budget, cached, counted, and asked again after a reply that cannot
+be parsed. The backends are a local model (local_backend.py) and an address (api_backend.py)."""
 
 from __future__ import annotations
 
@@ -7,31 +8,128 @@ import json
 import math
 import os
 import sys
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.rewards import BadAnswer
-from hybrid_rlhf.rewards.judge.judge_backend import Backend, Failure
-from hybrid_rlhf.rewards.judge.judge_prompts import Chat, correction
-from hybrid_rlhf.rewards.judge.verdicts import Unreadable
+from hybrid_rlhf.rewards.judge.judge_prompts import Chat
+from hybrid_rlhf.rewards.judge.verdicts import Unreadable, without_thoughts
 
 T = TypeVar("T")
 SHOWN = 80  # characters of a reply
 KEPT = 20_000  # replies in memory, without a cache folder
 
 
-def _end(reply: str) -> str:
-    """The end of a reply, for a message: the verdict should stand there."""
-    words = escape_control(" ".join(reply.split()))
-    return words if len(words) <= SHOWN else f"...{words[-SHOWN:]}"
+# -- a backend and its budget ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A question without an answer. is_fatal: whether every later question would fail too (unknown address, refused
+    key, spent budget). cure: what the user can do then."""
+
+    what: str
+    is_fatal: bool = False
+    cure: str = "see to that"
+
+
+Arriving = Generator[tuple[int, T | Failure], None, None]  # a chat's index and its answer, as it arrives
+
+
+class Backend(Protocol):
+    """name: for messages. identity: all that its answers depend on, as JSON, for the cache's keys.
+
+    Answers are yielded one by one, in any order, so that the caller can cache each at once; `close` of the generator
+    cancels the requests that are not sent yet.
+    """
+
+    name: str
+    identity: list
+
+    def open(self) -> None:
+        """Load what there is to load, once."""
+        ...
+
+    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> Arriving[str]:
+        """The reply to each chat."""
+        ...
+
+    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> Arriving[list[float]]:
+        """For each chat the probability that the reply begins with each word."""
+        ...
+
+
+@dataclass
+class Budget:
+    """Calls and costs of one process; thread-safe. None: no bound. Prices are per million tokens.
+
+    The most that a call may cost is reserved while it is in flight. A call that does not fit beside the others waits
+    for them, in the end until it is alone: so max_cost is exceeded by less than that one call.
+    """
+
+    max_calls: int | None = None
+    max_cost: float | None = None
+    input_price: float = 0.0
+    output_price: float = 0.0
+    calls: int = 0
+    cost: float = 0.0
+    num_input: int = 0
+    num_output: int = 0
+    _longest: int = field(default=0, repr=False)  # tokens of the longest answer so far
+    _in_flight: list[float] = field(default_factory=list, repr=False)  # the most that each call may cost
+    _lock: threading.Condition = field(default_factory=threading.Condition, repr=False)
+
+    @contextmanager
+    def call(self, most_input: int = 0, most_output: int | None = 0) -> Iterator[Failure | None]:
+        """Reserve one more call of at most so many tokens for the block, in which `pay` records its tokens; yields a
+        Failure if the budget is spent. most_output: None if there is no bound: the longest answer so far counts."""
+        most = 0.0
+        with self._lock:
+            while (spent := self._spent()) is None:
+                most = self._price(most_input, self._longest if most_output is None else most_output)
+                if self.max_cost is None or not self._in_flight or (
+                        self.cost + sum(self._in_flight) + most <= self.max_cost):
+                    self.calls += 1
+                    self._in_flight.append(most)
+                    break
+                self._lock.wait()
+        try:
+            yield spent
+        finally:
+            if spent is None:
+                with self._lock:
+                    self._in_flight.remove(most)
+                    self._lock.notify_all()
+
+    def pay(self, num_input: int, num_output: int) -> None:
+        """Record the tokens of one answer."""
+        with self._lock:
+            self.num_input += num_input
+            self.num_output += num_output
+            self._longest = max(self._longest, num_output)
+            self.cost += self._price(num_input, num_output)
+
+    def _spent(self) -> Failure | None:
+        if self.max_calls is not None and self.calls >= self.max_calls:
+            return Failure(f"reward.judge.max_calls is spent ({self.calls} calls)", True, "raise it")
+        if self.max_cost is not None and self.cost >= self.max_cost:
+            return Failure(f"reward.judge.max_cost is spent ({self.cost:.4g} of {self.max_cost:g})", True, "raise it")
+        return None
+
+    def _price(self, num_input: int, num_output: int) -> float:
+        return (num_input * self.input_price + num_output * self.output_price) / 1e6
+
+
+# -- questions ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -140,6 +238,21 @@ class Asker:
             raise BadAnswer(f"reward source {self.name} at {self.backend.name}: {fatal.what}; {fatal.cure}, then run "
                             "the same command again")
         return [results[key] for key in keys]
+
+
+def _end(reply: str) -> str:
+    """The end of a reply, for a message: the verdict should stand there."""
+    words = escape_control(" ".join(reply.split()))
+    return words if len(words) <= SHOWN else f"...{words[-SHOWN:]}"
+
+
+def correction(chat: Chat, reply: str, what: str) -> Chat:
+    """The chat that asks again, after a reply that could not be read for the reason `what`. It omits the judge's
+    thoughts, as chat templates do in earlier turns."""
+    again = (f"Your reply cannot be read: {what}. Answer once more, and end with the one JSON object that was asked "
+             "for, with nothing behind it.")
+    answer = without_thoughts(reply).strip() or "(nothing)"
+    return [*chat, {"role": "assistant", "content": answer}, {"role": "user", "content": again}]
 
 
 def _numbers(reply: object, count: int) -> list[float] | None:

@@ -18,12 +18,19 @@ from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.judge.api_backend import ApiBackend
-from hybrid_rlhf.rewards.judge.asking import AnswerCache, Asker, Counts, Question
-from hybrid_rlhf.rewards.judge.judge_backend import Backend, Budget, Failure
+from hybrid_rlhf.rewards.judge.asking import AnswerCache, Asker, Backend, Budget, Counts, Failure, Question
 from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, MAX_TOGETHER, PAIRWISE, PROBABILITY, RANKING, JudgeConfig
-from hybrid_rlhf.rewards.judge.judge_prompts import LETTERS, Prompter, open_prompter, shown
+from hybrid_rlhf.rewards.judge.judge_prompts import (
+    LETTERS,
+    YES_NO,
+    Item,
+    Prompter,
+    Rubric,
+    open_prompter,
+    read_rubric,
+    shown,
+)
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
-from hybrid_rlhf.rewards.judge.rubric import YES_NO, Item, Rubric, read_rubric
 from hybrid_rlhf.rewards.judge.verdicts import Grade, Preference, read_better, read_grade, read_ranking
 from hybrid_rlhf.rollout import Rollout
 

@@ -25,8 +25,7 @@ from hybrid_rlhf.models import load
 from hybrid_rlhf.models.backbone import check_head, own_head
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.tokenizer import Tokenizer, completion_text, load_tokenizer
-from hybrid_rlhf.rewards.judge.asking import key_of
-from hybrid_rlhf.rewards.judge.judge_backend import Arriving, Budget, Failure
+from hybrid_rlhf.rewards.judge.asking import Arriving, Budget, Failure, key_of
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
 from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.roles.scoring import per_sequence, score

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from hybrid_rlhf.models.thoughts import MARKERS
-from hybrid_rlhf.rewards.judge.rubric import YES_NO, Rubric
+from hybrid_rlhf.rewards.judge.judge_prompts import YES_NO, Rubric
 
 MAX_READ = 100_000  # characters of a reply
 _WORDS = {"yes": 1.0, "no": 0.0}
@@ -165,7 +165,4 @@ def _number(value: object, name: str, most: int) -> float:
 
 
 def _shown(value: object) -> str:
-    try:
-        return json.dumps(value)[:60]
-    except ValueError:  # an integer of thousands of digits
-        return "a number too long"
+    return json.dumps(value)[:60]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_rlhf.rewards.judge.api_backend import ApiBackend
-from hybrid_rlhf.rewards.judge.judge_backend import Budget, Failure
+from hybrid_rlhf.rewards.judge.asking import Budget, Failure
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
 from tests.factories.judges import in_order
 from tests.factories.tiny import chatml_tokenizer, save_tiny
