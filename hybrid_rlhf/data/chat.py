@@ -14,7 +14,17 @@ from typing import NamedTuple
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.data.messages import is_untrained
-from hybrid_rlhf.data.turns import BREAK, SkipRow, Text, answers_of, is_begun, render_prompt, unbroken, without_blank
+from hybrid_rlhf.data.turns import (
+    BREAK,
+    SkipRow,
+    Text,
+    answers_of,
+    is_begun,
+    num_shared,
+    render_prompt,
+    unbroken,
+    without_blank,
+)
 from hybrid_rlhf.models.template import CARRIED, dialect_of
 from hybrid_rlhf.models.template_kwargs import set_defaults
 from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
@@ -29,7 +39,6 @@ CHATML = (
 _CHARACTERS = 16  # of a text tokenized first, per token that counts
 _MARGIN = 64  # tokens before a cut that may differ from those without it
 REWRITTEN = "the chat template rewrites earlier turns of a completion of several"
-_PROBE = "\U0010fffd"  # a private character in no vocabulary: decoding returns it if the tokenizer is lossless
 
 
 class Rendered(NamedTuple):
@@ -67,24 +76,18 @@ def ensure_template(tokenizer, template: str | None = None, set_eos: bool = Fals
     not read.
     """
     num_tokens = len(tokenizer)
-    _choose_template(tokenizer, template, set_eos)
+    if template is not None:
+        tokenizer.chat_template = _checked(_template_text(template))
+    elif not tokenizer.chat_template:
+        tokenizer.chat_template = ("{{- bos_token -}}" if _begins_with_bos(tokenizer) else "") + CHATML
+        missing = [m for m in CHATML_MARKERS if m not in tokenizer.get_vocab()]
+        if missing:
+            tokenizer.add_tokens(missing, special_tokens=True)
+        if set_eos or tokenizer.eos_token is None:
+            tokenizer.eos_token = CHATML_MARKERS[1]
     if kwargs:
         set_defaults(tokenizer, kwargs, "data.chat_template_kwargs")
     return len(tokenizer) > num_tokens
-
-
-def _choose_template(tokenizer, template: str | None, set_eos: bool) -> None:  # noqa: ANN001
-    if template is not None:
-        tokenizer.chat_template = _checked(_template_text(template))
-        return
-    if tokenizer.chat_template:
-        return
-    tokenizer.chat_template = ("{{- bos_token -}}" if _begins_with_bos(tokenizer) else "") + CHATML
-    missing = [m for m in CHATML_MARKERS if m not in tokenizer.get_vocab()]
-    if missing:
-        tokenizer.add_tokens(missing, special_tokens=True)
-    if set_eos or tokenizer.eos_token is None:
-        tokenizer.eos_token = CHATML_MARKERS[1]
 
 
 def _begins_with_bos(tokenizer) -> bool:  # noqa: ANN001
@@ -110,8 +113,6 @@ def _checked(text: str) -> str:
 
     try:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
-    except RecursionError as error:
-        raise UserError("data.chat_template is nested too deeply; fix the template") from error
     except TemplateSyntaxError as error:
         if "generation" not in str(error):  # transformers' own block tag
             raise UserError(f"data.chat_template line {error.lineno}: {error.message}; fix the template") from error
@@ -300,47 +301,5 @@ def _by_prefixes(tokenizer, text: str, chars: list[int], special: bool) -> tuple
     positions = {}
     for char in chars:
         part = list(tokenizer(text[:char], add_special_tokens=special)["input_ids"])
-        same = next((i for i, (a, b) in enumerate(zip(ids, part, strict=False)) if a != b), min(len(ids), len(part)))
-        positions[char] = len(ids) if char >= len(text) else same
+        positions[char] = len(ids) if char >= len(text) else num_shared(ids, part)
     return ids, positions
-
-
-class LeastTokens:
-    """A lower bound on the tokens of a text for one tokenizer.
-
-    No token is longer than the longest of the vocabulary, and text on the two sides of a BREAK is tokenized separately.
-    White space is not counted, since tokenizers may drop any amount of it, and text is measured after the tokenizer's
-    normalisation. A lossy tokenizer (or one that maps many characters to one unknown token) has no bound: 0.
-    """
-
-    def __init__(self, tokenizer) -> None:  # noqa: ANN001 - a transformers class
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._normalizer = getattr(backend, "normalizer", None)
-        ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
-        self._longest = _longest_token(tokenizer) if _PROBE in tokenizer.decode(ids) else 0
-
-    def of(self, rendered: Rendered) -> int:
-        if not self._longest:
-            return 0
-        text = rendered.text if rendered.is_plain else unbroken(rendered.text)
-        if self._normalizer is not None:
-            text = self._normalizer.normalize_str(text)
-        parts = 1 if rendered.is_plain else sum(bool(part.strip()) for part in rendered.text.split(BREAK))
-        return max(parts if text.strip() else 0, -(-_size(text) // self._longest))
-
-
-def _longest_token(tokenizer) -> int:  # noqa: ANN001
-    """Bytes of the longest decoded token, 1 at least. A vocabulary entry is never shorter than its decoded token, so
-    only the longest entries are decoded."""
-    longest = 1
-    for size, number in sorted(((len(t.encode("utf-8", "surrogatepass")), i)
-                                for t, i in tokenizer.get_vocab().items()), reverse=True):
-        if size <= longest:
-            break
-        longest = max(longest, _size(tokenizer.decode([number], clean_up_tokenization_spaces=False)))
-    return longest
-
-
-def _size(text: str) -> int:
-    """Bytes of UTF-8 without white space, and without the character (U+2581) that some vocabularies write for it."""
-    return len("".join(text.replace("\u2581", " ").split()).encode("utf-8", "surrogatepass"))

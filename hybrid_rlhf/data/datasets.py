@@ -22,11 +22,10 @@ from hybrid_rlhf.data.examples import (
     Counts,
     Lengths,
     Work,
-    decode_columns,
     prepared,
 )
-from hybrid_rlhf.data.loader import Blend, blend, deal, is_held_out, split_key
-from hybrid_rlhf.data.schema import KINDS, Example, Format, columns_hint, detect, format_of, read_row
+from hybrid_rlhf.data.loader import blend, deal, is_held_out, split_key
+from hybrid_rlhf.data.schema import KINDS, Example, Format, columns_hint, format_of, read_rows
 from hybrid_rlhf.data.sources import Reads, Source, as_sources
 from hybrid_rlhf.models.template_kwargs import check_kwargs
 
@@ -130,25 +129,6 @@ class OpenSource(NamedTuple):
     form: Format
 
 
-class _Unfolded:
-    """Rows of a blend, with the JSON columns of prompts decoded."""
-
-    def __init__(self, rows: Blend) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict:
-        return decode_columns(self.rows[i])
-
-    def of_epoch(self, epoch: int) -> _Unfolded:
-        return _Unfolded(self.rows.of_epoch(epoch))
-
-    def digest(self) -> str:
-        return self.rows.digest()
-
-
 def build(config: DataConfig, reads: Reads, tokenizer, seed: int) -> StageData:  # noqa: ANN001
     """The rows of a stage, tokenized, with the held-out part separate. Deterministic; `seed` touches only the blend.
 
@@ -172,7 +152,7 @@ def build(config: DataConfig, reads: Reads, tokenizer, seed: int) -> StageData: 
         is_long = {TOO_LONG, PROMPT_TOO_LONG, CUT_AWAY} & report["dropped"].keys()
         cure = _longer(config, opened[0], reads, tokenizer) if is_long else cure
         raise UserError(f"no usable row for stage {reads.stage}: {describe(report)}; {cure}")
-    return StageData(_Unfolded(train), _Unfolded(held_out), report)
+    return StageData(train, held_out, report)
 
 
 def _longer(config: DataConfig, source: OpenSource, reads: Reads, tokenizer) -> str:  # noqa: ANN001
@@ -180,7 +160,7 @@ def _longer(config: DataConfig, source: OpenSource, reads: Reads, tokenizer) -> 
     name = "max_prompt_length" if reads.kind == "prompt" else "max_length"
     some = source._replace(rows=[source.rows[i] for i in range(min(_MEASURED, len(source.rows)))])
     boundless = replace(config, max_length=_BOUNDLESS, max_prompt_length=_BOUNDLESS)
-    train, held_out, _ = _tokenize(boundless, some, reads, tokenizer, _lengths_of(boundless))
+    train, held_out, _ = _tokenize(boundless, some, reads, tokenizer)
     needed = [max(len(ids) for key, ids in row.items() if key.endswith("ids")) for row in (*train, *held_out)]
     cure = f"raise data.{name}, which is {getattr(config, name)}"
     if not needed:
@@ -189,20 +169,20 @@ def _longer(config: DataConfig, source: OpenSource, reads: Reads, tokenizer) -> 
             f"{max(needed)}")
 
 
-def open_sources(config: DataConfig, reads: Reads) -> list[OpenSource]:
+def open_sources(config: DataConfig, reads: Reads, is_needed: bool = True) -> list[OpenSource]:
     """The sources that serve a stage, read, with their formats.
 
     A source without `stages` that lacks what the stage needs is skipped, as long as another one serves. Raises
-    UserError if none does, or if one that names the stage does not.
+    UserError if none does and `is_needed`, or if one that names the stage does not.
     """
     meant = [s for s in config.sources if not s.stages or reads.stage in s.stages]
-    check(bool(meant), f"no data source for stage {reads.stage}: data.sources "
+    check(bool(meant) or not is_needed, f"no data source for stage {reads.stage}: data.sources "
                        + ("is empty; give a path or a list of them" if not config.sources else
                           f"names other stages only; add {reads.stage} to `stages` of one"))
     opened = [OpenSource(s, rows, format_of(rows, s.path)) for s in meant for rows in [sources.read(s)]]
     serving = [o for o in opened if reads.kind in KINDS[o.form.kind]]
     for entry in opened:
-        needed = entry.source.stages or not serving
+        needed = entry.source.stages or (is_needed and not serving)
         others = [name for name in entry.rows[0] if name not in entry.form.required]
         names = {"pair": ("chosen", "rejected"), "labelled answer": ("completion", "label")}.get(
             reads.kind, ("completion",) if "prompt" in entry.form.required else ("prompt", "completion"))
@@ -220,13 +200,8 @@ def examples(config: DataConfig, entry: OpenSource, reads: Reads, counts: Counte
 
     Updates counts ("read" and "other_stages") and lost (reason -> dropped rows).
     """
-    for number, row in enumerate(entry.rows, 1):
-        counts["read"] += 1
-        try:
-            example = read_row(row, entry.form, f"{entry.source.path} row {number}", config.raw)
-        except SkipRow as reason:
-            lost[str(reason)] += 1
-            continue
+    counts["read"] += len(entry.rows)
+    for example in read_rows(entry.rows, entry.form, entry.source.path, lost, config.raw):
         text = split_key(example)
         if config.split and deal(text, config.split) != reads.share:
             counts["other_stages"] += 1
@@ -236,14 +211,13 @@ def examples(config: DataConfig, entry: OpenSource, reads: Reads, counts: Counte
 
 def _tokenized(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer) -> cache.Tables:  # noqa: ANN001
     """One source's tables, from the cache or newly tokenized."""
-    lengths = _lengths_of(config)
-    settings = {"training": reads.kind, "lengths": lengths, "append_eos": config.append_eos,
+    settings = {"training": reads.kind, "lengths": _lengths_of(config), "append_eos": config.append_eos,
                 "split": config.split, "share": reads.share if config.split else None,
                 "eval_fraction": config.eval_fraction, "format": entry.form.name, "path": entry.source.path}
     path = cache.folder(config.cache_dir) / cache.key(entry.rows, tokenizer, settings)
     tables = cache.load(path)
     if tables is None:
-        tables = _tokenize(config, entry, reads, tokenizer, lengths)
+        tables = _tokenize(config, entry, reads, tokenizer)
         cache.store(path, tables)
     return tables
 
@@ -252,7 +226,8 @@ def _lengths_of(config: DataConfig) -> Lengths:
     return Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template, config.raw)
 
 
-def _tokenize(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer, lengths: Lengths) -> cache.Tables:  # noqa: ANN001
+def _tokenize(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer) -> cache.Tables:  # noqa: ANN001
+    lengths = _lengths_of(config)
     rows: tuple[list, list] = ([], [])
     seen, counts = Counter(read=0, other_stages=0), Counts()
     waiting: list[tuple[Work, bool]] = []
@@ -289,10 +264,8 @@ def _tokenize(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer, le
 
 def _open_apart(config: DataConfig, reads: Reads) -> list[OpenSource]:
     """The eval_sources that serve a stage; may be empty, as with the texts of ptx."""
-    meant = [s for s in config.eval_sources if not s.stages or reads.stage in s.stages]
     try:
-        fit = [s for s in meant if s.stages or reads.kind in KINDS[detect(sources.read(s)[0], s.path).kind]]
-        return open_sources(replace(config, sources=fit), reads) if fit else []
+        return open_sources(replace(config, sources=config.eval_sources), reads, is_needed=False)
     except UserError as error:  # its text names data.sources
         raise UserError(str(error).replace("data.sources", "data.eval_sources")) from error
 

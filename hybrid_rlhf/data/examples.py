@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat
@@ -23,6 +23,7 @@ TOO_LONG = "longer than max_length"
 PROMPT_TOO_LONG = "prompt longer than max_prompt_length"
 CUT_AWAY = "answer cut away"
 EMPTY = "empty answer"
+SAME = "no two answers of different score"
 TURNS = "prompts of plain text rendered as user turns (data.raw true keeps them as they are)"
 RAW = "prompts of plain text kept as they are (data.raw)"
 NO_TEMPLATE = "prompts of plain text kept as they are, since the tokenizer has no chat template"
@@ -32,6 +33,9 @@ KWARGS_LEFT_OUT = "rows of plain text, beside which the column chat_template_kwa
 KWARGS_UNREAD = "rows whose chat_template_kwargs hold what the chat template does not read"
 FOLDED = "system messages put into the first user turn, since the chat template takes none"
 TURN_BY_TURN = "conversations as one row per answer, since the chat template rewrites earlier turns"
+
+
+AnswerT = TypeVar("AnswerT")
 
 
 class Lengths(NamedTuple):
@@ -164,7 +168,7 @@ def labelled(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  
     ranked = sorted(example.answers, key=lambda a: -a[1])
     if len(ranked) > 1:
         if ranked[0][1] == ranked[-1][1]:
-            raise SkipRow("no two answers of different score")
+            raise SkipRow(SAME)
         answers = [(ranked[0][0], True), (ranked[-1][0], False)]
     else:
         answers = [(answer, score > 0) for answer, score in ranked]
@@ -197,12 +201,17 @@ def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # no
                 "rejected_mask": rejected.loss_mask, "num_prompt_tokens": chosen.num_prompt_tokens,
                 "num_prompt_tokens_rejected": rejected.num_prompt_tokens, "margin": example.margin}
 
-    ranked = sorted(example.answers, key=lambda a: -a[1])
-    pairs = [(a, b) for (a, better), (b, worse) in combinations(ranked, 2) if better > worse and a != b]
+    pairs = ranked_pairs(example.answers)
     if not pairs:
-        raise SkipRow("no two answers of different score")
+        raise SkipRow(SAME)
     for better, worse in pairs:
         yield Work([_composed(tokenizer, example.prompt, a) for a in (better, worse)], finish)
+
+
+def ranked_pairs(answers: Sequence[tuple[AnswerT, float]]) -> list[tuple[AnswerT, AnswerT]]:
+    """Every two different answers of different score, the better one first."""
+    ranked = sorted(answers, key=lambda answer: -answer[1])
+    return [(a, b) for (a, better), (b, worse) in combinations(ranked, 2) if better > worse and a != b]
 
 
 def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001

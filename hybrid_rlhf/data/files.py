@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.host_memory import free_host_bytes
+from hybrid_rlhf.core.options import in_words
 from hybrid_rlhf.core.strict_json import loads, why
 
 Rows = list[dict]
@@ -81,7 +82,8 @@ def _first_objects(text: str, path: str | Path, count: int) -> Rows:
         except ValueError as error:
             raise UserError(f"{path} item {len(rows) + 1}: not valid JSON, or longer than {_SHOWN:,} bytes "
                             f"({why(error)}); fix it, or give jsonl") from error
-        check(isinstance(row, dict), f"{path} item {len(rows) + 1}: a JSON object is needed, found {_kind(row)}")
+        check(isinstance(row, dict),
+              f"{path} item {len(rows) + 1}: a JSON object is needed, found {in_words(type(row))}")
         rows.append(row)
         separator = re.compile(r"[ \t\r\n,]*").match(text, end)
         place = separator.end() if separator else end
@@ -142,7 +144,7 @@ def _object(text: str, where: str) -> dict:
         value = loads(text)
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON ({why(error)}); fix that line") from error
-    check(isinstance(value, dict), f"{where}: a JSON object is needed, found {_kind(value)}")
+    check(isinstance(value, dict), f"{where}: a JSON object is needed, found {in_words(type(value))}")
     return value
 
 
@@ -158,9 +160,9 @@ def _parse_json(text: str, path: str | Path) -> Rows:
         raise UserError(f"{path}{line}: not valid JSON ({why(error)}); fix it there, or give jsonl") from error
     if isinstance(value, dict):
         value = _from_object(value)
-    check(isinstance(value, list), f"{path}: a list of JSON objects is needed, found {_kind(value)}")
+    check(isinstance(value, list), f"{path}: a list of JSON objects is needed, found {in_words(type(value))}")
     for i, row in enumerate(value, 1):
-        check(isinstance(row, dict), f"{path} item {i}: a JSON object is needed, found {_kind(row)}")
+        check(isinstance(row, dict), f"{path} item {i}: a JSON object is needed, found {in_words(type(row))}")
     return value
 
 
@@ -180,12 +182,6 @@ def _is_object(line: str) -> bool:
         return isinstance(loads(line), dict)
     except ValueError:
         return False
-
-
-def _kind(value: object) -> str:
-    names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number",
-             dict: "an object", type(None): "null"}
-    return names.get(type(value), type(value).__name__)
 
 
 def _table_lines(text: str) -> Iterator[str]:

@@ -7,20 +7,20 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data import sources
 from hybrid_rlhf.data.chat import SkipRow, Text
+from hybrid_rlhf.data.examples import SAME, ranked_pairs
 from hybrid_rlhf.data.loader import is_held_out, split_key
 from hybrid_rlhf.data.messages import messages_of
-from hybrid_rlhf.data.schema import KINDS, Example, Format, format_of, read_row
+from hybrid_rlhf.data.schema import KINDS, Example, Format, format_of, read_row, read_rows
 from hybrid_rlhf.data.sources import Source
 
 NO_PROMPT, TURNS = "no prompt", "an answer of several turns"
-EMPTY, ONE, SAME = "an empty answer", "one answer alone, beside pairs", "no two answers of different score"
+EMPTY, ONE = "an empty answer", "one answer alone, beside pairs"
 LISTS = ("completions", "responses")  # columns of several responses, whatever the row's format
 TWICE = "the same response twice"
 # columns that would change the format of a row of pairs, or repeat it
@@ -73,7 +73,9 @@ def read_labels(source: Source, limit: int | None, seed: int, held_out: float | 
           f"{source.path} is {form.name} data ({', '.join(form.required)}), which holds no labels; give "
           "prompt+chosen+rejected, prompt+completions+scores or prompt+completion+label")
     labels = Labels(len(rows), is_held_out=held_out is not None)
-    examples = list(_examples(rows, form, source.path, labels.lost))
+    readable = list(read_rows(rows, form, source.path, labels.lost))
+    examples = [example for example in readable if example.prompt and not example.is_text_pair]
+    labels.lost += Counter({NO_PROMPT: len(readable) - len(examples)})
     if held_out is not None:
         examples = [example for example in examples if is_held_out(split_key(example), held_out)]
         check(bool(examples), f"{source.path}: none of its rows is held out (data.eval_fraction {held_out:g}); raise "
@@ -96,25 +98,11 @@ def read_labels(source: Source, limit: int | None, seed: int, held_out: float | 
     return labels
 
 
-def _examples(rows: Iterable[dict], form: Format, where: str, lost: Counter) -> Iterator[Example]:
-    """The canonical rows that have a prompt."""
-    for number, row in enumerate(rows, 1):
-        try:
-            example = read_row(row, form, f"{where} row {number}")
-        except SkipRow as reason:
-            lost[str(reason)] += 1
-            continue
-        if example.prompt and not example.is_text_pair:
-            yield example
-        else:
-            lost[NO_PROMPT] += 1
-
-
 def _pairs(example: Example, number: int, lost: Counter) -> Iterator[LabelledPair]:
     """Every two answers of different score."""
-    ranked = sorted(_usable(example, lost), key=lambda a: -a[1])
-    pairs = [(a, b) for (a, high), (b, low) in combinations(ranked, 2) if high > low and a != b]
-    if len(ranked) > 1 and not pairs:
+    answers = _usable(example, lost)
+    pairs = ranked_pairs(answers)
+    if len(answers) > 1 and not pairs:
         lost[SAME] += 1
     for better, worse in pairs:
         yield LabelledPair(example.prompt or "", better, worse, example.columns, number)

@@ -13,6 +13,7 @@ import torch
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.cache import rows_digest
+from hybrid_rlhf.data.examples import decode_columns
 from hybrid_rlhf.data.schema import Example
 from hybrid_rlhf.data.turns import Text
 
@@ -63,8 +64,8 @@ def _fraction(text: str, offset: int) -> float:
 
 
 class Blend:
-    """Rows of several tables in one order, without copying them. index: (table, row) of the first epoch; index_of: that
-    of any epoch, where epochs differ."""
+    """Rows of several tables in one order, without copying them, a prompt's columns decoded. index: (table, row) of the
+    first epoch; index_of: that of any epoch, where epochs differ."""
 
     def __init__(self, tables: Sequence[Sequence[dict]], index: Index,
                  index_of: Callable[[int], Index] | None = None) -> None:
@@ -75,7 +76,7 @@ class Blend:
 
     def __getitem__(self, i: int) -> dict:
         table, row = self.index[i]
-        return self.tables[table][row]
+        return decode_columns(self.tables[table][row])
 
     def of_epoch(self, epoch: int) -> Blend:
         """The rows of an epoch, counted from 0."""

@@ -10,7 +10,7 @@ import json
 import re
 
 from hybrid_rlhf.core.strict_json import loads
-from hybrid_rlhf.data.turns import SkipRow, Text
+from hybrid_rlhf.data.turns import SkipRow, Text, num_shared
 from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
 
 _ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
@@ -161,10 +161,7 @@ def common_prompt(chosen: list[dict], rejected: list[dict]) -> tuple[list[dict],
 
     The prefix ends with a user turn; equal conversations are split at the last assistant turn.
     """
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
-    shared = min(shared, len(chosen) - 1, len(rejected) - 1)
+    shared = min(num_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if any(turns[shared]["role"] != "assistant" for turns in (chosen, rejected)):
         raise SkipRow("the two conversations do not part at an answer")
     if shared == 0:
@@ -177,9 +174,7 @@ def common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
 
     Without a common prefix the prompt is "": the pair compares two texts as a whole.
     """
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
+    shared = num_shared(chosen, rejected)
     if shared == len(chosen) == len(rejected):
         raise SkipRow("the two answers are the same")
     while shared and not chosen[shared - 1].isspace():

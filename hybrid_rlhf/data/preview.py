@@ -39,14 +39,6 @@ class Preview(NamedTuple):
     rows: list[Shown]
 
 
-def preview(config: DataConfig, reads: Reads, tokenizer, console: Console | None = None,  # noqa: ANN001
-            seed: int = 0, count: int = 3) -> StageData:
-    """Print the result of `look`; returns the data. Raises UserError as `build` does."""
-    shown = look(config, reads, tokenizer, seed, count)
-    show(shown, console)
-    return shown.data
-
-
 def look(config: DataConfig, reads: Reads, tokenizer, seed: int = 0, count: int = 3, stage: str = "",  # noqa: ANN001
          ) -> Preview:
     """The stage's data and `count` of its training rows as text. Raises UserError as `build` does. stage: its name, if
@@ -69,7 +61,7 @@ def show(shown: Preview, console: Console | None = None) -> None:
 
     console = console or Console()
     for row in shown.rows:
-        text = _marked(row.pieces, brackets=not console.is_terminal or console.no_color)
+        text = marked(row.pieces, brackets=not console.is_terminal or console.no_color)
         console.print(Panel(text, title=row.title, title_align="left"))
     console.print(_counts(shown.stage, shown.data.report))
 
@@ -97,12 +89,8 @@ def pieces(tokenizer, ids: list[int], mask: list[bool]) -> list[Piece]:  # noqa:
     return result
 
 
-def marked(tokenizer, ids: list[int], mask: list[bool], brackets: bool) -> Text:  # noqa: ANN001
-    """Tokens as text, the masked ones green, and in ⟦ ⟧ if `brackets`."""
-    return _marked(pieces(tokenizer, ids, mask), brackets)
-
-
-def _marked(pieces: list[Piece], brackets: bool) -> Text:
+def marked(pieces: list[Piece], brackets: bool) -> Text:
+    """The pieces, the trained ones green, and in ⟦ ⟧ if `brackets`."""
     from rich.text import Text
 
     out = Text()

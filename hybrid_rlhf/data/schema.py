@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,6 +185,18 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
         example.notes[UNTRAINED] = untrained
     example.columns = {k: v for k, v in row.items() if k not in form.asks}
     return example
+
+
+def read_rows(rows: Iterable[dict], form: Format, where: str, lost: Counter, is_raw: bool = False
+              ) -> Iterator[Example]:
+    """`read_row` of each row; lost: reason -> dropped rows, to count in."""
+    for number, row in enumerate(rows, 1):
+        try:
+            example = read_row(row, form, f"{where} row {number}", is_raw)
+        except SkipRow as reason:
+            lost[str(reason)] += 1
+        else:
+            yield example
 
 
 def _as_text(row: dict, example: Example) -> str | None:

@@ -134,7 +134,7 @@ def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
     number = None
     if not path.is_file():
         check(not _looks_local(source.path), _missing(source.path))
-        rows = _start_of_hub(source, count)
+        rows = _hub(source, count)
     elif kind_of(path) == ".parquet":
         rows, number = _start_of_parquet(path, count)
     else:
@@ -157,18 +157,9 @@ def _large_files(folder: Path, source: Source) -> list[Path]:
 def _start_of_parquet(path: Path, count: int) -> tuple[list[dict], int]:
     from pyarrow.parquet import ParquetFile
 
-    with _readable_parquet(path), ParquetFile(path) as file:
+    with _explained(f"{path}: not a readable parquet file"), ParquetFile(path) as file:
         batch = next(file.iter_batches(batch_size=count), None)
         return batch.to_pylist() if batch is not None else [], file.metadata.num_rows
-
-
-def _start_of_hub(source: Source, count: int) -> list[dict]:
-    stay_offline_if_unreachable()
-    import datasets
-
-    with _loaded_from_hub(source):
-        rows = datasets.load_dataset(source.path, source.name, split=source.split, streaming=True)
-        return list(islice(rows, count))
 
 
 def _read(source: Source) -> Sequence[dict]:
@@ -216,19 +207,20 @@ def _unknown_kind(path: Path) -> str:
 def _parquet(paths: list[Path]) -> Sequence[dict]:
     import datasets
 
-    with _readable_parquet(paths[0]), _quiet():
+    with _explained(f"{paths[0]}: not a readable parquet file"), _quiet():
         return datasets.Dataset.from_parquet([str(p) for p in paths])
 
 
 @contextmanager
-def _readable_parquet(path: Path) -> Iterator[None]:
+def _explained(what: str, cure: str = "write it anew, or as jsonl") -> Iterator[None]:
+    """The error of a library, of whatever class, as one line."""
     try:
         yield
     except MemoryError:
         raise
-    except Exception as error:  # a reader raises anything for a damaged file
-        raise UserError(f"{path}: not a readable parquet file ({_first_line(error)}); "
-                        "write it anew, or as jsonl") from error
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0][:300]
+        raise UserError(f"{what} ({type(error).__name__}: {first}); {cure}") from error
 
 
 def _folder(folder: Path, source: Source) -> Sequence[dict]:
@@ -284,23 +276,23 @@ def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
 def _saved(folder: Path, split: str) -> Sequence[dict]:
     import datasets
 
-    try:
+    with _explained(f"{folder}: not a readable saved data set"):
         saved = datasets.load_from_disk(str(folder))
-    except Exception as error:
-        raise UserError(f"{folder}: not a readable saved data set ({_first_line(error)}); "
-                        "save it anew, or as jsonl") from error
     if isinstance(saved, datasets.DatasetDict):
         check(split in saved, f"{folder} has no split {split}; it has {', '.join(saved)}")
         return saved[split]
     return saved
 
 
-def _hub(source: Source) -> Sequence[dict]:
+def _hub(source: Source, count: int | None = None) -> Sequence[dict]:
+    """The rows of a hub data set. count: only as many, and no more is loaded."""
     stay_offline_if_unreachable()
     import datasets
 
-    with _loaded_from_hub(source):
-        return datasets.load_dataset(source.path, source.name, split=source.split)
+    with _quiet(), _explained(f"data.sources: {source.path} is not a local file or folder, and loading it from the hub "
+                              "failed", "give another path"):
+        rows = datasets.load_dataset(source.path, source.name, split=source.split, streaming=count is not None)
+        return rows if count is None else list(islice(rows, count))
 
 
 def _without_media(rows: Sequence[dict]) -> Sequence[dict]:
@@ -318,16 +310,6 @@ def _is_filled(scalar) -> bool:  # noqa: ANN001
     """Whether an arrow scalar, or any in it, is not null; images are not decoded."""
     parts = scalar.values() if hasattr(scalar, "keys") else scalar if hasattr(scalar, "__iter__") else None
     return scalar.is_valid and (parts is None or any(map(_is_filled, parts)))
-
-
-@contextmanager
-def _loaded_from_hub(source: Source) -> Iterator[None]:
-    try:
-        with _quiet():
-            yield
-    except Exception as error:  # offline, missing, gated, a script: of many classes
-        raise UserError(f"data.sources: {source.path} is not a local file or folder, and loading it from the hub "
-                        f"failed: {type(error).__name__}: {_first_line(error)}; give another path") from error
 
 
 def _renamed(rows: Sequence[dict], source: Source) -> Sequence[dict]:
@@ -358,7 +340,3 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
         if was_on:
             datasets.enable_progress_bars()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

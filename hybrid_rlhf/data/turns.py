@@ -164,13 +164,19 @@ def _behind(prompt: str, text: str, marks: tuple[str, str]) -> str | None:
     """
     if text.startswith(prompt):
         return text[len(prompt) :]
-    same = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), min(len(prompt), len(text)))
+    same = num_shared(prompt, text)
     tail = max(0, len(prompt) - _MARKER_LENGTH)
     opening, closing = map(re.escape, marks)
     marker = tail + re.search(rf"\s*({opening}\s*)?({closing}\s*)?$", prompt[tail:]).start()
     edges = (i for i in range(len(prompt) - 1, marker - 1, -1)
              if prompt[i].isspace() or prompt.startswith(marks, i))
     return next((text[edge:] for edge in edges if edge <= same), None)
+
+
+def num_shared(first: Sequence, second: Sequence) -> int:
+    """How many items both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _with_thought(tokenizer, prompt: str, answer: str, message: dict) -> str:  # noqa: ANN001

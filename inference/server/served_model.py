@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.chat import LeastTokens, Rendered, SkipRow, compose_prompt, encode_all
+from hybrid_rlhf.data.chat import Rendered, SkipRow, compose_prompt, encode_first
 from hybrid_rlhf.inference.response_text import IncrementalDetokenizer
 from hybrid_rlhf.inference.sequence_scores import TokenText
 from hybrid_rlhf.inference.server.protocol import ApiError, GenerationRequest
@@ -69,7 +69,6 @@ class Served:
 
     def __post_init__(self) -> None:
         self.encoder = copy.deepcopy(self.tokenizer)  # for another thread than the one that decodes
-        self.least_tokens = LeastTokens(self.encoder)
         self.token_text = TokenText(self.tokenizer)
         # read now: while the model decodes in its own thread, its modules are replaced
         self.num_rows = self.lane.engine.model.get_input_embeddings().num_embeddings
@@ -113,10 +112,7 @@ class Served:
             raise ApiError(400, f"these messages make no prompt: {error}; "
                                 "send messages that the model's template takes", param="messages") from None
         what = "the messages and tools are" if asked.tools else "the messages are"
-        self._check_length(limits, what, self.least_tokens.of(rendered), "or more ")
-        ids = encode_all(self.encoder, [rendered])[0].ids
-        self._check_length(limits, what, len(ids))
-        return Prompt(ids, rendered.shown)
+        return Prompt(self._tokens(rendered, limits, what), rendered.shown)
 
     def _completion_prompt(self, prompt: str | list[int], limits: Limits, adds_special: bool) -> Prompt:
         what = dict(what="a prompt is", param="prompt")
@@ -126,20 +122,25 @@ class Served:
                 raise ApiError(400, f"{str(wrong[0])[:40]} is not a token of {self.name}; ids lie in "
                                     f"[0, {self.num_rows - 1}]", param="prompt")
             return Prompt(prompt, self.encoder.decode(prompt, clean_up_tokenization_spaces=False))
-        rendered = Rendered(prompt, [], True)
-        self._check_length(limits, count=self.least_tokens.of(rendered), words="or more ", **what)
-        ids = (encode_all(self.encoder, [rendered])[0].ids if adds_special else
-               self.encoder(prompt, add_special_tokens=False)["input_ids"])
-        self._check_length(limits, count=len(ids), **what)
+        ids = self._tokens(Rendered(prompt, [], adds_special), limits, **what)
         if not ids:
             raise ApiError(400, "a prompt is empty, and no BOS is put before it; send some text", param="prompt")
         bos = self.encoder.bos_token
         has_bos = bool(bos) and ids[0] == self.encoder.bos_token_id and not prompt.startswith(bos)
         return Prompt(ids, prompt, has_bos)
 
+    def _tokens(self, rendered: Rendered, limits: Limits, what: str, param: str = "messages") -> list[int]:
+        """The tokens of a prompt. ApiError for too many, of which only the first ones are made."""
+        ids = encode_first(self.encoder, [rendered], self._most_tokens(limits) + 1)[0].ids
+        self._check_length(limits, what, len(ids), "or more ", param)
+        return ids
+
+    def _most_tokens(self, limits: Limits) -> int:
+        """The tokens of a prompt that fit with room for an answer."""
+        return min(self.lane.capacity - 1, limits.max_prompt_tokens or self.lane.capacity)
+
     def _check_length(self, limits: Limits, what: str, count: int, words: str = "", param: str = "messages") -> None:
-        """ApiError for more tokens than fit with room for an answer."""
-        most = min(self.lane.capacity - 1, limits.max_prompt_tokens or self.lane.capacity)
+        most = self._most_tokens(limits)
         if count > most:
             raise ApiError(400, f"{what} {count} {words}tokens long; send less: with room for an answer there "
                                 f"may be {most}", param=param, code="context_length_exceeded")

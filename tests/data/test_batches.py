@@ -23,7 +23,7 @@ from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.data.collate import collate_pairs, collate_prompts, collate_sft, pack
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader, blend
-from hybrid_rlhf.data.preview import marked, preview
+from hybrid_rlhf.data.preview import look, marked, pieces, show
 from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.training.registry import READS
 from tests.factories.tiny import tiny_tokenizer
@@ -180,7 +180,7 @@ def test_marked_tokens_stand_in_brackets_and_escapes_of_the_data_do_not_reach_th
     tokenizer = tiny_tokenizer()
     ids = tokenizer("What is red\x1b[2J")["input_ids"]
     mask = [i >= 2 for i in range(len(ids))]
-    text = marked(tokenizer, ids, mask, brackets=True)
+    text = marked(pieces(tokenizer, ids, mask), brackets=True)
     head = tokenizer.decode(ids[:2])
     assert text.plain == head + "⟦" + "What is red"[len(head):] + "␛[2J⟧"
     assert escape_control("a\x9bb\u202ec\r\nd\te☃") == "a<U+009B>b<U+202E>c␍\nd\te☃"
@@ -194,7 +194,7 @@ def test_a_preview_shows_three_examples_and_the_counts(tmp_path):
     config = DataConfig([Source(str(tmp_path / "rows.csv"))], split=None, eval_fraction=0.0,
                         raw=True, cache_dir=str(tmp_path / "c"))
     for stage in ("sft", "reward", "ppo"):
-        preview(config, READS[stage], tokenizer, Console(file=out, width=90))
+        show(look(config, READS[stage], tokenizer), Console(file=out, width=90))
     shown = out.getvalue()
     for line in ("What 0⟦ yes 0<|im_end|>⟧", "What 2⟦ no[red]<|im_end|>⟧", "sft example 3: ",
                  "ppo example 1: prompt of"):

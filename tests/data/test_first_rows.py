@@ -97,7 +97,7 @@ def test_what_is_wrong_with_the_start_of_a_large_file_is_one_line(tmp_path, smal
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ('[{"a": 1}, ' + "3, " * 90, "item 2: a JSON object is needed, found a number"),
+    ('[{"a": 1}, ' + "3, " * 90, "item 2: a JSON object is needed, found a whole number"),
     ('{"data": [\n' + "{}, " * 90, "is not a list"),
     ("[" + '{"a": "' + "x" * 500, "item 1: not valid JSON, or longer")])
 def test_a_large_list_of_json_is_read_object_by_object(tmp_path, small, text, said):

@@ -75,7 +75,7 @@ def test_weights_say_how_many_different_rows_an_epoch_has(place) -> None:
     data = datasets.build(DataConfig(sources, eval_fraction=0), READS["sft"], chatml_tokenizer(), 0)
     assert summary(data.report)[0] == ("data: 120 rows read, 120 to train on, 0 held out (by weights: 90 different "
                                        "ones in an epoch, and others in the next)")
-    assert len({place for epoch in range(2) for place in data.train.of_epoch(epoch).rows.index}) == 120
+    assert len({place for epoch in range(2) for place in data.train.of_epoch(epoch).index}) == 120
 
 
 def test_rows_that_a_split_leaves_to_other_stages_are_told_with_the_way_to_keep_them(place, capsys) -> None:

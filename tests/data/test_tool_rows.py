@@ -13,7 +13,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import compose_messages, encode_all, ensure_template
 from hybrid_rlhf.data.datasets import DataConfig, build, describe, raw_texts, summary
 from hybrid_rlhf.data.examples import KWARGS_UNREAD, TOOLS_LEFT_OUT
-from hybrid_rlhf.data.preview import preview
+from hybrid_rlhf.data.preview import look, show
 from hybrid_rlhf.data.schema import detect, read_row
 from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.data.turns import SkipRow, render
@@ -200,7 +200,7 @@ def test_the_preview_shows_what_is_trained_of_a_tool_conversation(tmp_path, toke
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROW))
     console = Console(record=True, width=200, force_terminal=False)
-    preview(config_of(path, tmp_path), READS["sft"], tokenizer, console)
+    show(look(config_of(path, tmp_path), READS["sft"], tokenizer), console)
     shown = " ".join(line.strip("│ ") for line in console.export_text().splitlines())
     assert ('assistant ⟦<tool_call> {"name": "weather_of", "arguments": {"city": "Oslo"}} </tool_call><|im_end|>⟧ '
             "<|im_start|>user <tool_response> 7 degrees </tool_response><|im_end|> "
