@@ -32,7 +32,7 @@ from hybrid_rlhf.models import load, shapes
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.rewards.judge.judge_config import PAIRWISE, RANKING, VERDICT
-from hybrid_rlhf.rewards.judge.judge_source import open_prompts
+from hybrid_rlhf.rewards.judge.judge_prompts import open_prompts
 from hybrid_rlhf.rewards.judge.local_backend import MAX_TOKENS
 from hybrid_rlhf.rewards.model import BATCH_SIZE
 from hybrid_rlhf.roles.sharing import TRAINED, Start, resolve

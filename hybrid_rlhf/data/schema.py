@@ -234,12 +234,6 @@ def _text(value: object, column: str) -> Text:
     raise TypeError(f"{column} must be a string or a list of messages, not {type(value).__name__}")
 
 
-def _string(value: object, column: str) -> str:
-    if isinstance(value, str):
-        return clean(value)
-    raise TypeError(f"{column} must be a string, not {type(value).__name__}")
-
-
 def _number(value: object, column: str) -> float:
     try:
         number = float(value)
@@ -398,7 +392,9 @@ def _read_conversation(row: dict, column: str) -> Example:
 
 
 def _read_text(row: dict, column: str) -> Example:
-    return Example(text=_string(row[column], column))
+    if not isinstance(row[column], str):
+        raise TypeError(f"{column} must be a string, not {type(row[column]).__name__}")
+    return Example(text=clean(row[column]))
 
 
 def _read_prompt(row: dict, column: str) -> Example:

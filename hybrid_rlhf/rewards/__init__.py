@@ -110,3 +110,10 @@ def shown(rollout: Rollout, i: int) -> str:
     """The beginning of a response, on one line, for a message."""
     text = rollout.completions[i] if rollout.completions else ""
     return repr(text if len(text) <= 80 else text[:80] + "...")
+
+
+def text_of(completion: str | list[dict]) -> str:
+    """The completion itself if it is text, or the content of its last assistant message."""
+    if isinstance(completion, str):
+        return completion
+    return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")

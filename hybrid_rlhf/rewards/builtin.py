@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.demo import is_correct
+from hybrid_rlhf.rewards import text_of
 from hybrid_rlhf.rewards.reasoning_task import ReasoningTask
 
 # A sign counts unless a word, number or bracket ends before it: "10-5" ends in 5. Thousands need groups of three.
@@ -28,13 +29,6 @@ def last_number(text: str) -> Decimal | None:
     is_negative = "-" in (sign := (match["sign"] or "") + (match["inner"] or "")) or "\u2212" in sign
     value = Decimal(match["whole"].replace(",", "") + match["rest"])
     return value.copy_negate() if is_negative else value
-
-
-def text_of(completion: str | list[dict]) -> str:
-    """The completion itself if it is text, or the content of its last assistant message."""
-    if isinstance(completion, str):
-        return completion
-    return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
 
 
 def after_marker(text: str, marker: str | None) -> str:
@@ -174,31 +168,7 @@ class DemoCorrect:
         return [float(is_correct(p, text_of(c))) for p, c in zip(prompts, completions, strict=True)]
 
 
-@dataclass(frozen=True)
-class ReasoningGym:
-    """The score of a completion as an answer to entry number `column` of a reasoning-gym task, by the task's own rules.
-
-    Rows are made by `reasoning_task.task_rows`, with the same settings. None without a number. tag: the answer is the
-    text in the last <tag>...</tag>. allow_eval: allow tasks whose scoring runs the answer as Python code.
-    """
-
-    task: str
-    settings: dict = field(default_factory=dict)
-    tag: str | None = "answer"
-    column: str = "index"
-    allow_eval: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_task", ReasoningTask(self.task, self.settings, self.tag, self.allow_eval))
-
-    def __call__(self, completions: list, **columns: list) -> list[float | None]:
-        task: ReasoningTask = vars(self)["_task"]
-        references = columns.get("answer") or [None] * len(completions)
-        return [None if index is None else task.score(text_of(completion), task.entry(index, reference))
-                for completion, index, reference in zip(completions, columns[self.column], references, strict=True)]
-
-
 BUILTINS: dict[str, type[Any]] = {
     "exact_match": ExactMatch, "numeric_match": NumericMatch, "length_penalty": LengthPenalty,
     "repetition_penalty": RepetitionPenalty, "format": Format, "demo_correct": DemoCorrect,
-    "reasoning_gym": ReasoningGym}
+    "reasoning_gym": ReasoningTask}

@@ -15,7 +15,6 @@ from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.function_worker import answer_of, call_error, file_error, one_line, run_file
-from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards import BadAnswer, shown
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.isolation import (
@@ -127,11 +126,13 @@ class FunctionSource:
 def inputs(rollout: Rollout) -> dict[str, list]:
     """prompts, completions, completion_ids and the dataset's columns as lists of B values, as TRL names them.
 
-    All of them are copies: a function that changes them changes nothing for the next one or the next response.
+    A completion has the form of its prompt: text, or a list of one message; for an episode, all of its messages. All
+    are copies: a function that changes them changes nothing for the next one or the next response.
     """
     prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
     lengths = rollout.response_mask.sum(1).tolist()
-    completions = [match_form(p, c) for p, c in zip(prompts, rollout.responses(), strict=True)]
+    completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) and not isinstance(p, str) else c
+                   for p, c in zip(prompts, rollout.responses(), strict=True)]
     always = {"prompts": list(prompts), "completions": completions,
               "completion_ids": [row[:n] for row, n in zip(rollout.response_ids.tolist(), lengths, strict=True)]}
     return fresh({k: v for k, v in rollout.prompts.columns.items() if k != "prompt"} | always)
@@ -144,12 +145,6 @@ def fresh(value: object) -> Any:
     if type(value) is list:
         return [fresh(each) for each in value]
     return {k: fresh(v) for k, v in value.items()} if type(value) is dict else deepcopy(value)
-
-
-def match_form(prompt: Text, completion: Text) -> Text:
-    """The completion in the form of its prompt: text, or a list of one message; for an episode, all of its messages."""
-    is_as_it_is = isinstance(prompt, str) or not isinstance(completion, str)
-    return completion if is_as_it_is else [{"role": "assistant", "content": completion}]
 
 
 def parameters(function: Callable) -> tuple[list[str], bool]:

@@ -1,4 +1,4 @@
-"""A task of reasoning-gym: its questions by number, and the scores of answers."""
+"""A task of reasoning-gym: its questions by number, and the scores of answers; a builtin reward function."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.function_worker import one_line
+from hybrid_rlhf.rewards import text_of
 
 _log = logging.getLogger(__name__)
 
@@ -23,19 +24,22 @@ INSTRUCTION = "Give your final answer between <answer> and </answer>."
 
 @dataclass
 class ReasoningTask:
-    """Entries of `task` made with `settings` (its own options, seed among them), and their scores.
+    """Entries of `task` made with `settings` (its own options, seed among them), and their scores: as a reward function
+    those of completions as answers to the entries that `column` numbers, None without a number.
 
-    tag: the answer is the text in the last <tag>...</tag>; None: all of the text, stripped.
-    allow_eval: whether one of EVALUATES may be used. Raises UserError without reasoning-gym and for bad settings.
+    Rows are made by `task_rows`, with the same settings. tag: the answer is the text in the last <tag>...</tag>; None:
+    all of the text, stripped. allow_eval: whether one of EVALUATES may be used. Raises UserError without reasoning-gym
+    and for bad settings.
     """
 
     task: str
     settings: dict = field(default_factory=dict)
     tag: str | None = "answer"
+    column: str = "index"
     allow_eval: bool = False
-    _has_failed: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._has_failed = False
         check(self.allow_eval or self.task not in EVALUATES,
               f"reasoning_gym: {self.task} scores an answer by running it as Python code, in this process; choose "
               "another task, or set allow_eval true if nothing here must be safe from what the model writes")
@@ -52,6 +56,11 @@ class ReasoningTask:
             what = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(f"reasoning_gym: {self.task} with {self.settings} cannot be made ({what:.200}); fix its "
                             "settings") from error
+
+    def __call__(self, completions: list, **columns: list) -> list[float | None]:
+        references = columns.get("answer") or [None] * len(completions)
+        return [None if index is None else self.score(text_of(completion), self.entry(index, reference))
+                for completion, index, reference in zip(completions, columns[self.column], references, strict=True)]
 
     def entry(self, index: object, reference: object = None) -> dict:
         """Question, answer and metadata of entry `index`. UserError if that is not a number, or if `reference`, the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.rewards.builtin import text_of
+from hybrid_rlhf.rewards import text_of
 from hybrid_rlhf.rewards.model import read_by
 from tests.factories.tiny import chatml_tokenizer
 from tests.factories.trl_templates import tokenizer_of

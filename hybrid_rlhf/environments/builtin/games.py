@@ -9,7 +9,8 @@ from decimal import Decimal
 from random import Random
 
 from hybrid_rlhf.core.errors import check
-from hybrid_rlhf.rewards.builtin import last_number, text_of
+from hybrid_rlhf.rewards import text_of
+from hybrid_rlhf.rewards.builtin import last_number
 from hybrid_rlhf.rewards.reasoning_task import INSTRUCTION, ReasoningTask
 
 WORDS = ("apple", "beach", "bread", "chair", "cloud", "dance", "earth", "fruit", "glass", "grape", "green", "horse",
@@ -247,7 +248,7 @@ class ReasoningGym:
     allow_eval: bool = False
 
     def __post_init__(self) -> None:
-        self._task = ReasoningTask(self.task, self.settings, self.tag, self.allow_eval)
+        self._task = ReasoningTask(self.task, self.settings, self.tag, allow_eval=self.allow_eval)
         self._entry: dict = {}
 
     def reset(self, index: int | None = None, answer: str | None = None, prompt: object = "", **_: object

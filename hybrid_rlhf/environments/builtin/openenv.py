@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from hybrid_rlhf.core.errors import UserError, check
 from hybrid_rlhf.core.strict_json import loads, to_json
-from hybrid_rlhf.rewards.builtin import text_of
+from hybrid_rlhf.rewards import text_of
 
 
 class _Refused(Exception):

@@ -17,6 +17,7 @@ import yaml
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.data.chat import Text
+from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, PROBABILITY, JudgeConfig
 from hybrid_rlhf.rollout.episode_record import readable
 
 if TYPE_CHECKING:
@@ -182,9 +183,11 @@ def _compiled(text: str) -> Template:
                                          ).from_string(text)
 
 
-def open_prompter(kind: str, rubric: Rubric, template: str | None, is_probability: bool) -> Prompter:
-    """The prompter of the file `template`, or of the default template of `kind`. UserError for an unusable one."""
-    path = Path(expanded(template)) if template else FOLDER / f"{kind}.jinja"
+def open_prompts(config: JudgeConfig) -> Prompter:
+    """The rubric and the template of the settings. UserError for an unusable one."""
+    rubric, is_probability = read_rubric(config.rubric), config.score == PROBABILITY
+    kind = PROBABILITY if config.mode == ABSOLUTE and is_probability else config.mode
+    path = Path(expanded(config.template)) if config.template else FOLDER / f"{kind}.jinja"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -26,8 +26,7 @@ from hybrid_rlhf.rewards.judge.judge_prompts import (
     Item,
     Prompter,
     Rubric,
-    open_prompter,
-    read_rubric,
+    open_prompts,
     shown,
 )
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
@@ -326,12 +325,6 @@ def open_judge(config: JudgeConfig, seed: int = 0, name: str = "judge") -> Judge
                                config.batch_size)
     asker = Asker(backend, AnswerCache(config.cache), name, config.max_new_tokens, config.retries, seed)
     return JudgeSource(asker, prompter, config, budget, name)
-
-
-def open_prompts(config: JudgeConfig) -> Prompter:
-    """The rubric and the template of the settings."""
-    kind = "probability" if (config.mode, config.score) == (ABSOLUTE, PROBABILITY) else config.mode
-    return open_prompter(kind, read_rubric(config.rubric), config.template, config.score == PROBABILITY)
 
 
 def groups_of(rollout: Rollout) -> list[list[int]]:

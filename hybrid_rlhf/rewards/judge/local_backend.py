@@ -78,17 +78,11 @@ class LocalBackend:
         self.tokenizer, self.engine = tokenizer, engine_of(model, tokenizer, self.batch_size)
 
     def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> Arriving[str]:
-        yield from enumerate(self._replies(chats, max_new_tokens, seed))
-
-    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> Arriving[list[float]]:
-        yield from enumerate(self._chances(chats, words))
-
-    def _replies(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> list[str | Failure]:
         engine, tokenizer = self._opened()
-        replies: list[str | Failure] = [Failure("not asked")] * len(chats)
-        rows = self._rows(chats, max_new_tokens, replies)
+        rows, failures = self._rows(chats, max_new_tokens)
+        yield from failures
         if not rows:
-            return replies
+            return
         sampling = SamplingConfig(max_new_tokens=max_new_tokens, temperature=self.temperature)
         numbers = [int(key_of(chats[i])[:7], 16) for i in rows]  # seeds of the draws: those of a chat in any batch
         with explained("while the judge writes"), engine.inference():
@@ -96,17 +90,16 @@ class LocalBackend:
         texts = [completion_text(tokenizer, row, reason == "eos")
                  for row, reason in zip(samples.tokens, samples.finish_reasons, strict=True)]
         for i, ids, tokens, text in zip(rows, rows.values(), samples.tokens, texts, strict=True):
-            replies[i] = text
             self.budget.pay(len(ids), len(tokens))
-        return replies
+            yield i, text
 
-    def _chances(self, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float] | Failure]:
+    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> Arriving[list[float]]:
         engine, tokenizer = self._opened()
-        results: list[list[float] | Failure] = [Failure("not asked")] * len(chats)
-        longest = max(len(tokenizer(word)["input_ids"]) for word in words)
-        asked = {i: [_before(tokenizer, chats[i], word) for word in words] for i in self._rows(chats, longest, results)}
-        if not asked:
-            return results
+        fitting, failures = self._rows(chats, max(len(tokenizer(word)["input_ids"]) for word in words))
+        yield from failures
+        if not fitting:
+            return
+        asked = {i: [_before(tokenizer, chats[i], word) for word in words] for i in fitting}
         rows = [each for of_words in asked.values() for each in of_words]
         beside = other_tokens(tokenizer.get_vocab(), words, [ids[first:] for ids, first in rows[: len(words)]])
         mask = length_mask(torch.tensor([len(ids) for ids, _ in rows]))
@@ -119,9 +112,8 @@ class LocalBackend:
         more = torch.stack([each.sum(1) for each in more], 1)  # (len(asked), len(words))
         for (i, of_words), values, written in zip(asked.items(), probabilities, more.tolist(), strict=True):
             exact = _apart(values, [ids for ids, _ in of_words])
-            results[i] = [value + others for value, others in zip(exact, written, strict=True)]
             self.budget.pay(len(of_words[0][0]), 1)
-        return results
+            yield i, [value + others for value, others in zip(exact, written, strict=True)]
 
     def _opened(self) -> tuple[HybridEngine, Tokenizer]:
         self.open()
@@ -129,29 +121,29 @@ class LocalBackend:
             raise RuntimeError("the judge is not open")
         return self.engine, self.tokenizer
 
-    def _rows(self, chats: Sequence[Chat], more: int, results: list) -> dict[int, list[int]]:
-        """Token ids of the chats to ask; the failures of the others go to `results`."""
+    def _rows(self, chats: Sequence[Chat], more: int) -> tuple[dict[int, list[int]], list[tuple[int, Failure]]]:
+        """Token ids of the chats to ask, and the failures of the others."""
         engine, tokenizer = self._opened()
-        limit, rows = load.max_positions(engine.module.model), {}
+        limit, rows, failures = load.max_positions(engine.module.model), {}, []
         for i, chat in enumerate(chats):
             try:
                 ids = chats_as_text.encode_prompt(tokenizer, chat)
             except SkipRow as error:
                 if chat[-2:-1] and chat[-2]["role"] == "assistant":  # its own reply, unlike in the next question
-                    results[i] = Failure(f"its reply cannot be shown to it again: {error}")
+                    failures.append((i, Failure(f"its reply cannot be shown to it again: {error}")))
                     continue
                 raise UserError(f"reward.judge.model {self.path} cannot read the question: {error}; give a model whose "
                                 "chat template shows it, or reward.judge.template with no [system] part") from error
             if limit is not None and len(ids) + more > limit:
-                results[i] = Failure(f"a question of {len(ids)} tokens and a reply of {more} are more than the judge's "
-                                     f"{limit} positions")
+                failures.append((i, Failure(f"a question of {len(ids)} tokens and a reply of {more} are more than the "
+                                            f"judge's {limit} positions")))
                 continue
             with self.budget.call() as spent:
                 if spent is not None:
-                    results[i] = spent
+                    failures.append((i, spent))
                     continue
             rows[i] = ids
-        return rows
+        return rows, failures
 
 
 def engine_of(model: nn.Module, tokenizer: Tokenizer, batch_size: int) -> HybridEngine:
