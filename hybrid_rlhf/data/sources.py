@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -117,8 +118,8 @@ def read(source: Source) -> Sequence[dict]:
 
 def check_there(source: Source) -> None:
     """UserError for a source that is neither embedded nor exists nor looks like a hub id; nothing is read."""
-    check(source.path.startswith("demo/") or os.path.exists(expanded(source.path)) or not _looks_local(source.path),
-          _missing(source.path))
+    if not source.path.startswith("demo/") and not os.path.exists(expanded(source.path)):
+        _check_is_hub_id(source.path)
 
 
 def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
@@ -133,12 +134,10 @@ def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
         return [rows[i] for i in range(min(count, len(rows)))], len(rows)
     number = None
     if not path.is_file():
-        check(not _looks_local(source.path), _missing(source.path))
         rows = _hub(source, count)
-    elif kind_of(path) == ".parquet":
+    elif _known_kind(path) == ".parquet":
         rows, number = _start_of_parquet(path, count)
     else:
-        check(bool(kind_of(path)), _unknown_kind(path))
         rows, is_all = read_start(path, count)
         number = len(rows) if is_all else None
     check(bool(rows), f"{source.path} is empty: no row in split {source.split}; give another file or split")
@@ -169,9 +168,8 @@ def _read(source: Source) -> Sequence[dict]:
     elif path.is_dir():
         rows = _folder(path, source)
     elif path.is_file():
-        rows = _file(path)
+        rows = _parquet([path]) if _known_kind(path) == ".parquet" else read_file(path)
     else:
-        check(not _looks_local(source.path), _missing(source.path))
         rows = _hub(source)
     check(len(rows) > 0, f"{source.path} is empty: no row in split {source.split}; give another file or split")
     return _renamed(_without_media(rows), source)
@@ -189,19 +187,14 @@ def _looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or bool(kind_of(path)) or "\\" in path
 
 
-def _file(path: Path) -> Sequence[dict]:
+def _check_is_hub_id(path: str) -> None:
+    check(not _looks_local(path), f"data.sources: {path} does not exist; give a file, a folder or a hub id")
+
+
+def _known_kind(path: Path) -> str:
     kind = kind_of(path)
-    check(bool(kind), _unknown_kind(path))
-    return _parquet([path]) if kind == ".parquet" else read_file(path)
-
-
-def _missing(path: str) -> str:
-    what = "is not a plain file" if os.path.exists(expanded(path)) else "does not exist"
-    return f"data.sources: {path} {what}; give a file, a folder or a hub id"
-
-
-def _unknown_kind(path: Path) -> str:
-    return f"{path}: unknown kind of file; there are {', '.join((*PARSERS, '.parquet'))} (and .gz)"
+    check(bool(kind), f"{path}: unknown kind of file; there are {', '.join((*PARSERS, '.parquet'))} (and .gz)")
+    return kind
 
 
 def _parquet(paths: list[Path]) -> Sequence[dict]:
@@ -260,13 +253,8 @@ def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
     check(bool(files), f"{folder} holds no data: no {', '.join((*PARSERS, '.parquet'))} file in it; give "
                       "another folder")
 
-    def words(path: Path) -> set[str]:
-        text = str(path.relative_to(folder)).lower()
-        for mark in "/\\.-_ ":
-            text = text.replace(mark, " ")
-        return set(text.split()) & {*_SPLIT_WORDS, split.lower()}
-
-    named = {p: words(p) for p in files}
+    known = {*_SPLIT_WORDS, split.lower()}
+    named = {p: known & set(re.split(r"[/\\._\s-]", str(p.relative_to(folder)).lower())) for p in files}
     chosen = [p for p in files if split.lower() in named[p] or (split == "train" and not named[p])]
     splits = sorted({w for ws in named.values() for w in ws}) or ["train"]
     check(bool(chosen), f"{folder} has no split {split}; it has {', '.join(splits)}")
@@ -286,6 +274,7 @@ def _saved(folder: Path, split: str) -> Sequence[dict]:
 
 def _hub(source: Source, count: int | None = None) -> Sequence[dict]:
     """The rows of a hub data set. count: only as many, and no more is loaded."""
+    _check_is_hub_id(source.path)
     stay_offline_if_unreachable()
     import datasets
 
