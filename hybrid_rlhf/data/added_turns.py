@@ -8,6 +8,7 @@ turn is tokenized once. That is what the model would read, if the template does 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Literal
 
 from hybrid_rlhf.core.errors import UserError, check
@@ -111,15 +112,13 @@ def _behind_turn(tokenizer, message: dict, added: Sequence[dict], kwargs: Mappin
     while any(word in str(m) for m in added):
         word += "d"
     calls = list(message.get("tool_calls") or ()) or _calls_for(added)
-    try:
-        before, text = _short(tokenizer, calls, added, word, kwargs)
-    except SkipRow:
-        if len(calls) < 2:
-            raise UserError(_refused(added)) from None
-        try:  # a template for one call at a time
-            before, text = _short(tokenizer, calls[-1:], added, word, kwargs)
-        except SkipRow:
-            raise UserError(_refused(added)) from None
+    short = None
+    for some in (calls, calls[-1:]):  # one: for a template for one call at a time
+        with suppress(SkipRow):
+            short = short or _short(tokenizer, some, added, word, kwargs)
+    if short is None:
+        raise UserError(f"the chat template refuses {_roles(added)} behind an answer; {CURE}")
+    before, text = short
     check(word in text, f"the chat template leaves out what the assistant says before {_roles(added)}; {CURE}")
     start, end = _end_of_turn(tokenizer, text, word)
     if end > start:
@@ -128,10 +127,6 @@ def _behind_turn(tokenizer, message: dict, added: Sequence[dict], kwargs: Mappin
     history = history[: _end_of_turn(tokenizer, history, word)[1]]
     check(text.startswith(history), f"the chat template rewrites the end of a turn when messages follow; {CURE}")
     return text[len(history) :], False
-
-
-def _refused(added: Sequence[dict]) -> str:
-    return f"the chat template refuses {_roles(added)} behind an answer; {CURE}"
 
 
 def _roles(added: Sequence[dict]) -> str:

@@ -326,12 +326,21 @@ def add_up(parts: Sequence[dict], num_train: int, num_held_out: int) -> dict:
             "held_out": num_held_out, **({"unread": unread} if unread else {})}
 
 
+def counts(report: dict) -> list[tuple[str, int]]:
+    """Counts of the rows that were not dropped; zeros are left out, except of the main counts."""
+    rows = [("rows read", report["read"]), ("to train on", report["train"]), ("held out", report["held_out"])]
+    more = [("assigned to other stages", report["other_stages"]), ("truncated", report["truncated"])]
+    return rows + [(name, number) for name, number in more if number]
+
+
+def dropped(report: dict) -> list[tuple[str, int]]:
+    """Reasons for dropping rows, with counts; control characters are escaped."""
+    return [(escape_control(why), number) for why, number in sorted(report["dropped"].items())]
+
+
 def describe(report: dict) -> str:
     """A report in one line."""
-    parts = [f"{report['read']} rows read", f"{report['train']} to train on", f"{report['held_out']} held out"]
-    parts += [f"{report['other_stages']} assigned to other stages"] if report["other_stages"] else []
-    parts += [f"{report['truncated']} truncated"] if report["truncated"] else []
-    return ", ".join(parts + _rendered(report) + drops(report))
+    return ", ".join([f"{number} {name}" for name, number in counts(report)] + _rendered(report) + drops(report))
 
 
 def _rendered(report: dict) -> list[str]:
@@ -340,7 +349,7 @@ def _rendered(report: dict) -> list[str]:
 
 def drops(report: dict) -> list[str]:
     """How many rows were dropped, by reason."""
-    return [f"{n} dropped: {escape_control(reason)}" for reason, n in sorted(report["dropped"].items())]
+    return [f"{number} dropped: {reason}" for reason, number in dropped(report)]
 
 
 def unread(report: dict) -> list[str]:

@@ -173,7 +173,7 @@ def read_asked(files: Sequence[Source], columns: Sequence[str] | None, with_resp
             if first is asked:
                 prompts.append(asked)
             else:
-                first.responses += _different([*first.responses, *asked.responses], lost)[len(first.responses):]
+                add(first, asked.responses, lost)
     return prompts
 
 

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybrid_rlhf.core.text_safety import escape_control
-from hybrid_rlhf.data.datasets import DataConfig, StageData, build
+from hybrid_rlhf.data.datasets import DataConfig, StageData, build, counts, dropped
 from hybrid_rlhf.data.sources import Reads
 
 if TYPE_CHECKING:
@@ -97,18 +97,6 @@ def marked(pieces: list[Piece], brackets: bool) -> Text:
     for text, is_trained in pieces:
         out.append(f"⟦{text}⟧" if brackets and is_trained else text, style=_TRAINED if is_trained else "")
     return out
-
-
-def counts(report: dict) -> list[tuple[str, int]]:
-    """Counts of the rows that were not dropped; zeros are left out, except of the main counts."""
-    rows = [("read", report["read"]), ("assigned to other stages", report["other_stages"]),
-            ("to train on", report["train"]), ("held out", report["held_out"]), ("truncated", report["truncated"])]
-    return [(name, number) for name, number in rows if number or name in ("read", "to train on", "held out")]
-
-
-def dropped(report: dict) -> list[tuple[str, int]]:
-    """Reasons for dropping rows, with counts; control characters are escaped."""
-    return [(escape_control(why), number) for why, number in sorted(report["dropped"].items())]
 
 
 def _counts(stage: str, report: dict) -> Table:
