@@ -143,10 +143,10 @@ def settings_text(answers: dict[str, str]) -> str:
              f"# Every other option with its default: python train.py --stage {goal.stage} --help",
              f"output_dir: {in_line(answers['output_dir'])}", "seed: 0", *_model(answers), "data:", "  sources:"]
     if goal.stage == "all":
-        lines += [f"    - {{path: {in_line(path)}, stages: [{stage}]}}" for stage in ("sft", "reward", "ppo")]
+        lines += [f"    - {in_line({'path': path, 'stages': [stage]})}" for stage in ("sft", "reward", "ppo")]
         lines += [f"  split: [2, 4, 4]  # {COMMENTS['data.split']}"]
     else:
-        lines += [f"    - {{path: {in_line(path)}}}"]
+        lines += [f"    - {in_line({'path': path})}"]
     if goal.stage in ("all", "grpo"):
         lines += [f"  max_prompt_length: 256  # {COMMENTS['data.max_prompt_length']}"]
     if goal.stage != "grpo":

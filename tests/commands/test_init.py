@@ -52,6 +52,15 @@ def test_what_it_writes_is_a_config_of_its_stage_with_the_cards_settings(tmp_pat
     assert config.engine.micro_batch_tokens == presets.CARDS[card].settings["engine.micro_batch_tokens"]
 
 
+@pytest.mark.parametrize("goal", ["dpo", "ppo"])
+@pytest.mark.parametrize("name", ["a, b}.jsonl", "a: [b] #c.jsonl", "{a}'\".jsonl"])
+def test_a_path_with_yamls_own_marks_is_read_as_it_is(goal, name):
+    answers = {"goal": goal, "data": name, "model": name, "card": "cpu", "output_dir": name}
+    written = yaml.safe_load(init.settings_text(answers))
+    assert {source["path"] for source in written["data"]["sources"]} == {name}
+    assert (written["model"]["model_name_or_path"], written["output_dir"]) == (name, name)
+
+
 def test_every_line_that_may_be_changed_has_a_comment(tmp_path, model):
     assert cli.main(["init", *flags(tmp_path, model)]) == 0
     text = (tmp_path / "mine.yaml").read_text()
