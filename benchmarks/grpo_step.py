@@ -23,13 +23,13 @@ from harness import Case, sizes_of
 from peers.trl_grpo import TrlGRPO
 from random_models import SHAPES, TimedStep, limits_of, policy_config, prompts_of, tokenizer_of
 
-from hybrid_rlhf.engine import SamplingConfig, ZeroConfig
+from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.rewards.functions import FunctionSource
 from hybrid_rlhf.roles.sharing import Layout, RoleConfig, RolesConfig, Start
 from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
-from hybrid_rlhf.training.build_roles import RoleInputs, build
+from hybrid_rlhf.training.build_roles import build
+from hybrid_rlhf.training.stage_config import OnPolicyConfig
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE, BETA = 2, 8, 36, 64, 0.04
 
@@ -43,9 +43,8 @@ def our_step(place: Path, tokenizer, prompts: Prompts, limits: list[int], sample
              estimator: str = "grpo") -> TimedStep:
     """limits: response length of each sequence."""
     start = Start(str(place / "base"), dtype="bfloat16")
-    parts = RoleInputs(policy_config(place), RolesConfig(actor=RoleConfig(learning_rate=1e-5)), ZeroConfig(),
-                       TrainConfig(), seed=0)
-    roles, _ = build(parts, {"actor": start, "ref": start}, Layout((("actor",), ("ref",)), "model"), tokenizer,
+    settings = OnPolicyConfig(model=policy_config(place), roles=RolesConfig(actor=RoleConfig(learning_rate=1e-5)))
+    roles, _ = build(settings, {"actor": start, "ref": start}, Layout((("actor",), ("ref",)), "model"), tokenizer,
                      {"actor": 1000}, None)
     roles.actor.engine.eos_ids = []  # lengths are the benchmark's
     sampling = SamplingConfig(max_new_tokens=max(limits), num_samples=samples)

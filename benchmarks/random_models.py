@@ -17,7 +17,8 @@ from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.training import builders
-from hybrid_rlhf.training.build_roles import RoleInputs, build
+from hybrid_rlhf.training.build_roles import build
+from hybrid_rlhf.training.stage_config import OnPolicyConfig
 
 SHAPES = {
     "opt125m": ("opt", dict(hidden_size=768, ffn_dim=3072, num_hidden_layers=12, num_attention_heads=12,
@@ -84,8 +85,8 @@ def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int):  
     roles = RolesConfig(share, actor=RoleConfig(learning_rate=1e-5), critic=RoleConfig(learning_rate=1e-5))
     layout, _ = resolve(roles, starts, lora)
     zero = ZeroConfig(micro_batch_tokens=micro_batch_tokens)
-    parts = RoleInputs(policy_config(place, lora), roles, zero, TrainConfig(), seed=0)
-    built = build(parts, starts, layout, Tokenizer(_vocab(base)), dict.fromkeys(("actor", "critic"), 1000), None)
+    config = OnPolicyConfig(model=policy_config(place, lora), roles=roles, engine=zero)
+    built = build(config, starts, layout, Tokenizer(_vocab(base)), dict.fromkeys(("actor", "critic"), 1000), None)
     built[0].actor.engine.eos_ids = []  # lengths are the benchmark's
     return built
 

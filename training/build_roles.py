@@ -29,8 +29,8 @@ from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles, Teacher
 from hybrid_rlhf.roles.sharing import ROLES, TRAINED, Layout, RolesConfig, Start, resolve
 from hybrid_rlhf.roles.teacher import head_tensors
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.training import builders
+from hybrid_rlhf.training.stage_config import OnPolicyConfig
 
 POLICIES = ("actor", "ref", "teacher")  # the roles that are language models
 
@@ -46,17 +46,6 @@ class Sources:
     critic: str | None
     reads_text: bool = False
     teacher: str | None = None
-
-
-@dataclass(frozen=True)
-class RoleInputs:
-    """The parts of a recipe's configuration that the roles are made of."""
-
-    model: ModelConfig
-    roles: RolesConfig
-    engine: ZeroConfig
-    train: TrainConfig
-    seed: int
 
 
 def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dict[str, Start]:
@@ -92,21 +81,21 @@ def _adapter_on(run: str, base: str) -> tuple[str | None, str]:
     return str(folder), ""
 
 
-def check_roles(parts: RoleInputs, sources: Sources) -> tuple[dict[str, Start], Layout]:
+def check_roles(config: OnPolicyConfig, sources: Sources) -> tuple[dict[str, Start], Layout]:
     """Starts and layout, checked. Raises UserError for roles that cannot be built; reads at most single tensors."""
-    starts = find_starts(sources, parts.model, parts.roles)
-    layout, line = resolve(parts.roles, starts, bool(parts.model.lora.r))
+    starts = find_starts(sources, config.model, config.roles)
+    layout, line = resolve(config.roles, starts, bool(config.model.lora.r))
     for role in starts:
-        settings = load_config_for(parts, starts[role])
+        settings = load_config_for(config, starts[role])
         builders.check_dtype(settings)
         builders.check_quantized_once(settings)
         if role == "actor" or (role == "critic" and layout.kind != "head"):
             load.check_lora(settings, f"roles.{role}.quantize {starts[role].quantize}")
-        stage, dtype = layout_of(parts, role).zero_stage, load.resolve_dtype(settings.dtype, device())
-        check(role not in TRAINED or stage != 0 or parts.model.lora.r
-              or not lowest_stage(dtype, world_size(), parts.train.optim),
+        stage, dtype = layout_of(config, role).zero_stage, load.resolve_dtype(settings.dtype, device())
+        check(role not in TRAINED or stage != 0 or config.model.lora.r
+              or not lowest_stage(dtype, world_size(), config.train.optim),
               f"roles.{role}: zero_stage 0 with {dtype} weights, where DeepSpeed takes a wrong first step; choose 1")
-    stages = {r: layout_of(parts, r).zero_stage == 3 for r in TRAINED if r in starts}
+    stages = {r: layout_of(config, r).zero_stage == 3 for r in TRAINED if r in starts}
     check(len(set(stages.values())) == 1 or layout.group("actor") != layout.group("critic"),
           "roles.actor.zero_stage and roles.critic.zero_stage: on one base both are 3 or neither is; set both alike")
     if line and is_main():
@@ -114,30 +103,30 @@ def check_roles(parts: RoleInputs, sources: Sources) -> tuple[dict[str, Start], 
     return starts, layout
 
 
-def load_config_for(parts: RoleInputs, start: Start) -> ModelConfig:
+def load_config_for(config: OnPolicyConfig, start: Start) -> ModelConfig:
     """The model settings that a role's base is loaded with."""
-    return replace(parts.model, model_name_or_path=start.base, dtype=start.dtype, preset=None,
+    return replace(config.model, model_name_or_path=start.base, dtype=start.dtype, preset=None,
                    load_in_4bit=start.quantize == "4bit", load_in_8bit=start.quantize == "8bit")
 
 
-def layout_of(parts: RoleInputs, role: str) -> ZeroConfig:
+def layout_of(config: OnPolicyConfig, role: str) -> ZeroConfig:
     """A role's engine settings: its own over those of section `engine`."""
-    settings = parts.roles[role]
-    return replace(parts.engine, micro_batch_tokens=settings.micro_batch_tokens or parts.engine.micro_batch_tokens,
-                   zero_stage=parts.engine.zero_stage if settings.zero_stage is None else settings.zero_stage)
+    settings = config.roles[role]
+    return replace(config.engine, micro_batch_tokens=settings.micro_batch_tokens or config.engine.micro_batch_tokens,
+                   zero_stage=config.engine.zero_stage if settings.zero_stage is None else settings.zero_stage)
 
 
 class Backbone:
     """One loaded model and the roles on it: adapters where there are any, and a head for each role that has one."""
 
-    def __init__(self, group: tuple[str, ...], parts: RoleInputs, starts: dict[str, Start], layout: Layout,
+    def __init__(self, group: tuple[str, ...], config: OnPolicyConfig, starts: dict[str, Start], layout: Layout,
                  tokenizer) -> None:  # noqa: ANN001
-        self.starts, self.kind, self.lora = starts, layout.kind, parts.model.lora
+        self.starts, self.kind, self.lora = starts, layout.kind, config.model.lora
         trained = [r for r in group if r in TRAINED]
         self.is_frozen = not trained or bool(self.lora.r) or (trained == ["critic"] and layout.kind == "head")
-        layouts = [layout_of(parts, role) for role in trained or group]
+        layouts = [layout_of(config, role) for role in trained or group]
         self.in_parts = any(each.cuts_weights if trained else each.zero_stage == 3 for each in layouts)
-        settings = load_config_for(parts, starts[group[0]])
+        settings = load_config_for(config, starts[group[0]])
         if not trained:
             settings = replace(settings, gradient_checkpointing=False)
         if self.is_frozen:
@@ -147,7 +136,7 @@ class Backbone:
         self.model, self.new_ids = self._open(settings, tokenizer, new_head_std)
         self.heads = {role: self._head(role) for role in group if role in ("critic", "reward")}
         for role in group:
-            self._adapt(role, parts.seed)
+            self._adapt(role, config.seed)
         without_dropout(self.model)
         self.adapters = Adapters(self.model) if hasattr(self.model, "_peft_wrapper") else None
         if self.is_frozen:
@@ -209,21 +198,21 @@ class Backbone:
         return BackboneWithHead(text_backbone(self.model), self.heads[role]) if self.is_frozen else self.model
 
 
-def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], parts: RoleInputs,
+def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], config: OnPolicyConfig,
              num_updates: Mapping[str, int], base: Backbone, takes_head: bool) -> None:
     """Make a role's optimizer, shard its weights or offload it, by its settings. takes_head: whether the actor's update
     reads the teacher's head."""
     if role in TRAINED:
-        engine.prepare_training(builders.optimizer_of(parts.train, parts.roles[role].learning_rate),
-                                builders.schedule_of(parts.train, num_updates[role]), layout_of(parts, role),
+        engine.prepare_training(builders.optimizer_of(config.train, config.roles[role].learning_rate),
+                                builders.schedule_of(config.train, num_updates[role]), layout_of(config, role),
                                 base.parameters(role))
-    elif layout_of(parts, role).zero_stage == 3 and not set(group) & set(TRAINED):
-        engine.prepare_frozen(layout_of(parts, role))
-    if parts.roles[role].offload:
+    elif layout_of(config, role).zero_stage == 3 and not set(group) & set(TRAINED):
+        engine.prepare_frozen(layout_of(config, role))
+    if config.roles[role].offload:
         engine.offload_when_idle(keeps=head_tensors(base.model) if role == "teacher" and takes_head else ())
 
 
-def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
+def build(config: OnPolicyConfig, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
           num_updates: Mapping[str, int], scale: Scale | None, reward_tokenizer=None,  # noqa: ANN001
           takes_head: bool = True, is_mixed: bool = False) -> tuple[Roles, Reward | None]:
     """The roles in their engines; actor and critic with an optimizer, dropout off everywhere.
@@ -235,25 +224,25 @@ def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer
     """
     engines: dict[str, HybridEngine] = {}
     head = starts["reward"].head if "reward" in starts else None
-    check("reward" not in starts or load.has_score(head, parts.model.trust_remote_code),
+    check("reward" not in starts or load.has_score(head, config.model.trust_remote_code),
           f"roles.reward: {head} has no scalar head; a reward model is needed (--stage reward)")
     is_copy = head is not None and "critic" in starts and starts["critic"].head == head and not is_mixed
     is_rescaled = "critic" in starts and starts["critic"].head is not None and not is_copy
     for group in layout.bases:
         role_tokenizer = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
         with explained(f"while loading the model of {' and '.join(group)}"):
-            base = Backbone(group, parts, starts, layout, role_tokenizer)
+            base = Backbone(group, config, starts, layout, role_tokenizer)
         for role in group:
             if role in POLICIES:
-                tp = (parts.roles.actor.tp or 1) if role == "actor" else 1
+                tp = (config.roles.actor.tp or 1) if role == "actor" else 1
                 engine = builders.policy_engine(base.model, tokenizer, tp, base.turn(role))
             else:
                 numbers = (scale.mean, scale.std) if role == "critic" and is_copy and scale else ()
                 engine = builders.scalar_engine(base.scalar(role), role_tokenizer, *numbers, adapter=base.turn(role))
             with explained(f"while {'making the optimizer of' if role in TRAINED else 'placing'} the {role}"):
-                _lay_out(engine, role, group, parts, num_updates, base, takes_head)
+                _lay_out(engine, role, group, config, num_updates, base, takes_head)
             engines[role] = engine
-    tokens = {role: layout_of(parts, role).micro_batch_tokens for role in ROLES}
+    tokens = {role: layout_of(config, role).micro_batch_tokens for role in ROLES}
     return (Roles(Actor(engines["actor"], tokenizer, tokens["actor"]),
                   Reference(engines["ref"], tokens["ref"]) if "ref" in engines else None,
                   Critic(engines["critic"], tokens["critic"], starts["critic"].head is None, is_rescaled)

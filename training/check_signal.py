@@ -23,6 +23,7 @@ from hybrid_rlhf.rollout.collect import samples_of, signal_of
 from hybrid_rlhf.rollout.episode_record import measure
 from hybrid_rlhf.run.loop import Trainer
 from hybrid_rlhf.training import builders, on_policy
+from hybrid_rlhf.training.stage_config import OnPolicyConfig
 
 NUM_PROMPTS, MIN_RESPONSES = 32, 8
 PROMPTS_AT_ONCE, MAX_SECONDS = 8, 30.0  # of sampling; at least PROMPTS_AT_ONCE are asked
@@ -30,7 +31,7 @@ STEP_PROMPTS = (4, 8, 24)  # of the steps taken for their time: the first warms 
 WIDTH = 118  # of a sample's lines
 
 
-def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: on_policy.Config) -> RewardSignal:
+def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: OnPolicyConfig) -> RewardSignal:
     """Sample, score, and print figures and verdict; then time training steps. All processes take part, the main one
     prints."""
     config = on_policy.prepared(config)

@@ -153,9 +153,8 @@ def _open_actor(_stage: ModuleType, config: Any) -> Trained:
     tokenizer = builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
     for reads in config.method.also_reads:
         builders.give_template(tokenizer, config.data, reads)
-    parts = on_policy.parts_of(config)
-    roles, _ = build(parts, find_starts(sources, parts.model, parts.roles), Layout((("actor",),), "model"), tokenizer,
-                     {"actor": 1}, None)
+    starts = find_starts(sources, config.model, config.roles)
+    roles, _ = build(config, starts, Layout((("actor",),), "model"), tokenizer, {"actor": 1}, None)
     engine = roles.actor.engine
     return Trained(engine, engine.model, tokenizer, engine.eos_ids)
 

@@ -7,52 +7,28 @@ from functools import partial
 
 from hybrid_rlhf.core.distributed import rank, world_size
 from hybrid_rlhf.data import collate
-from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.environments.open import EnvironmentConfig
-from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.roles.sharing import RolesConfig
-from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.distillation import DistillConfig, DistillTrainer
 from hybrid_rlhf.training import on_policy, unread_options
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, READS
-from hybrid_rlhf.training.reward_sources import RewardConfig
+from hybrid_rlhf.training.stage_config import OnPolicyConfig
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(OnPolicyConfig):
     """On-policy distillation.
 
     Attributes:
-        stage: Name of the stage.
-        output_dir: Folder of this run.
-        seed: Seed of everything random.
-        resume: auto (a finished run is left as it is, an unfinished one goes on from its newest checkpoint),
-            never (start again) or the path of one of its checkpoints.
-        report_to: Trackers (tensorboard, wandb, trackio, ...).
         model: The student; without a name, the finished sft run beside output_dir.
         data: The prompts, and with distill.lmbda below 1 the demonstrations.
         train: The schedule. A step is one round of per_device_train_batch_size prompts and its updates.
-        engine: How training is laid out.
         roles: The roles' own settings. The teacher is roles.teacher; the learning rate is roles.actor's.
         reward: What scores the samples, for the report alone; nothing has to.
-        environment: Tools and environments, which make a response an episode of several turns.
         distill: What is learned from the teacher.
     """
 
     stage: str = "distill"
     output_dir: str = "outputs/distill"
-    seed: int = 0
-    resume: str = "auto"
-    report_to: list[str] = field(default_factory=list)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    engine: ZeroConfig = field(default_factory=ZeroConfig)
-    roles: RolesConfig = field(default_factory=RolesConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     def __post_init__(self) -> None:

@@ -50,8 +50,9 @@ from hybrid_rlhf.training import (
     step3_ppo,
     time_options,
 )
-from hybrid_rlhf.training.build_roles import RoleInputs, find_starts, layout_of, load_config_for
+from hybrid_rlhf.training.build_roles import find_starts, layout_of, load_config_for
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
+from hybrid_rlhf.training.stage_config import OnPolicyConfig
 
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
 NUM_MEASURED = 256  # rows whose lengths stand for all
@@ -237,12 +238,12 @@ def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[
                          base=base, is_shared=base is not None, scored=read, **_laid_out(config))]
 
 
-def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role]:
+def _on_policy(config: OnPolicyConfig, start: ModelConfig | None) -> list[Role]:
     """Actor, reference, critic, reward model and teacher (those that the method has), at their longest sequences, on
     the bases that they share."""
     starts = on_policy_starts(config, start)
     layout, _ = resolve(config.roles, starts, bool(config.model.lora.r))
-    parts, method = on_policy.parts_of(config), config.method
+    method = config.method
     sampling, together = method.sampling, method.num_together
     sampled = config.data.max_prompt_length + sampling.max_new_tokens
     sequences, tp = config.train.rows_per_step * sampling.num_samples, config.roles.actor.tp or 1
@@ -253,19 +254,19 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
         trains, group = name in TRAINED, layout.group(name)
         has_adapter = (name == "actor" or (name == "critic" and layout.kind != "head")
                        or starts[name].adapter is not None)
-        model = load_config_for(parts, starts[name])
+        model = load_config_for(config, starts[name])
         if start is not None and start.preset:
             model = replace(model, preset=start.preset, model_name_or_path=None)
         model = replace(model, lora=model.lora if has_adapter else LoraConfig(),
                         freeze=model.freeze if trains else [],
                         gradient_checkpointing=model.gradient_checkpointing and trains)
-        at_once = layout_of(parts, name).micro_batch_tokens // sampled
+        at_once = layout_of(config, name).micro_batch_tokens // sampled
         rows = max(together, min(method.num_sequences, at_once)) if trains else max(1, min(sequences, at_once))
         return Role(name, model, sampled, rows, trains=trains, base=group[0] if name != group[0] else None,
-                    is_shared=len(group) > 1, waits=parts.roles[name].offload, optim=config.train.optim,
+                    is_shared=len(group) > 1, waits=config.roles[name].offload, optim=config.train.optim,
                     scored=_scored(config, name, sequences), group=sampling.num_samples,
                     trained=trains * method.num_updates * method.num_sequences, updates=method.num_updates,
-                    **_where(parts, group, name), **more)
+                    **_where(config, group, name), **more)
 
     teachers = [role(name, predicted=sampling.max_new_tokens, keeps_head=method.takes_head,
                      only_states=method.takes_head and not isinstance(config, distill.Config),
@@ -279,14 +280,14 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     return [*policies, *teachers, *(role(r) for r in ("critic", "reward") if r in starts), *_sources(config)]
 
 
-def _texts(config: on_policy.Config, name: str = "actor") -> tuple[int, int] | None:
+def _texts(config: OnPolicyConfig, name: str = "actor") -> tuple[int, int] | None:
     """(rows, length) of a role's largest micro-batch of Method.also_reads."""
     method, most = config.method, config.data.max_length
-    tokens = layout_of(on_policy.parts_of(config), name).micro_batch_tokens
+    tokens = layout_of(config, name).micro_batch_tokens
     return (max(1, min(method.num_sequences, tokens // most)), most) if method.also_reads else None
 
 
-def _scored(config: on_policy.Config, name: str, sequences: int) -> int:
+def _scored(config: OnPolicyConfig, name: str, sequences: int) -> int:
     """Rows that a role scores in a step; the actor only every eighth where the sampler's log-probabilities serve as the
     old ones (rollout/old_logprobs.py)."""
     ppo = getattr(config, "ppo", None)
@@ -294,21 +295,21 @@ def _scored(config: on_policy.Config, name: str, sequences: int) -> int:
     return -(-sequences // NUM_SKIPPED) if is_sample else sequences
 
 
-def _where(parts: RoleInputs, group: tuple[str, ...], name: str) -> dict:
+def _where(config: OnPolicyConfig, group: tuple[str, ...], name: str) -> dict:
     """A role's ZeRO stage and offload; a frozen role has those of the role trained on its base, else 0, or 3 if set."""
     owner = next((r for r in group if r in TRAINED), name)
-    zero = layout_of(parts, owner)
+    zero = layout_of(config, owner)
     if owner in TRAINED:
         return {"zero_stage": zero.zero_stage, "offload": tuple(zero.offload)}
     is_cut = zero.zero_stage == 3
     return {"zero_stage": 3 * is_cut, "offload": tuple(o for o in zero.offload if is_cut and o == "parameters")}
 
 
-def _sources(config: on_policy.Config) -> list[Role]:
+def _sources(config: OnPolicyConfig) -> list[Role]:
     return [*_classifiers(config), *_judge(config)]
 
 
-def _classifiers(config: on_policy.Config) -> list[Role]:
+def _classifiers(config: OnPolicyConfig) -> list[Role]:
     """The models among the reward sources, beside the stage-2 model; they read texts as long as rollouts."""
     sampling = config.method.sampling
     length = config.data.max_prompt_length + sampling.max_new_tokens
@@ -318,7 +319,7 @@ def _classifiers(config: on_policy.Config) -> list[Role]:
             for path, model in zip(config.reward.model_list, models, strict=True)]
 
 
-def _judge(config: on_policy.Config) -> list[Role]:
+def _judge(config: OnPolicyConfig) -> list[Role]:
     """A judge that is loaded here. The length of a question in its tokens is estimated: the texts count as long as in
     the policy's tokens, the rubric and the template a token for every three characters."""
     judge, sampling = config.reward.judge, config.method.sampling
@@ -343,7 +344,7 @@ _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
     **dict.fromkeys((step3_ppo.Config, online_dpo.Config, rejection.Config, distill.Config), _on_policy)}
 
 
-def on_policy_starts(config: on_policy.Config, start: ModelConfig | None) -> dict[str, Start]:
+def on_policy_starts(config: OnPolicyConfig, start: ModelConfig | None) -> dict[str, Start]:
     """Where each role starts; before its parent runs exist, from the one model that they will start from."""
     if start is not None:
         path = start.model_name_or_path or start.preset

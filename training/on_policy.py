@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import UserError, check
@@ -19,7 +19,6 @@ from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.idle_cache import give_back_idle
 from hybrid_rlhf.environments.contract import Environments
-from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
@@ -27,7 +26,7 @@ from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.roles import Roles
-from hybrid_rlhf.roles.sharing import TRAINED, Layout, RolesConfig, Start
+from hybrid_rlhf.roles.sharing import TRAINED, Layout, Start
 from hybrid_rlhf.roles.teacher import WHOLE_HEAD, check_top_k
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import Leaving, Trainer, fit, on_record
@@ -38,12 +37,11 @@ from hybrid_rlhf.training import (
     episodes_setup,
     fixed_prompts,
     reward_sources,
-    supervised,
 )
-from hybrid_rlhf.training.build_roles import RoleInputs, Sources, build, check_roles, layout_of
+from hybrid_rlhf.training.build_roles import Sources, build, check_roles, layout_of
 from hybrid_rlhf.training.plain_prompts import print_other_form
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
-from hybrid_rlhf.training.reward_sources import RewardConfig
+from hybrid_rlhf.training.stage_config import OnPolicyConfig
 from hybrid_rlhf.training.step2_reward import own_samples
 
 MAX_CRITIC_WARMUP = 5  # steps
@@ -81,24 +79,13 @@ class Method(NamedTuple):
     keep_candidates: bool = False
 
 
-class Config(supervised.Config, Protocol):
-    """The settings that on-policy recipes share."""
-
-    roles: RolesConfig
-    reward: RewardConfig
-    environment: EnvironmentConfig
-
-    @property
-    def method(self) -> Method: ...
-
-
 @dataclass
 class RunContext:
     """A run with everything loaded. config: resolved. scale: by which the trainer normalises the source's scores, if at
     all. more: data of Method.also_reads by name. critic_warmup_steps: steps that train the critic alone. reward_line:
     a line about the stage-2 model's accuracy."""
 
-    config: Config
+    config: OnPolicyConfig
     tokenizer: object
     data: datasets.StageData
     loader: Loader
@@ -113,7 +100,7 @@ class RunContext:
     reward_line: str | None
 
 
-def find_actor(config: Config) -> str:
+def find_actor(config: OnPolicyConfig) -> str:
     """The run or model that the policy starts from; UserError where there is none."""
     check(config.model.preset is None, f"model.preset: {config.stage} starts from a trained model; give "
                                        "model.model_name_or_path or run --stage sft and --stage reward first")
@@ -121,7 +108,7 @@ def find_actor(config: Config) -> str:
                                config.output_dir, "sft", "model.model_name_or_path")
 
 
-def find_sources(config: Config) -> Sources:
+def find_sources(config: OnPolicyConfig) -> Sources:
     """Every role's parent run; UserError where one is missing or two do not fit together. Reads no weights."""
     method, roles = config.method, config.roles
     actor = find_actor(config)
@@ -145,7 +132,7 @@ def find_sources(config: Config) -> Sources:
     return sources
 
 
-def _find_teacher(config: Config, actor: str) -> str | None:
+def _find_teacher(config: OnPolicyConfig, actor: str) -> str | None:
     """The teacher's run or model; UserError where there is none, or it has other tokens than the actor."""
     if not config.method.needs_teacher:
         return None
@@ -161,15 +148,11 @@ def _find_teacher(config: Config, actor: str) -> str | None:
     return path
 
 
-def actor_model(config: Config, sources: Sources) -> ModelConfig:
+def actor_model(config: OnPolicyConfig, sources: Sources) -> ModelConfig:
     return replace(config.model, model_name_or_path=builders.model_folder(sources.actor))
 
 
-def parts_of(config: Config) -> RoleInputs:
-    return RoleInputs(config.model, config.roles, config.engine, config.train, config.seed)
-
-
-def previews(config: Config) -> Iterator[Preview]:
+def previews(config: OnPolicyConfig) -> Iterator[Preview]:
     """Rendered prompts; of the models only the policy has to exist, for its tokenizer."""
     config = prepared(config)
     model = replace(config.model, model_name_or_path=builders.model_folder(find_actor(config)))
@@ -178,7 +161,7 @@ def previews(config: Config) -> Iterator[Preview]:
                    stage=config.stage if reads is config.method.reads else "")
 
 
-def prepared(config: Config) -> Config:
+def prepared(config: OnPolicyConfig) -> OnPolicyConfig:
     """The resolved settings of a run; UserError without data."""
     builders.require_data(config.data, config.stage)
     config = defaults.resolve(config)
@@ -186,7 +169,7 @@ def prepared(config: Config) -> Config:
     return config
 
 
-def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: str = "") -> dict[str, float]:
+def run(make_trainer: Callable[[RunContext], Trainer], config: OnPolicyConfig, command: str = "") -> dict[str, float]:
     """Train, export the actor, and return the final metrics."""
     config = prepared(config)
     done = runfile.finished(config.output_dir, config.stage, config)
@@ -233,14 +216,14 @@ def _teacher_line(opened: RunContext) -> str | None:
     return announce.teacher_line(opened.sources.teacher, roles.teacher.engine, roles.actor.engine, quantize)
 
 
-def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> None:
+def _leave(roles: Roles, opened: RunContext, config: OnPolicyConfig, folder: str) -> None:
     engine = roles.actor.engine
     give_back_idle()  # free the KV cache that was kept for the next rollout
     with explained("while exporting", builders.EXPORT_LATER), engine.active():
         export(engine.model, opened.tokenizer, Path(config.output_dir) / folder, engine.eos_ids)
 
 
-def open_run(config: Config) -> RunContext:
+def open_run(config: OnPolicyConfig) -> RunContext:
     """Check everything that can be checked without weights, then load data and roles."""
     method, environments = config.method, episodes_setup.open_of(config)
     others = _open_sources(config, environments)
@@ -251,7 +234,7 @@ def open_run(config: Config) -> RunContext:
     builders.check_tensor_parallel(config.roles.actor.tp or 1, model)
     longest, lengths_of = _check_lengths(config, sources, model)
     check_more_data(config, model, sources.teacher)
-    starts, layout = check_roles(parts_of(config), sources)
+    starts, layout = check_roles(config, sources)
     _check_whole_head(config, layout)
     tokenizer = builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
     for reads in method.also_reads:
@@ -273,7 +256,7 @@ def open_run(config: Config) -> RunContext:
     warmup = _critic_warmup_steps(method, starts, steps)
     num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
     with activity.slow("loading the models"):
-        roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader,
+        roles, reward = build(config, starts, layout, tokenizer, num_updates, scale, reader,
                               method.takes_head, is_mixed=bool(others or config.reward.weights))
     roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
@@ -282,7 +265,7 @@ def open_run(config: Config) -> RunContext:
                       _reward_line(sources.reward, bool(others)))
 
 
-def _open_sources(config: Config, environments: Environments | None) -> list[RewardSource]:
+def _open_sources(config: OnPolicyConfig, environments: Environments | None) -> list[RewardSource]:
     """The reward sources beside the stage-2 model; prints a line where a method sums rewards of steps."""
     method = config.method
     reward_sources.check_groups(config.reward, method.sampling.num_samples, f"{method.section}.sampling.num_samples")
@@ -292,7 +275,7 @@ def _open_sources(config: Config, environments: Environments | None) -> list[Rew
     return sources
 
 
-def _check_lengths(config: Config, sources: Sources, model: ModelConfig) -> tuple[int, str]:
+def _check_lengths(config: OnPolicyConfig, sources: Sources, model: ModelConfig) -> tuple[int, str]:
     """The longest sequence, in tokens, and its options for messages; UserError where a role has fewer positions."""
     longest = config.data.max_prompt_length + config.method.sampling.max_new_tokens
     option = f"data.max_prompt_length + {config.method.section}.sampling.max_new_tokens"
@@ -302,15 +285,15 @@ def _check_lengths(config: Config, sources: Sources, model: ModelConfig) -> tupl
     return longest, option
 
 
-def _check_whole_head(config: Config, layout: Layout) -> None:
+def _check_whole_head(config: OnPolicyConfig, layout: Layout) -> None:
     """UserError where the actor's update needs the teacher's full head, and ZeRO 3 shards its weights: by its own
     settings, or those of the role that trains on the same base."""
     if config.method.needs_teacher and config.method.takes_head:
         owner = next((role for role in layout.group("teacher") if role in TRAINED), "teacher")
-        check(layout_of(parts_of(config), owner).zero_stage != 3, WHOLE_HEAD)
+        check(layout_of(config, owner).zero_stage != 3, WHOLE_HEAD)
 
 
-def require_more_data(config: Config) -> None:
+def require_more_data(config: OnPolicyConfig) -> None:
     """UserError where the data of Method.also_reads is missing."""
     for reads in config.method.also_reads:
         try:
@@ -320,7 +303,7 @@ def require_more_data(config: Config) -> None:
                             f"'[PROMPTS, {{path: FILE, stages: [{reads.stage}]}}]'") from error
 
 
-def check_more_data(config: Config, model: ModelConfig, teacher: str | None = None) -> None:
+def check_more_data(config: OnPolicyConfig, model: ModelConfig, teacher: str | None = None) -> None:
     """UserError where the data of Method.also_reads is longer than the model or the teacher that reads it."""
     for reads in config.method.also_reads:
         readers = [model]
@@ -330,7 +313,7 @@ def check_more_data(config: Config, model: ModelConfig, teacher: str | None = No
             builders.check_lengths(reader, **{"data.max_length": config.data.max_length})
 
 
-def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transformers class
+def _open_reader(config: OnPolicyConfig, sources: Sources):  # noqa: ANN202 - a transformers class
     """The reward model's tokenizer where it reads text (a line says so); None where it reads the actor's tokens."""
     if not sources.reads_text:
         return None
@@ -341,7 +324,7 @@ def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transfor
     return builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
 
 
-def _score_scale(config: Config, sources: Sources) -> Scale | None:
+def _score_scale(config: OnPolicyConfig, sources: Sources) -> Scale | None:
     """The scale that the reward model's scores are normalised by; None for none."""
     is_wanted = sources.reward and config.method.normalise_scores
     measured = builders.score_statistics_of(sources.reward) if is_wanted else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import nn
 
@@ -14,33 +14,22 @@ from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import main_first
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import datasets
-from hybrid_rlhf.data.datasets import DataConfig, StageData
+from hybrid_rlhf.data.datasets import StageData
 from hybrid_rlhf.data.preview import Preview, look
 from hybrid_rlhf.data.sources import Reads
-from hybrid_rlhf.engine import HybridEngine, ZeroConfig
+from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.loop import Leaving, TrainConfig, Trainer, fit, on_record
+from hybrid_rlhf.run.loop import Leaving, Trainer, fit, on_record
 from hybrid_rlhf.training import announce, builders, defaults
-
-
-class Config(Protocol):
-    """The settings that these recipes share."""
-
-    stage: str
-    output_dir: str
-    seed: int
-    model: ModelConfig
-    data: DataConfig
-    train: TrainConfig
-    engine: ZeroConfig
+from hybrid_rlhf.training.stage_config import StageConfig
 
 
 class Opened(NamedTuple):
     """A run before its model is loaded. config: resolved; model: what to load; steps: trainer steps of the run."""
 
-    config: Config
+    config: StageConfig
     model: ModelConfig
     tokenizer: object
     data: StageData
@@ -60,18 +49,18 @@ class Learner(NamedTuple):
     facts: Callable[[], dict] = dict
 
 
-Start = Callable[[Config], tuple[str, ModelConfig]]  # settings -> the run or model to start from, and its settings
+Start = Callable[[StageConfig], tuple[str, ModelConfig]]  # settings -> the run or model to start from, and its settings
 # (settings, pad id) -> collate functions of training and of evaluation
-Collation = Callable[[Config, int], tuple[Callable[[list[dict]], object], Callable[[list[dict]], object]]]
+Collation = Callable[[StageConfig, int], tuple[Callable[[list[dict]], object], Callable[[list[dict]], object]]]
 
 
-def previews(config: Config, reads: Reads, start: Start) -> Iterator[Preview]:
+def previews(config: StageConfig, reads: Reads, start: Start) -> Iterator[Preview]:
     """Rendered examples of the data."""
     builders.require_data(config.data, reads.stage)
     yield look(config.data, reads, builders.open_tokenizer(start(config)[1], config.data, reads, config.seed))
 
 
-def run(config: Config, command: str, reads: Reads, start: Start, collation: Collation,
+def run(config: StageConfig, command: str, reads: Reads, start: Start, collation: Collation,
         make: Callable[[Opened], Learner]) -> dict[str, float]:
     """Train, export to output_dir/model, and return the final metrics (also in output_dir/run.json)."""
     builders.require_data(config.data, reads.stage)
@@ -110,7 +99,7 @@ def run(config: Config, command: str, reads: Reads, start: Start, collation: Col
                    Leaving(tokenizer, leave, facts, lambda: learner.engine.training.num_steps))
 
 
-def start_from_sft(config: Config, what: str) -> tuple[str, ModelConfig]:
+def start_from_sft(config: StageConfig, what: str) -> tuple[str, ModelConfig]:
     """The path of the stage-1 run or model that `what` starts from, and the model settings that name its weights."""
     check(config.model.preset is None, f"model.preset: {what} starts from a trained model; give "
                                        "model.model_name_or_path or run --stage sft first")
@@ -118,7 +107,7 @@ def start_from_sft(config: Config, what: str) -> tuple[str, ModelConfig]:
     return path, replace(config.model, model_name_or_path=builders.model_folder(path))
 
 
-def prepare_training(engine: HybridEngine, config: Config, steps: int) -> None:
+def prepare_training(engine: HybridEngine, config: StageConfig, steps: int) -> None:
     """Prepare an engine for training with the optimizer of the run's settings."""
     with explained("while making the optimizer"):
         engine.prepare_training(builders.optimizer_of(config.train, config.train.learning_rate),

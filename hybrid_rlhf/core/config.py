@@ -135,9 +135,10 @@ def _below(section: type, defaults: object, prefix: str) -> Iterator[Option]:
 
 
 def _texts(section: type) -> dict[str, str]:
-    """What the docstring of a dataclass says of its fields, under Attributes."""
-    text = inspect.cleandoc(section.__doc__ or "").partition("Attributes:\n")[2]
-    return {name: " ".join(words.split()) for name, words in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.M)}
+    """What the docstrings of a dataclass and its bases say of its fields, under Attributes; its own first."""
+    texts = [inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2] for each in reversed(section.__mro__)]
+    return {name: " ".join(words.split()) for text in texts
+            for name, words in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.M)}
 
 
 def _is_below(name: str, options: Iterable[str]) -> bool:

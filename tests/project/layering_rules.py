@@ -260,11 +260,19 @@ def names(root: Path) -> list[str]:
     return faults
 
 
+def has_only_fields(node: ast.ClassDef) -> bool:
+    """Whether a class is a record of fields, with nothing that runs."""
+    return any("dataclass" in ast.unparse(each) for each in node.decorator_list) and all(
+        isinstance(each, ast.AnnAssign) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+        for each in node.body)
+
+
 def inheritance(root: Path) -> list[str]:
-    """Classes that inherit from a class of ours that is neither a Protocol nor an error."""
+    """Classes that inherit from a class of ours that is not a Protocol, an error or a record of fields alone."""
     classes = [(m, n) for m, p in modules_of(root).items() for n in ast.walk(parse(p)) if isinstance(n, ast.ClassDef)]
     bases = {node.name: [ast.unparse(b).split("[")[0].split(".")[-1] for b in node.bases] for _, node in classes}
     harmless = {name for name, of in bases.items() if any(b.endswith(("Protocol", "Error", "Exception")) for b in of)}
+    harmless |= {node.name for _, node in classes if has_only_fields(node)}
     return [f"{module}:{node.lineno} {node.name} inherits the implementation of {base}"
             for module, node in classes for base in bases[node.name] if base in bases and base not in harmless]
 

@@ -62,6 +62,8 @@ WRONG = [
     (names, {f"{RUN}/loop.py": "def fit(args): ..."}, "loop:1 names something args"),
     (names, {f"{RUN}/loop.py": "class RunManager: ..."}, "loop:1 names something manager"),
     (inheritance, {"hybrid_rlhf/data/blend.py": "class A: ...\nclass B(A): ..."}, "B inherits the implementation of A"),
+    (inheritance, {f"{RUN}/loop.py": "@dataclass\nclass A:\n    x: int\n    def f(self): ...\nclass C(A): ..."},
+     "C inherits the implementation of A"),
 ]
 
 
@@ -88,6 +90,7 @@ def test_a_right_tree_has_no_faults(tmp_path):
         "hybrid_rlhf/rewards/model.py": "from typing import Protocol\nclass A(Protocol): ...\nclass B(A): ...",
         "hybrid_rlhf/trainers/ppo.py":
             "from hybrid_rlhf.engine.decode.sampling import SamplingConfig\ndef f(*args): ...",
+        "hybrid_rlhf/data/record.py": "@dataclass(frozen=True)\nclass A:\n    x: int = 0\n@dataclass\nclass B(A): ...",
         "hybrid_rlhf/models/load.py": "def load():\n    import transformers",
     })
     assert [fault for rule in RULES for fault in rule(tmp_path)] == []

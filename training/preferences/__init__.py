@@ -9,46 +9,31 @@ from functools import partial
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data import collate
-from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.preview import Preview
 from hybrid_rlhf.data.sources import Reads
-from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import Adapters, LoraConfig
 from hybrid_rlhf.roles import Actor, Reference
-from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_options
 from hybrid_rlhf.training.registry import STAGES
+from hybrid_rlhf.training.stage_config import StageConfig
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(StageConfig):
     """Offline preference optimisation.
 
     Attributes:
         stage: Name of the stage; its variants (ipo, kto, ...) set dpo.loss_type.
-        output_dir: Folder of this run.
-        seed: Seed of everything random.
-        resume: auto (a finished run is left as it is, an unfinished one goes on from its newest checkpoint),
-            never (start again) or the path of one of its checkpoints.
-        report_to: Trackers (tensorboard, wandb, trackio, ...).
         model: The policy, and the reference; without a name, the finished sft run beside output_dir.
         data: The preference pairs; for kto labelled responses, or the two sides of pairs.
         train: The schedule. A row is a pair, or a labelled response.
-        engine: How training is laid out.
         dpo: The loss and its settings.
     """
 
     stage: str = "dpo"
     output_dir: str = "outputs/dpo"
-    seed: int = 0
-    resume: str = "auto"
-    report_to: list[str] = field(default_factory=list)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    engine: ZeroConfig = field(default_factory=ZeroConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     def __post_init__(self) -> None:

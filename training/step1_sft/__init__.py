@@ -3,48 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import collate
-from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.preview import Preview
-from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.backbone import packing_is_exact
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Actor
-from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.sft import SFTTrainer
 from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_options
 from hybrid_rlhf.training.registry import STAGES
+from hybrid_rlhf.training.stage_config import StageConfig
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(StageConfig):
     """Supervised fine-tuning.
 
     Attributes:
         stage: Name of the stage: sft, or conditional_sft.
-        output_dir: Folder of this run.
-        seed: Seed of everything random.
-        resume: auto (a finished run is left as it is, an unfinished one goes on from its newest checkpoint),
-            never (start again) or the path of one of its checkpoints.
-        report_to: Trackers (tensorboard, wandb, trackio, ...).
         model: The model to fine-tune.
         data: The demonstrations; for conditional_sft answers with scores or labels, or pairs.
-        train: The schedule.
-        engine: How training is laid out.
     """
 
     stage: str = "sft"
     output_dir: str = "outputs/sft"
-    seed: int = 0
-    resume: str = "auto"
-    report_to: list[str] = field(default_factory=list)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    engine: ZeroConfig = field(default_factory=ZeroConfig)
 
     def __post_init__(self) -> None:
         unread_options.refuse(self)

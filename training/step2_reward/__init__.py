@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.data import collate, datasets
-from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.preview import Preview
-from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.weights import identity
 from hybrid_rlhf.roles import Reward
-from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_options
 from hybrid_rlhf.training.registry import READS
+from hybrid_rlhf.training.stage_config import StageConfig
 from hybrid_rlhf.training.step2_reward import own_samples
 
 FEW_STATISTICS = 16  # scores; the standard deviation of fewer is a guess
@@ -46,32 +44,17 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(StageConfig):
     """A reward model.
 
     Attributes:
-        stage: Name of the stage.
-        output_dir: Folder of this run.
-        seed: Seed of everything random.
-        resume: auto (a finished run is left as it is, an unfinished one goes on from its newest checkpoint),
-            never (start again) or the path of one of its checkpoints.
-        report_to: Trackers (tensorboard, wandb, trackio, ...).
         model: The model to start from; without a name, the finished sft run beside output_dir.
         data: The preference pairs.
-        train: The schedule.
-        engine: How training is laid out.
         reward: The reward model's own settings.
     """
 
     stage: str = "reward"
     output_dir: str = "outputs/reward"
-    seed: int = 0
-    resume: str = "auto"
-    report_to: list[str] = field(default_factory=list)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    engine: ZeroConfig = field(default_factory=ZeroConfig)
     reward: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     def __post_init__(self) -> None:

@@ -8,55 +8,30 @@ from functools import partial
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import rank, world_size
 from hybrid_rlhf.data import collate
-from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.environments.open import EnvironmentConfig
-from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.roles.sharing import RolesConfig
-from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.trainers.ppo_config import DistillTerm
 from hybrid_rlhf.training import on_policy, unread_options
 from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.registry import PTX
-from hybrid_rlhf.training.reward_sources import RewardConfig
+from hybrid_rlhf.training.stage_config import OnPolicyConfig
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(OnPolicyConfig):
     """Proximal policy optimisation.
 
     Attributes:
-        stage: Name of the stage.
-        output_dir: Folder of this run.
-        seed: Seed of everything random.
-        resume: auto (a finished run is left as it is, an unfinished one goes on from its newest checkpoint),
-            never (start again) or the path of one of its checkpoints.
-        report_to: Trackers (tensorboard, wandb, trackio, ...).
         model: The actor; without a name, the finished sft run beside output_dir.
-        data: The prompts.
         train: The schedule. A step is one rollout of per_device_train_batch_size prompts and its updates.
-        engine: How training is laid out.
         roles: The roles' own settings; their learning rates are here.
         reward: The reward sources.
-        environment: Tools and environments, which make a response an episode of several turns.
         ppo: PPO's own settings.
         distill: A teacher beside the rewards.
     """
 
     stage: str = "ppo"
     output_dir: str = "outputs/ppo"
-    seed: int = 0
-    resume: str = "auto"
-    report_to: list[str] = field(default_factory=list)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    engine: ZeroConfig = field(default_factory=ZeroConfig)
-    roles: RolesConfig = field(default_factory=RolesConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     distill: DistillTerm = field(default_factory=DistillTerm)
 
