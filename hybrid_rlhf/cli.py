@@ -65,10 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hybrid-rlhf {__version__}")
         return 0
     if argv and argv[0] in COMMANDS:
-        try:
-            return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
-        except KeyboardInterrupt:
-            return _fail(130, f"stopped\ngo on: {_again(argv)} (it begins again)")
+        with lasting_streams("stderr"):
+            try:
+                return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+            except UserError as error:
+                print(error_line(error), file=sys.stderr)
+                return 2
+            except KeyboardInterrupt:
+                return _fail(130, f"stopped\ngo on: {_again(argv)} (it begins again)")
     with lasting_streams():
         return _main(argv)
 

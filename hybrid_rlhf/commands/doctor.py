@@ -15,11 +15,10 @@ from pathlib import Path
 from hybrid_rlhf.core import nvidia
 from hybrid_rlhf.core.allocator import is_wsl
 from hybrid_rlhf.core.compat import TESTED, newer_than_tested
-from hybrid_rlhf.core.config import UserError, command_flags, parse_command
+from hybrid_rlhf.core.config import command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.processor import bf16_line, bf16_unit
-from hybrid_rlhf.core.text_safety import error_line
 
 MISSING = 3  # exit code: something that every run needs is missing
 OLDEST_PYTHON = (3, 10)
@@ -231,16 +230,12 @@ def show(findings: list[Finding]) -> None:
 
 @lasting_streams()
 def main(argv: list[str] | None = None) -> int:
-    """The entry point; returns 0, or 3 where something that every run needs is missing."""
+    """The entry point; returns 0, or 3 where something that every run needs is missing. Raises UserError."""
     flags = command_flags("doctor", __doc__)
     flags.add_argument("--json", action="store_true", help="print the findings as JSON")
     flags.add_argument("--no_compile", action="store_true", help="do not compile the C++ kernels")
-    try:
-        options = parse_command(flags, argv)
-        findings = examine(compile_kernels=not options.no_compile)
-    except UserError as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+    options = parse_command(flags, argv)
+    findings = examine(compile_kernels=not options.no_compile)
     if options.json:
         print(json.dumps([asdict(f) for f in findings], indent=1))
     else:

@@ -16,7 +16,6 @@ from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.own_files import replacing
-from hybrid_rlhf.core.text_safety import error_line
 
 if TYPE_CHECKING:
     import torch
@@ -226,7 +225,7 @@ def push(folder: Path, name: str, *, is_public: bool) -> str:
 
 @lasting_streams()
 def main(argv: list[str] | None = None) -> int:
-    """The entry point; returns 0, or 2 with one line where the input is wrong."""
+    """The entry point; returns 0, or 1 where the exported model differs. Raises UserError."""
     from hybrid_rlhf.export.folder import ExportDiffers
     from hybrid_rlhf.run.signals import stops_as_by_hand
 
@@ -241,7 +240,4 @@ def main(argv: list[str] | None = None) -> int:
     except ExportDiffers as error:  # a bug of ours, or a model that cannot be exported; nothing was written
         print(f"error: {error}; nothing was written", file=sys.stderr)
         return 1
-    except UserError as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
     return 0

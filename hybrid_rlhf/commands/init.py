@@ -12,7 +12,6 @@ from typing import NamedTuple
 from hybrid_rlhf.core.config import UserError, check, command_flags, in_line, nearest, parse_command
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
-from hybrid_rlhf.core.text_safety import error_line
 
 
 class Goal(NamedTuple):
@@ -252,7 +251,7 @@ def write(answers: dict[str, str], file: str) -> Path:
 
 @lasting_streams()
 def main(argv: list[str] | None = None) -> int:
-    """The entry point; returns 0, 2 with one line where the input is wrong, 130 where the user stopped it."""
+    """The entry point; returns 0, or 130 where the user stopped it. Raises UserError."""
     try:
         options = vars(parse(argv))
         check(not Path(options["file"]).exists(), f"init: {options['file']} exists; choose another --file")
@@ -266,9 +265,6 @@ def main(argv: list[str] | None = None) -> int:
               f"as hybrid-rlhf init {example}")
         answers = ask(flags)
         path = write(answers, options["file"])
-    except UserError as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
     except (KeyboardInterrupt, EOFError):
         print("\nnothing was written", file=sys.stderr)
         return 130

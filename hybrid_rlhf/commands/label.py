@@ -19,7 +19,6 @@ from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.core.strict_json import to_json
-from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.data.sources import as_sources
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rewards.judge.judge_config import PAIRWISE, JudgeConfig
@@ -123,12 +122,9 @@ class LabelConfig:
 
 
 def parse(argv: list[str] | None) -> LabelConfig:
-    """The command's options. UserError with this command's names of options."""
-    try:
-        config, _ = settings.parse(LabelConfig, list(sys.argv[2:] if argv is None else argv), prog="hybrid-rlhf label",
-                                   description=(__doc__ or "").strip(), unused=UNUSED)
-    except UserError as error:
-        raise _named(error) from error
+    """The command's options."""
+    config, _ = settings.parse(LabelConfig, list(sys.argv[2:] if argv is None else argv), prog="hybrid-rlhf label",
+                               description=(__doc__ or "").strip(), unused=UNUSED)
     return config  # type: ignore[return-value]  # parse knows no class
 
 
@@ -271,20 +267,17 @@ def _reasons(lost: Counter[str]) -> str:
 
 @lasting_streams()
 def main(argv: list[str] | None = None) -> int:
-    """The entry point; returns 0, or 2 with one line where the input is wrong."""
+    """The entry point; returns 0. Raises UserError with this command's names of options."""
     from hybrid_rlhf.run.signals import stops_as_by_hand
 
     try:
         with stops_as_by_hand():
             label(parse(argv))
     except UserError as error:
-        print(error_line(_named(error)), file=sys.stderr)
-        return 2
+        raise _named(error) from error
     except OSError as error:
         full_disk = refusal(error)
         if full_disk is None:
             raise
-        print(error_line(UserError(f"label: {full_disk.words}; {full_disk.remedy}, and the same command goes on")),
-              file=sys.stderr)
-        return 2
+        raise UserError(f"label: {full_disk.words}; {full_disk.remedy}, and the same command goes on") from error
     return 0

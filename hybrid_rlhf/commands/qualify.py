@@ -32,7 +32,6 @@ from hybrid_rlhf.core.config import UserError, check, command_flags, parse_comma
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.quiet import quiet_libraries
-from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.memory_plan import calibration
 
 # Bounds of a measured calibration. Memory that torch reserves above them is released before it runs out.
@@ -207,20 +206,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @lasting_streams()
 def main(argv: list[str] | None = None, launch: Launch = in_child) -> int:
-    """The entry point; returns 0 where all passed, 1 where something differed or failed, 2 for bad input."""
+    """The entry point; returns 0 where all passed, 1 where something differed or failed. Raises UserError."""
+    options = parse(argv)
+    check(options.dry_run or torch.cuda.is_available(),
+          f"qualify: no card that torch can use: {why_no_card()}; --dry_run tries the command without one")
+    folder = Path(options.output_dir)
     try:
-        options = parse(argv)
-        check(options.dry_run or torch.cuda.is_available(),
-              f"qualify: no card that torch can use: {why_no_card()}; --dry_run tries the command without one")
-        folder = Path(options.output_dir)
         rows = qualify(folder, options.minutes, options.dry_run, launch)
-    except UserError as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
     except OSError as error:
-        print(error_line(UserError(f"qualify: cannot write to {options.output_dir}: {error.strerror}; choose another "
-                                   "--output_dir")), file=sys.stderr)
-        return 2
+        raise UserError(f"qualify: cannot write to {folder}: {error.strerror}; choose another --output_dir") from error
     print(f"{verdict(rows).replace('*', '')}\npage: {folder / 'qualify.md'}\n"
           f"figures: {folder / 'qualify.json'}, details: {folder / 'qualify.log'}")
     return int(any(row.state in WRONG for row in rows))

@@ -89,7 +89,7 @@ def test_a_full_disk_is_a_note(monkeypatch, capsys):
 
 
 def test_an_unknown_flag_is_one_line(capsys):
-    assert doctor.main(["--verbose"]) == 2
+    assert cli.main(["doctor", "--verbose"]) == 2
     assert capsys.readouterr().err.startswith("error: doctor: unknown argument --verbose")
 
 

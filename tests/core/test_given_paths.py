@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf import SFTTrainer
+from hybrid_rlhf import SFTTrainer, cli
 from hybrid_rlhf.api_inputs import rewards_of
-from hybrid_rlhf.commands import doctor, export, init
+from hybrid_rlhf.commands import export, init
 from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.options import value_of
@@ -129,7 +129,7 @@ def test_every_path_that_a_command_takes_may_begin_at_home(home):
 
 @pytest.mark.parametrize("place", ["~nosuchuser/x", "~\0/x"])
 def test_what_is_given_under_an_unknown_user_is_refused_in_one_line(home, capsys, place):
-    assert export.main([f"--model={place}", "--output_dir=o"]) == 2
+    assert cli.main(["export", f"--model={place}", "--output_dir=o"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     talk = Conversation(None, None)
     talk.messages = [{"role": "user", "content": "a"}]
@@ -166,7 +166,7 @@ def test_caches_named_by_the_mark_are_at_home(home, monkeypatch, capsys):
     for folder in (lambda: cache.folder(None), build.cache_folder):
         with pytest.raises(UserError, match="the home folder of ~nosuchuser is not known"):
             folder()
-    assert doctor.main(["--no_compile"]) == 2
+    assert cli.main(["doctor", "--no_compile"]) == 2
     assert "the home folder of ~nosuchuser is not known" in capsys.readouterr().err
     monkeypatch.delenv("HYBRID_RLHF_CACHE")
     assert (cache.folder(None), build.cache_folder()) == (home / ".cache/hybrid_rlhf/data",

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybrid_rlhf import cli
 from hybrid_rlhf.api_inputs import Rows
 from hybrid_rlhf.commands import export as command
 from hybrid_rlhf.core import own_files
@@ -51,7 +52,8 @@ def test_an_export_leaves_a_folder_whose_name_is_almost_its_own(tmp_path, monkey
         (made / "config.json").write_text("{}")
 
     monkeypatch.setattr(command, "_write", write)
-    assert command.main(["--model", base, "--output_dir", str(tmp_path / "exp" / "mine")]) == (2 if fails else 0)
+    words = ["export", "--model", base, "--output_dir", str(tmp_path / "exp" / "mine")]
+    assert cli.main(words) == (2 if fails else 0)
     assert near.read_text() == MINE
     assert sorted(os.listdir(tmp_path / "exp")) == (["mine.tmp"] if fails else ["mine", "mine.tmp"])
 

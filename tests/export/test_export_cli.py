@@ -190,7 +190,7 @@ def test_pushing_uploads_the_folder_privately_and_a_refusal_is_one_line(tmp_path
     assert "https://huggingface.co/me/mine" in capsys.readouterr().out
     assert calls[0] == ("me/mine", {"private": True, "exist_ok": True})
     assert calls[1]["folder_path"] == tmp_path / "a"
-    assert export.main(["--model", base, "--output_dir", str(tmp_path / "b"), "--push_to_hub", "taken/name"]) == 2
+    assert cli.main(["export", f"--model={base}", f"--output_dir={tmp_path}/b", "--push_to_hub=taken/name"]) == 2
     assert "403 Forbidden" in capsys.readouterr().err
 
 
