@@ -98,7 +98,7 @@ def measured(folder: str, seed: int, name: str) -> dict[str, float]:
     reward = Reward(builders.scalar_engine(builders.open_scalar(model("reward"), tokenizer), tokenizer))
     start = scored_answers.open_actor(model("sft"), tokenizer)
     scored_answers.judge(rollout, ModelSource(reward), Reference(start.engine))
-    return {"accuracy": round(scored_answers.share(scored_answers.is_right("demo", rollout)), 4),
+    return {"accuracy": round(statistics.fmean(scored_answers.is_right("demo", rollout)), 4),
             "score": round(float(rollout.scores.mean()), 4), "kl": round(rollout.mean_kl(), 4),
             "length": round(float(rollout.action_mask.sum(1).float().mean()), 2)}
 

@@ -216,9 +216,8 @@ class Training:
         if not isinstance(wanted, bool):
             return str(wanted)
         folder = Path(self.output_dir)
-        is_run = wanted and (folder / runfile.RUN_FILE).exists()
-        check(not wanted or (is_run and (runfile.read_run(folder).is_finished or resume.find(
-            folder, "auto", lambda _text: None, is_thorough=False))),
+        record = runfile.run_at(folder) if wanted else None
+        check(not wanted or (record and (record.is_finished or resume.find(folder, "auto"))),
             f"resume_from_checkpoint: {folder} holds no checkpoint to go on from; leave it out to begin there")
         return "auto" if wanted else "never"
 
@@ -227,7 +226,7 @@ class Training:
         from hybrid_rlhf.training.builders import model_folder
 
         with _one_line():
-            check((Path(self.output_dir) / runfile.RUN_FILE).exists(),
+            check(runfile.is_run(self.output_dir),
                   f"{self.output_dir} holds no model yet; call train() first")
             runfile.require_finished(self.output_dir, self.config.stage)
             return model_folder(self.output_dir)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hybrid_rlhf.core.accelerator import device_line
 from hybrid_rlhf.core.compat import TESTED, releases_line
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.distributed import device, is_main
+from hybrid_rlhf.core.distributed import device, is_main, print_main
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
@@ -24,7 +23,7 @@ from hybrid_rlhf.export import gguf
 from hybrid_rlhf.report.summary import PAGE
 from hybrid_rlhf.report.terminal import duration
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.training import builders, defaults, machine_defaults
+from hybrid_rlhf.training import builders, defaults
 from hybrid_rlhf.training.registry import STAGES
 
 # Settings that the proposed next stage takes over from this one: memory and data layout depend on them.
@@ -44,8 +43,7 @@ def before(record: runfile.RunRecord, config: object, engines: Mapping[str, Hybr
     lines = [line for line in [*lines, record.resumes_from and f"resuming from {record.resumes_from}"] if line]
     record.facts["header"] = [*record.facts.get("header", []), *lines]
     record.write()
-    if is_main():
-        print(*lines, sep="\n", file=sys.stderr)
+    print_main(*lines)
 
 
 def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str) -> str:
@@ -60,7 +58,7 @@ def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str)
     kind = str(dtype).removeprefix("torch.")
     if config.model.quantize:
         kind = f"{config.model.quantize} base ({share_unquantised(first):.0%} of it left in {kind})"
-    why = machine_defaults.reason(config, dtype, count_parameters(first)[1])
+    why = defaults.reason(config, dtype, count_parameters(first)[1])
     return f"model: {start}; trained: {', '.join(counts)}{how}; {kind} on {device().type}{why}"
 
 
@@ -145,14 +143,14 @@ def after(config: object, program: str) -> None:
     program: the program that the user started, sys.argv[0].
     """
     folder = Path(config.output_dir)
-    if not is_main() or not (folder / runfile.RUN_FILE).exists() or config.stage in ("evaluate", "all"):
+    if not is_main() or not runfile.is_run(folder) or config.stage in ("evaluate", "all"):
         return
     record = runfile.read_run(folder)
     program = _started_by(program)
     adapter = f", the adapter alone: {folder / 'adapter'}" if (folder / "adapter").exists() else ""
     lines = [f"model: {folder / builders.MODEL_FOLDER}{adapter}", f"report: {folder / PAGE}",
              f"chat: {program} {_chat(record)}", f"next: {program} {_next(config, record)}"]
-    print(*lines, sep="\n", file=sys.stderr)
+    print_main(*lines)
 
 
 def _started_by(program: str) -> str:
@@ -175,7 +173,7 @@ def _chat(record: runfile.RunRecord) -> str:
 
 
 def _run_or_none(path: str | None) -> str | None:
-    return path if path and (Path(path) / runfile.RUN_FILE).exists() else None
+    return path if path and runfile.is_run(path) else None
 
 
 def _next(config: object, record: runfile.RunRecord) -> str:

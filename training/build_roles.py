@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.core.config import check
-from hybrid_rlhf.core.distributed import device, is_main, world_size
+from hybrid_rlhf.core.distributed import device, print_main, world_size
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.engine import HybridEngine, ZeroConfig
 from hybrid_rlhf.engine.train.zero_config import lowest_stage
@@ -71,7 +70,7 @@ def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dic
 def _adapter_on(run: str, base: str) -> tuple[str | None, str]:
     """The adapter of a reward model's or a teacher's run if it was trained on the weights in `base`, else None and why
     not."""
-    if not (Path(run) / runfile.RUN_FILE).exists():
+    if not runfile.is_run(run):
         return None, "a reward model that is not a run"
     folder = Path(run) / "adapter"
     if not is_adapter(folder):
@@ -98,8 +97,8 @@ def check_roles(config: OnPolicyConfig, sources: Sources) -> tuple[dict[str, Sta
     stages = {r: layout_of(config, r).zero_stage == 3 for r in TRAINED if r in starts}
     check(len(set(stages.values())) == 1 or layout.group("actor") != layout.group("critic"),
           "roles.actor.zero_stage and roles.critic.zero_stage: on one base both are 3 or neither is; set both alike")
-    if line and is_main():
-        print(line, file=sys.stderr)
+    if line:
+        print_main(line)
     return starts, layout
 
 

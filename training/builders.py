@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ from torch import nn
 
 from hybrid_rlhf.algorithms.schedule import learning_rate_factor
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.distributed import consecutive_ranks, device, init_process_group, is_main, rank, world_size
+from hybrid_rlhf.core.distributed import consecutive_ranks, device, init_process_group, print_main, rank, world_size
 from hybrid_rlhf.core.out_of_memory import SMALLER, explained
 from hybrid_rlhf.data import chat, datasets
 from hybrid_rlhf.data.datasets import DataConfig
@@ -41,7 +40,6 @@ from hybrid_rlhf.report.pace import EXPORT, REPORT, SAVE
 from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
-from hybrid_rlhf.training.plain_prompts import print_other_form
 from hybrid_rlhf.training.registry import PTX, STAGES
 
 MODEL_FOLDER = "model"
@@ -61,7 +59,7 @@ def parent_run(named: str | None, output_dir: str, stage: str, option: str) -> s
     when the run is of another stage or not finished. option: the option that names it, for messages.
     """
     path = named or str(Path(output_dir).parent / stage)
-    if (Path(path) / runfile.RUN_FILE).exists():
+    if runfile.is_run(path):
         actual = runfile.read_run(path).stage if named and stage == "sft" else stage
         is_policy = actual not in STAGES or STAGES[actual].leaves == "policy"  # a stage of the user's own leaves one
         runfile.require_finished(path, actual if is_policy else stage)
@@ -73,7 +71,7 @@ def parent_run(named: str | None, output_dir: str, stage: str, option: str) -> s
 
 def model_folder(path: str) -> str:
     """The model inside a run folder; any other path as it is."""
-    return str(Path(path) / MODEL_FOLDER) if (Path(path) / runfile.RUN_FILE).exists() else path
+    return str(Path(path) / MODEL_FOLDER) if runfile.is_run(path) else path
 
 
 def open_tokenizer(model: ModelConfig, data: DataConfig, reads: Reads, seed: int):  # noqa: ANN201
@@ -87,9 +85,8 @@ def open_tokenizer(model: ModelConfig, data: DataConfig, reads: Reads, seed: int
         print_other_form(path, data, reads)
     had_none = not tokenizer.chat_template and not model.preset
     give_template(tokenizer, data, reads)
-    if had_none and tokenizer.chat_template and not data.chat_template and is_main():
-        print("chat template: the tokenizer has none and gets ChatML (data.chat_template gives another)",
-              file=sys.stderr)
+    if had_none and tokenizer.chat_template and not data.chat_template:
+        print_main("chat template: the tokenizer has none and gets ChatML (data.chat_template gives another)")
     return tokenizer
 
 
@@ -141,7 +138,7 @@ def check_quantized_once(model: ModelConfig) -> None:
     missing: those weights lie on the quantisation grid, and an adapter much smaller than its steps is rounded away (an
     update of 1% of the weight keeps 2%; merged into the original weights it keeps 99%)."""
     run = Path(model.model_name_or_path or "").parent
-    if not model.quantize or not (run / runfile.RUN_FILE).exists():
+    if not model.quantize or not runfile.is_run(run):
         return
     before = runfile.read_run(run).config.get("model", {})
     check(not ((before.get("load_in_4bit") or before.get("load_in_8bit")) and has_quantized_values(run)),
@@ -165,12 +162,12 @@ def prepare(model: nn.Module, config: ModelConfig, tokenizer) -> list[int]:  # n
     size = model.get_input_embeddings().num_embeddings
     load.prepare(model, config, len(tokenizer))
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # a composite model's is its text part's
-    if (kept := towers(model)) and is_main():
-        print(f"{type(model).__name__}: the text part is trained; frozen: {', '.join(kept)}", file=sys.stderr)
+    if kept := towers(model):
+        print_main(f"{type(model).__name__}: the text part is trained; frozen: {', '.join(kept)}")
     new_ids = sorted({*added_ids(tokenizer), *range(size, len(tokenizer))} - {tokenizer.pad_token_id})
-    if new_ids and config.lora.r and is_main():
+    if new_ids and config.lora.r:
         few = ", ".join(tokenizer.convert_ids_to_tokens(new_ids[:3])) + (", ..." if len(new_ids) > 3 else "")
-        print(f"LoRA: the embedding rows of {len(new_ids)} new token(s) ({few}) are trained too", file=sys.stderr)
+        print_main(f"LoRA: the embedding rows of {len(new_ids)} new token(s) ({few}) are trained too")
     return new_ids
 
 
@@ -294,8 +291,7 @@ def start(config, command: str, data: datasets.StageData,  # noqa: ANN001
         named for name, each in more.items()
         for line, named in zip(datasets.summary(each.report), datasets.summary(each.report, name), strict=True)
         if line not in summary]
-    if is_main():
-        print(*record.facts["header"], sep="\n", file=sys.stderr)
+    print_main(*record.facts["header"])
     return record
 
 
@@ -306,7 +302,7 @@ def difference(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer
     tokenizer: the actor's, where it is not its model's own. Two runs are compared by their records. trust_remote_code:
     whether tokenizers may be code of their folders.
     """
-    if tokenizer is None and all((Path(p) / runfile.RUN_FILE).exists() for p in (actor, other)):
+    if tokenizer is None and runfile.is_run(actor) and runfile.is_run(other):
         return runfile.difference(runfile.read_run(actor), runfile.read_run(other))
     tokenizers = [load_tokenizer(p, trust_remote_code) for p in (tokenizer or model_folder(actor), model_folder(other))]
     for each in tokenizers:
@@ -350,19 +346,28 @@ def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Se
         raise UserError(f"{student} and the teacher {teacher} have different tokenizers: token {number} is {text!r} to "
                         f"the student and {known.get(number, 'nothing')!r} to the teacher ({len(unlike)} such); a "
                         "teacher must have the student's tokens")
-    if ours.chat_template != other.chat_template and ours.chat_template and is_main():
-        print(f"the teacher {teacher} has another chat template; it reads what the student's template writes",
-              file=sys.stderr)
+    if ours.chat_template != other.chat_template and ours.chat_template:
+        print_main(f"the teacher {teacher} has another chat template; it reads what the student's template writes")
     stops = stop_ids(SimpleNamespace(generation_config=load.read_generation(model_folder(student))), ours)
     ends = [i for i in turn_ends(other) or [other.eos_token_id] if i not in (None, *stops)]
-    if ends and is_main():
-        print(f"the teacher {teacher} ends its answers with {' or '.join(map(repr, map(known.get, ends)))}, which ends "
-              "none of the student's: it would learn to write that and go on; name it too in eos_token_id of the "
-              f"student's generation_config.json ({student})", file=sys.stderr)
+    if ends:
+        named = " or ".join(map(repr, map(known.get, ends)))
+        print_main(f"the teacher {teacher} ends its answers with {named}, which ends none of the student's: it would "
+                   "learn to write that and go on; name it too in eos_token_id of the student's generation_config.json "
+                   f"({student})")
 
 
 def score_statistics_of(reward: str) -> dict[str, float]:
     """mean and std that the reward run measured on held-out pairs; empty for a reward model without a run's record."""
-    if not (Path(reward) / runfile.RUN_FILE).exists():
-        return {}
-    return runfile.read_run(reward).facts.get("score_statistics", {})
+    record = runfile.run_at(reward)
+    return record.facts.get("score_statistics", {}) if record else {}
+
+
+def print_other_form(path: str, data: DataConfig, reads: Reads) -> None:
+    """Print a line on stderr where the run at `path`, or of the model at `path`, had another data.raw than `data`."""
+    run = next((p for p in (Path(path), Path(path).parent) if runfile.is_run(p)), None)
+    other = None if run is None else (runfile.read_run(run).config.get("data") or {}).get("raw")
+    if other not in (None, data.raw) and datasets.has_plain_prompts(data, reads):
+        before, now = str(other).lower(), str(data.raw).lower()
+        print_main(f"note: {run} was trained with data.raw {before} and this run has {now}: its model reads prompts of "
+                   f"plain text in another form than it learned them; give --data.raw {before}")

@@ -6,7 +6,6 @@ change the weights of this process alone.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from hybrid_rlhf.algorithms.reward_signal import RewardSignal, figures, verdict
-from hybrid_rlhf.core.distributed import is_main, max_over_ranks
+from hybrid_rlhf.core.distributed import is_main, max_over_ranks, print_main
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.report.terminal import duration, number, sample_lines
 from hybrid_rlhf.rewards import part_scores
@@ -38,19 +37,19 @@ def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: OnPol
     builders.seed_everything(config.seed)
     opened = on_policy.open_run(config)
     if opened.reward_line:
-        _print(opened.reward_line)
+        print_main(opened.reward_line)
     trainer, sampling = make_trainer(opened), config.method.sampling
     sampling = replace(sampling, num_samples=max(sampling.num_samples, MIN_RESPONSES))
-    _print(f"{sampling.num_samples} responses to each of up to {NUM_PROMPTS} prompts ...")
+    print_main(f"{sampling.num_samples} responses to each of up to {NUM_PROMPTS} prompts ...")
     began = time.perf_counter()
     rollout = _sample(opened, sampling, config.seed)
     signal = signal_of(rollout, sampling.num_samples)
-    _print(f"{len(rollout)} responses in {duration(time.perf_counter() - began)}")
+    print_main(f"{len(rollout)} responses in {duration(time.perf_counter() - began)}")
     if is_main():
         lines = [*(f"{name:<18}{text}" for name, text in figures(signal).items()), *_calls(rollout), *_samples(rollout),
                  ""]
         print("\n".join([*lines, *(f"verdict: {text}" for text in verdict(signal))]), flush=True)
-    _print("now training steps, for the time that they take ...")
+    print_main("now training steps, for the time that they take ...")
     text = _time_step(trainer, opened)
     if is_main():
         print(f"\n{'a training step':<18}{text}")
@@ -117,8 +116,3 @@ def _samples(rollout: Rollout) -> list[str]:
         row = rollout.rows(torch.tensor([scored[place]]))
         lines += ["", name, *sample_lines(samples_of(row, 1)[0], WIDTH)]
     return lines
-
-
-def _print(text: str) -> None:
-    if is_main():
-        print(text, file=sys.stderr, flush=True)

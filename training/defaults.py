@@ -1,4 +1,5 @@
-"""Fill in the settings that are `null`, by the method, LoRA and the model's size: the table is in registry.py.
+"""Fill in the settings that are `null`, by the method, LoRA and the model's size (the table is in registry.py), and by
+the machine: the dtype of weights trained on a CPU, and LoRA where memory is short.
 
 docs/guide/hyperparameters.md says which values come from the literature and which were measured.
 """
@@ -6,16 +7,25 @@ docs/guide/hyperparameters.md says which values come from the literature and whi
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
+import torch
+
+from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import device, world_size
 from hybrid_rlhf.core.options import value_of, with_value
+from hybrid_rlhf.core.processor import bf16_line, bf16_unit
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.models.load import ModelConfig, configured_positions
+from hybrid_rlhf.engine.decode.kv_cache import free_bytes
+from hybrid_rlhf.engine.train.optimizers import MASTERED
+from hybrid_rlhf.models import shapes
+from hybrid_rlhf.models.load import ModelConfig, configuration, configured_positions
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.training import builders, machine_defaults, unread_options
+from hybrid_rlhf.training import builders, unread_options
 from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, By, Rate
 
 # Below SMALL_MODEL parameters every rate of the table is multiplied by its factor `small`: GRPO of all weights takes
@@ -24,6 +34,10 @@ SMALL_MODEL, TINY_MODEL, TINY_FACTOR = 200_000_000, 20_000_000, 10
 MAX_LENGTH = "data.max_length"
 # What null meant to runs that were made before the table had the option.
 FORMERLY = {"ppo.update_kl": 0.0, "ppo.early_stop_kl": 0.0}
+# Below so many weights the overhead of calls, not matrix products, takes a step's time: bfloat16 does not help.
+LEAST_FOR_BF16 = 20_000_000
+RANK, SHARE = 16, 0.75  # rank of adapters; share of the free memory for weights and optimizers, not activations
+TRAINED, FROZEN = 16, 4  # bytes of a weight at most: fp32 with gradient and moments, or bf16 with an fp32 master
 
 
 def method_of(config: object) -> str:
@@ -59,10 +73,10 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
     before, trains = recorded.get("model", {}), hasattr(config, "train")
     if trains and config.model.dtype == "auto":
         config = (with_value(config, "model.dtype", before.get("dtype", "auto")) if recorded
-                  else machine_defaults.with_dtype(config, start or _start(config)))
+                  else with_dtype(config, start or _start(config)))
     if trains and config.model.lora.r is None:
         rank = before.get("lora", {}).get("r")
-        config = machine_defaults.with_rank(config, start or _start(config), rank)
+        config = with_rank(config, start or _start(config), rank)
     row, values = of_method(config), {}
     missing = _missing(config, row, recorded)
     if not missing:
@@ -75,7 +89,7 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
         if value is None:
             value = row[option].value(config) if isinstance(row[option], By) else row[option]
         if isinstance(value, Rate):
-            weights = weights or machine_defaults.num_weights(start or _start(config)) or SMALL_MODEL
+            weights = weights or num_weights(start or _start(config)) or SMALL_MODEL
             value = (value.lora if config.model.lora.r else value.full) * _factor(value, weights)
             value = float(f"{value:.6g}")  # 1e-5, where the product is 9.999999999999999e-06
         values[option] = value
@@ -122,7 +136,7 @@ def settings_line(config: object) -> str:
     if _reads_max_length(config) and config.data.max_length < DataConfig.max_length:
         values[MAX_LENGTH] = config.data.max_length
     rates = [(of_method(config)[option], value) for option, value in values.items() if option.endswith("_rate")]
-    weights = (machine_defaults.num_weights(_start(config)) if rates else None) or SMALL_MODEL
+    weights = (num_weights(_start(config)) if rates else None) or SMALL_MODEL
     factors = [factor for rate, value in rates if (factor := _factor(rate, weights)) > 1 and math.isclose(
         value or 0, factor * (rate.lora if config.model.lora.r else rate.full))]
     note = f" (rates {max(factors):g} times the usual ones, for a model so small)" if factors else ""
@@ -131,10 +145,8 @@ def settings_line(config: object) -> str:
 
 def of_run(config: object) -> dict:
     """The settings of the run of the same stage in output_dir that is to be resumed; {} where there is none."""
-    if config.resume == "never" or not (Path(config.output_dir) / runfile.RUN_FILE).exists():
-        return {}
-    record = runfile.read_run(config.output_dir)
-    return record.config if record.stage == config.stage else {}
+    record = None if config.resume == "never" else runfile.run_at(config.output_dir)
+    return record.config if record and record.stage == config.stage else {}
 
 
 def _start(config: object) -> ModelConfig:
@@ -148,3 +160,66 @@ def _start(config: object) -> ModelConfig:
 
 def _factor(rate: Rate, weights: int) -> float:
     return TINY_FACTOR if weights < TINY_MODEL else rate.small if weights < SMALL_MODEL else 1
+
+
+# -- by the machine ----------------------------------------------------------------------------------------------------
+
+
+def with_dtype(config: object, start: ModelConfig) -> object:
+    """The settings with bfloat16 for model.dtype auto, where the processor multiplies it and fp32 masters are kept
+    beside the weights: a model that is not small, trained on a CPU by one process with AdamW. start: the model that the
+    run starts from. On a GPU auto stays, and loading resolves it."""
+    if (config.model.dtype != "auto" or device().type != "cpu" or world_size() > 1 or config.model.quantize
+            or config.train.optim not in MASTERED or bf16_unit() is None
+            or (num_weights(start) or 0) < LEAST_FOR_BF16):
+        return config
+    return replace(config, model=replace(config.model, dtype="bfloat16"))
+
+
+def with_rank(config: object, start: ModelConfig, recorded: int | None = None) -> object:
+    """The settings with model.lora.r filled in: as `recorded` by the run that is resumed; else 0 (all weights), or RANK
+    with a line where training all would not fit into the free memory. Always 0 with settings that already take less
+    memory in one place: quantised bases, model.freeze, offloading, a smaller optimizer, several processes."""
+    if recorded is None:
+        recorded, free, count = 0, free_bytes(device()), num_weights(start)
+        roles = vars(config.roles).values() if hasattr(config, "roles") else ()
+        is_other = (config.model.quantize or config.model.freeze or config.train.optim not in MASTERED
+                    or config.engine.offload or any(getattr(role, "offload", False) for role in roles)
+                    or world_size() > 1)
+        if free is not None and count is not None and not is_other and (
+                needed := training_bytes(config, count)) > SHARE * free:
+            recorded = RANK
+            print(f"model.lora.r {RANK}: training all weights would take about {needed / 2**30:.0f} GiB, and "
+                  f"{free / 2**30:.0f} are free; 0 trains them all the same", file=sys.stderr)
+    return replace(config, model=replace(config.model, lora=replace(config.model.lora, r=recorded)))
+
+
+def training_bytes(config: object, count: int) -> int:
+    """Bytes of weights, gradients and optimizers of a run that trains all `count` weights of its models. A stage that
+    samples is assumed to have a reference or a teacher."""
+    trained, frozen = 1, 0
+    if hasattr(config, "roles"):
+        trained += hasattr(config, "ppo") and config.ppo.needs_critic
+        frozen = 1 + (hasattr(config, "reward") and config.reward.has_model(config.roles, config.environment))
+    elif hasattr(config, "dpo"):
+        frozen = int(LOSSES[config.dpo.loss_type].needs_reference)
+    return count * (TRAINED * trained + FROZEN * frozen)
+
+
+def num_weights(model: ModelConfig) -> int | None:
+    """Number of weights by the model's configuration; None where it cannot be read (opening it raises the error)."""
+    try:
+        settings = shapes.read_config(model) if model.preset else configuration(model)
+        return shapes.count_parameters(settings, trust_remote_code=model.trust_remote_code)
+    except UserError:
+        return None
+
+
+def reason(config: object, dtype: torch.dtype, total: int) -> str:
+    """Why the weights, `total` in number, are in `dtype` on a CPU; empty on a GPU, and where nothing is notable."""
+    if device().type != "cpu":
+        return ""
+    if dtype == torch.bfloat16:
+        return f" (fp32 masters; {bf16_line()})" if config.train.optim in MASTERED else f" ({bf16_line()})"
+    is_left_open = config.model.dtype == "auto" and not config.model.quantize and total >= LEAST_FOR_BF16
+    return f" ({bf16_line()})" if is_left_open and bf16_unit() is None else ""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.added_turns import check_keeps_history
 from hybrid_rlhf.data.chat import SkipRow
-from hybrid_rlhf.data.datasets import DataConfig, StageData
+from hybrid_rlhf.data.datasets import StageData
 from hybrid_rlhf.data.messages import with_tools
 from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.isolated import open_isolated
@@ -24,26 +22,19 @@ from hybrid_rlhf.rollout.episodes import EpisodePlayer
 from hybrid_rlhf.training import builders
 
 
-class Config(Protocol):
-    """The settings that are read here."""
-
-    data: DataConfig
-    environment: EnvironmentConfig
-
-
-def open_of(config: Config) -> Environments | None:
-    """Open the environments that the settings name; None where there are none. UserError for what cannot be opened."""
-    section = config.environment
+def open_of(section: EnvironmentConfig, *, raw: bool) -> Environments | None:
+    """Open the environments that the settings name; None where there are none. UserError for what cannot be opened.
+    raw: data.raw."""
     if not section.is_given:
         return None
-    check(not config.data.raw, "data.raw is true, and what an environment says is written by the chat template; leave "
-                               "data.raw out")
+    check(not raw, "data.raw is true, and what an environment says is written by the chat template; leave data.raw out")
     if section.isolate:
         return open_isolated(section)
     return open_environments(section.factory, section.tool_list, section.options)
 
 
-def player_of(config: Config, environments: Environments | None, tokenizer: Tokenizer) -> EpisodePlayer | None:
+def player_of(section: EnvironmentConfig, environments: Environments | None, tokenizer: Tokenizer
+              ) -> EpisodePlayer | None:
     """The player that samples episodes with this tokenizer; UserError for a chat template that cannot write them."""
     if environments is None:
         return None
@@ -54,7 +45,7 @@ def player_of(config: Config, environments: Environments | None, tokenizer: Toke
         check_keeps_history(tokenizer, "tool")
     if any(kind.has_step for kind in environments.kinds):
         check_keeps_history(tokenizer, "user")
-    return EpisodePlayer(environments, config.environment, tokenizer)
+    return EpisodePlayer(environments, section, tokenizer)
 
 
 def first_rows(environments: Environments, rows: Sequence[Mapping]) -> dict[str, Mapping]:
@@ -66,10 +57,10 @@ def first_rows(environments: Environments, rows: Sequence[Mapping]) -> dict[str,
         kinds.setdefault(environments.of(each).name, each)
     for row in kinds.values():
         row_tools = row["prompt"][0].get("tools") if isinstance(row["prompt"], list) else None
-        if row_tools and is_main():
+        if row_tools:
             what = "are not shown" if environments.of(row).schemas else "are shown, and no call of theirs is made"
-            print(f"warning: rows have tools of their own, which {what}: what the model may call is environment.tools "
-                  "and the environment's methods; leave the column tools out", file=sys.stderr)
+            print_main(f"warning: rows have tools of their own, which {what}: what the model may call is "
+                       "environment.tools and the environment's methods; leave the column tools out")
             break
     return kinds
 
@@ -90,10 +81,9 @@ def check_rows(environments: Environments, data: StageData, tokenizer: Tokenizer
         except SkipRow as error:
             raise UserError(f"environment: a prompt with the tools in it cannot be written: {error}; give another "
                             "data.chat_template") from error
-        if is_main():
-            names = ", ".join(schema["function"]["name"] for schema in schemas)
-            kind = f" of {environments.of(first).name}" if environments.is_chosen_by_row else ""
-            print(f"tools{kind}: {names} ({extra} tokens of each prompt)", file=sys.stderr, flush=True)
+        names = ", ".join(schema["function"]["name"] for schema in schemas)
+        kind = f" of {environments.of(first).name}" if environments.is_chosen_by_row else ""
+        print_main(f"tools{kind}: {names} ({extra} tokens of each prompt)")
         folder = builders.model_folder(model.model_name_or_path or "")
         limit = configured_positions(replace(model, model_name_or_path=folder))
         check(limit is None or longest + extra <= limit,

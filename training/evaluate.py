@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.core.startup import restore_gc
+from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.labels import Labels
 from hybrid_rlhf.data.preview import Preview, look
@@ -36,15 +40,16 @@ from hybrid_rlhf.run.loop import on_record
 from hybrid_rlhf.training import (
     builders,
     episodes_setup,
-    evaluation_prompts,
     label_agreement,
     reward_sources,
     scored_answers,
     unread_options,
 )
-from hybrid_rlhf.training.evaluation_prompts import ROWS
 from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.reward_sources import RewardConfig
+
+ROWS = ("auto", "all", "held_out")
+FEW = 20  # prompts: with fewer, only a very large difference between models shows
 
 
 @dataclass(frozen=True)
@@ -183,14 +188,15 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics
-    environments = episodes_setup.open_of(config)
+    environments = episodes_setup.open_of(config.environment, raw=config.data.raw)
     sources = _Sources(config, reward_sources.open_sources(
         config.reward, config.roles, config.data.raw, config.environment, environments, config.seed),
         _reward_path(config))
     tokenizers = {name: _tokenizer(config, path) for name, path in models.items()}
     asked, how = _asked(config, models, tokenizers, sources, environments) if models else ({}, {})
     labelled = _labelled(config, sources, next(iter(tokenizers.values()), None))
-    players = {name: episodes_setup.player_of(config, environments, each) for name, each in tokenizers.items()}
+    players = {name: episodes_setup.player_of(config.environment, environments, each)
+               for name, each in tokenizers.items()}
     record = runfile.start(config.output_dir, config.stage, config, command)
     restore_gc()
     if labelled:
@@ -217,9 +223,8 @@ def _asked(config: Config, models: dict[str, str], tokenizers: dict, sources: _S
     reference = config.evaluate.reference
     reference = builders.parent_run(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
         iter(models.values()))
-    rows, why = evaluation_prompts.which_rows(config.evaluate.rows, config.data, models.values())
-    asked, report = evaluation_prompts.in_common(config.data, tokenizers, rows, config.evaluate.num_prompts,
-                                                 config.seed)
+    rows, why = which_rows(config.evaluate.rows, config.data, models.values())
+    asked, report = in_common(config.data, tokenizers, rows, config.evaluate.num_prompts, config.seed)
     columns = next(iter(asked.values())).columns
     extra = {"environments": None} if environments and not config.environment.isolate else {}
     reward_sources.check_columns(sources.others, {name: v[0] for name, v in columns.items()} | extra,
@@ -230,7 +235,7 @@ def _asked(config: Config, models: dict[str, str], tokenizers: dict, sources: _S
         episodes_setup.first_rows(environments, [{name: values[i] for name, values in columns.items()}
                                                  for i in range(len(columns["prompt"]))])
     reward_sources.leave_unread(report, sources.others, environments)
-    evaluation_prompts.print_selection(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
+    print_selection(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
     return asked, {"rows": rows.replace("_", " "), "reference_of_kl": reference}
 
 
@@ -292,7 +297,7 @@ def _labelled(config: Config, sources: _Sources, tokenizer) -> Labels | None:  #
         return None
     check(not config.environment.is_given, "evaluate.labels are of answers in text, and environment makes episodes; "
                                            "leave one of them out")
-    rows, why = evaluation_prompts.which_rows(
+    rows, why = which_rows(
         settings.rows, dataclasses.replace(config.data, sources=[settings.labels]),
         [*([sources.reward] if sources.reward else []), *config.reward.model_list])
     held_out = config.data.eval_fraction if rows == "held_out" else None
@@ -390,3 +395,68 @@ def _report(config: Config, answered: list[Answered], prompts: Prompts | None, h
 def words_of(prompt: str | list[dict]) -> str:
     """A prompt to display: the text itself, or the last message."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+# -- which prompts are asked -------------------------------------------------------------------------------------------
+
+
+def which_rows(rows: str, data: DataConfig, paths: Iterable[str]) -> tuple[str, str]:
+    """(rows, why): auto becomes all, or held_out with the reason where a model was trained on one of the sources."""
+    if rows != "auto":
+        return rows, ""
+    for path in paths:
+        seen = _trained_on(path)
+        shared = next((s.path for s in data.sources if _identity(s.path) in seen), None)
+        if shared is not None:
+            return "held_out", f"held out, for {path} was trained on {shared}; --evaluate.rows all asks every one"
+    return "all", ""
+
+
+def _trained_on(path: str) -> set[str]:
+    """The data sources of a run and of the runs that it started from; empty for a model that is not a run."""
+    seen: set[str] = set()
+    done: set[str] = set()
+    while path and path not in done and (record := runfile.run_at(path)):
+        sources = (record.config.get("data") or {}).get("sources") or []
+        seen |= {_identity(source["path"]) for source in sources}
+        done.add(path)
+        path = record.facts.get("base_model") or ""
+    return seen
+
+
+def _identity(source: str) -> str:
+    """A source's absolute path; a name that is not a local path (a hub id) stays as it is."""
+    path = Path(os.path.expanduser(source))  # a record has it as the user wrote it
+    return str(path.resolve()) if path.exists() else source
+
+
+def in_common(data: DataConfig, tokenizers: Mapping[str, object], rows: str, limit: int | None, seed: int
+              ) -> tuple[dict[str, Prompts], dict]:
+    """Model -> prompts in its tokens, those that fit into data.max_prompt_length for all, at most `limit`; and the
+    counts of the rows."""
+    by_model: dict[str, dict] = {}
+    for name, tokenizer in tokenizers.items():
+        built = datasets.build(data, READS["ppo"], tokenizer, seed)
+        candidates = [*built.held_out, *(built.train if rows == "all" else ())]
+        check(bool(candidates), f"none of the {len(built.train)} prompts is held out (data.eval_fraction "
+                                f"{data.eval_fraction:g}); raise it, or ask all of them by --evaluate.rows all")
+        by_model[name] = {_key(row): row for row in candidates}
+    common = [key for key in next(iter(by_model.values())) if all(key in each for each in by_model.values())]
+    check(bool(common), "evaluate.models: no prompt fits into data.max_prompt_length for all of them; raise it")
+    chosen = common[:limit]
+    asked = {name: collate.collate_prompts([each[key] for key in chosen]) for name, each in by_model.items()}
+    return asked, built.report
+
+
+def _key(row: dict) -> str:
+    """Key of a prompt with its other columns, whatever the tokenizer; a row that occurs twice is asked once."""
+    return json.dumps({k: v for k, v in row.items() if k not in ("prompt_ids", "text")}, sort_keys=True)
+
+
+def print_selection(count: int, why: str, report: dict) -> None:
+    """Print to stderr how many prompts are asked, with a warning where they are few. why: which they are."""
+    parts = [f"evaluate: {count} of {report['read']} prompts are asked ({why})", *datasets.drops(report)]
+    print("; ".join(parts), *(f"data: {line}" for line in datasets.unread(report)), sep="\n", file=sys.stderr)
+    if count < FEW:
+        print(f"warning: {count} prompts tell only very large differences between models apart; give {FEW} or more, "
+              "better hundreds", file=sys.stderr)

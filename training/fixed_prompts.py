@@ -5,7 +5,6 @@ Answers are greedy, so that a difference between the two comes from the model an
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import StageData
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
@@ -65,8 +64,7 @@ def of_demonstrations(actor: Actor, data: StageData, count: int, max_length: int
         try:
             return sample()
         except UserError as error:
-            if is_main():
-                print(f"the report has no answers of this model: {error}", file=sys.stderr)
+            print_main(f"the report has no answers of this model: {error}")
             return []
 
     return answers

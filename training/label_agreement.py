@@ -16,7 +16,7 @@ from hybrid_rlhf.report.compare import Method
 from hybrid_rlhf.report.terminal import ProgressLine
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.judge import JudgeSource
-from hybrid_rlhf.training.written_answers import check_sources, scores_of
+from hybrid_rlhf.training.scored_answers import check_sources, scores_of
 
 T = TypeVar("T")
 HALF = 0.5  # threshold on a judge's scale from 0 to 1: from it on an answer counts as good

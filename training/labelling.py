@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,8 @@ from typing import Any
 
 import torch
 
-from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.strict_json import loads, to_json
 from hybrid_rlhf.data import chat, labels
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.labels import Asked, prompt_key
@@ -30,9 +33,8 @@ from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.judge import JudgeSource
 from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, PAIRWISE
 from hybrid_rlhf.rewards.judge.local_backend import fingerprint
+from hybrid_rlhf.run.reporter import Lines
 from hybrid_rlhf.training import scored_answers
-from hybrid_rlhf.training.sample_file import SampleFile
-from hybrid_rlhf.training.written_answers import scores_of
 
 SAMPLED_AT_ONCE = 64  # prompts between two writes of the samples
 TOO_LONG, FEW = "a prompt that is too long to be answered", "a prompt with fewer than two different responses"
@@ -182,7 +184,8 @@ def _scored(batch: Sequence[Asked], source: Any, tally: Judged, tokenizer) -> li
     if isinstance(source, JudgeSource) and source.config.mode == ABSOLUTE:
         scores = [None if grade is None else grade.score for grade in source.grade(prompts, texts)]
     else:
-        scores = scores_of(source, prompts, texts, [batch[n].columns for n in owners], tokenizer, len(texts), owners)
+        columns = [batch[n].columns for n in owners]
+        scores = scored_answers.scores_of(source, prompts, texts, columns, tokenizer, len(texts), owners)
     out: list[Known] = []
     for each in batch:
         group, scores = scores[: len(each.responses)], scores[len(each.responses) :]
@@ -230,3 +233,47 @@ def lines_of(tally: Judged, source: Any) -> Iterator[str]:
         cost = f", cost {spent.cost:.4g}" if spent.cost else ""
         yield (f"{spent.calls} calls to the judge ({counts.cached} of {counts.questions} questions were answered "
                f"before), {spent.num_input:,} tokens read, {spent.num_output:,} written{cost}")
+
+
+class SampleFile:
+    """An append-only file of samples (JSON lines) of a command that may be interrupted; its first line has the
+    settings. known: a prompt's number -> its samples, and how many were cut at the longest length."""
+
+    def __init__(self, path: Path, settings: dict) -> None:
+        """Continue the file at `path`, or create it. An incomplete last line, of a process that was killed, is removed.
+        Raises UserError where the samples were drawn with other settings."""
+        self.known: dict[int, tuple[list[str], int]] = {}
+        end = self._read(path, settings) if path.exists() else 0
+        self._lines = Lines(path, lambda text: print(text, file=sys.stderr), position=end)
+        if end == 0:
+            self._lines.write(to_json({"settings": settings}))
+            self._lines.sync()
+
+    def _read(self, path: Path, settings: dict) -> int:
+        """Read the file's samples; returns where its last complete line ends."""
+        text = path.read_bytes()
+        end = text.rfind(b"\n") + 1
+        if not end or not text.strip():
+            return 0
+        try:
+            first, *rows = map(loads, text[:end].splitlines())
+            recorded, wanted = dict(first["settings"]), json.loads(to_json(settings))
+            self.known = {row["number"]: (row["responses"], row["cut"]) for row in rows}
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"label: {path} is not a file of samples; remove it, or give another --output") from error
+        changed = [name for name in wanted if recorded.get(name) != wanted[name]]
+        check(not changed, f"label: {path} holds samples of other settings ({', '.join(changed)}); remove it, or give "
+                           "another --output")
+        return end
+
+    def add(self, number: int, responses: Sequence[str], cut: int) -> None:
+        """Append the samples of one prompt."""
+        self.known[number] = (list(responses), cut)
+        self._lines.write(to_json({"number": number, "responses": list(responses), "cut": cut}))
+
+    def sync(self) -> None:
+        """Flush all lines to the disk. Raises OSError on a full disk."""
+        self._lines.sync()
+
+    def close(self) -> None:
+        self._lines.close()

@@ -1,11 +1,11 @@
-"""Memory plan of a recipe: its roles as the planner takes them, and the options --plan and --memory."""
+"""The options --plan and --memory: a recipe's roles as the planner takes them, and the time of its steps."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import PurePath
@@ -21,13 +21,16 @@ from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.core.options import with_value
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes
-from hybrid_rlhf.memory_plan import table
+from hybrid_rlhf.memory_plan import machine_rates, rates, table
 from hybrid_rlhf.memory_plan.amounts import Cards
-from hybrid_rlhf.memory_plan.calibration import Calibration, read_calibration
+from hybrid_rlhf.memory_plan.calibration import Calibration, read_calibration, read_rates
 from hybrid_rlhf.memory_plan.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
 from hybrid_rlhf.memory_plan.presets import card as preset_of
 from hybrid_rlhf.memory_plan.presets import closest
+from hybrid_rlhf.memory_plan.rates import CARDS, Rates
 from hybrid_rlhf.memory_plan.search import SearchResult, choose
+from hybrid_rlhf.memory_plan.step_time import StepTime, step_time
+from hybrid_rlhf.memory_plan.table import show_times
 from hybrid_rlhf.models import load, shapes
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
@@ -48,7 +51,6 @@ from hybrid_rlhf.training import (
     step1_sft,
     step2_reward,
     step3_ppo,
-    time_options,
 )
 from hybrid_rlhf.training.build_roles import find_starts, layout_of, load_config_for
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
@@ -57,6 +59,7 @@ from hybrid_rlhf.training.stage_config import OnPolicyConfig
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
 NUM_MEASURED = 256  # rows whose lengths stand for all
 NUM_SKIPPED = 8  # as OldLogprobs has it
+PUBLISHED = "from published figures and assumed shares of them"
 
 
 def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Cards | None = None,
@@ -76,7 +79,7 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
         for i, plan in enumerate(plans):
             table.show(plan, chosen.flags if chosen.fits else (), stream)
             others = [("as advised", chosen.config, chosen.plans[i])] if chosen.fits and chosen.flags else []
-            time_options.print_times(
+            print_times(
                 [(name, with_lengths(settings, each, lengths)) for name, settings, each in (
                     ("as given", config, plan), *others, *_by_preset(config, place))], place.device, place.card, stream)
         return config, 0 if all(p.short <= 0 for p in plans) else DOES_NOT_FIT
@@ -277,7 +280,8 @@ def _on_policy(config: OnPolicyConfig, start: ModelConfig | None) -> list[Role]:
                      has_average=method.keeps_average, texts=_texts(config),
                      teacher=teachers[0] if teachers and method.takes_head else None)]
     policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
-    return [*policies, *teachers, *(role(r) for r in ("critic", "reward") if r in starts), *_sources(config)]
+    return [*policies, *teachers, *(role(r) for r in ("critic", "reward") if r in starts),
+            *_classifiers(config), *_judge(config)]
 
 
 def _texts(config: OnPolicyConfig, name: str = "actor") -> tuple[int, int] | None:
@@ -303,10 +307,6 @@ def _where(config: OnPolicyConfig, group: tuple[str, ...], name: str) -> dict:
         return {"zero_stage": zero.zero_stage, "offload": tuple(zero.offload)}
     is_cut = zero.zero_stage == 3
     return {"zero_stage": 3 * is_cut, "offload": tuple(o for o in zero.offload if is_cut and o == "parameters")}
-
-
-def _sources(config: OnPolicyConfig) -> list[Role]:
-    return [*_classifiers(config), *_judge(config)]
 
 
 def _classifiers(config: OnPolicyConfig) -> list[Role]:
@@ -356,6 +356,61 @@ def on_policy_starts(config: OnPolicyConfig, start: ModelConfig | None) -> dict[
     return find_starts(on_policy.find_sources(config), config.model, config.roles)
 
 
-def _rows(config: object, length: int, at_most: int, tokens: int | None = None) -> int:
+def _rows(config: object, length: int, at_most: int) -> int:
     """Rows of `length` in the largest micro-batch, as token_budget_groups makes them: at least one."""
-    return max(1, min(at_most, (tokens or config.engine.micro_batch_tokens) // length))
+    return max(1, min(at_most, config.engine.micro_batch_tokens // length))
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def print_times(plans: Sequence[tuple[str, Plan]], device: torch.device, cards: Cards | None, stream: TextIO) -> None:
+    """Print the time of a step of each plan on each device, by settings; or one line with the reason why not."""
+    rows, source = predicted(plans, device, cards)
+    if not rows:
+        print(f"time is not predicted: {source}", file=stream)
+        return
+    show_times(rows, source, stream)
+    if missing := left_out(plans[0][1]):
+        print(f"not counted: {', '.join(missing)}", file=stream)
+
+
+def predicted(plans: Sequence[tuple[str, Plan]], device: torch.device, cards: Cards | None
+              ) -> tuple[list[tuple[str, StepTime]], str]:
+    """(settings, time of a step) for each device and plan, and the source of the rates; [] and why there are none."""
+    device_rates, source = rates_for(device, cards, load.resolve_dtype(plans[0][1].roles[0].model.dtype, device))
+    return [(settings, times_of(plan, device, each)) for each in device_rates for settings, plan in plans], source
+
+
+def times_of(plan: Plan, device: torch.device, device_rates: Rates) -> StepTime:
+    samples = any(role.generation for role in plan.roles)
+    by = ("as long as the data's on the average" + ", responses as the settings allow" * samples if plan.timed
+          else "as long as the settings allow")
+    return replace(step_time(plan.timed or plan.roles, device, device_rates), steps=plan.steps, lengths=by)
+
+
+def rates_for(device: torch.device, cards: Cards | None, dtype: torch.dtype) -> tuple[list[Rates], str]:
+    """The rates to predict by, and their source; [] and why there are none."""
+    if cards is not None:
+        named = [CARDS[cards.name]] if cards.name else rates.cards_with(cards.memory)
+        return [rates.rates_of_card(c) for c in named], PUBLISHED if named else (
+            f"no card of {size_text(cards.memory)} is in the table; name one of {', '.join(CARDS)}, as in --cards 4090")
+    if device.type == "cpu":
+        if not machine_rates.can_measure():
+            return [], "our kernels are not compiled yet; hybrid-rlhf doctor does it, or the first run"
+        return [machine_rates.machine_rates(dtype)], "from rates measured just now"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if measured := read_rates(name):
+        return [measured], "from rates that hybrid-rlhf qualify measured on this card"
+    known = rates.figures_of(name)
+    return [rates.rates_of_card(known)] if known else [], PUBLISHED if known else (
+        f"{name} is not in the table; hybrid-rlhf qualify measures it, or --cards names one of {', '.join(CARDS)}")
+
+
+def left_out(plan: Plan) -> list[str]:
+    """Work of this run that the prediction does not count."""
+    roles = plan.roles
+    return [*(["models among the reward sources"] if any(r.labels for r in roles) else []),
+            *(["moving what is offloaded"] if any(r.offload or r.waits for r in roles) else []),
+            *(["what processes send each other"] if plan.title.split(": ")[1].split()[0] != "1" else []),
+            *(["texts mixed into the actor's steps"] if any(r.texts for r in roles) else [])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.distributed import is_main, main_first
+from hybrid_rlhf.core.distributed import main_first, print_main
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.loader import Loader
@@ -39,7 +38,6 @@ from hybrid_rlhf.training import (
     reward_sources,
 )
 from hybrid_rlhf.training.build_roles import Sources, build, check_roles, layout_of
-from hybrid_rlhf.training.plain_prompts import print_other_form
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
 from hybrid_rlhf.training.stage_config import OnPolicyConfig
 from hybrid_rlhf.training.step2_reward import own_samples
@@ -116,7 +114,7 @@ def find_sources(config: OnPolicyConfig) -> Sources:
     if config.reward.has_model(roles, config.environment, is_needed=method.needs_reward):
         reward = builders.parent_run(roles.reward.model_name_or_path, config.output_dir, "reward",
                                      "roles.reward.model_name_or_path (or reward.functions instead of a model)")
-        print_other_form(reward, config.data, method.reads)
+        builders.print_other_form(reward, config.data, method.reads)
     trusts = config.model.trust_remote_code
     reads_text = reward not in (actor, None) and builders.difference(
         actor, reward, config.data, method.reads, tokenizer, trust_remote_code=trusts)
@@ -225,7 +223,7 @@ def _leave(roles: Roles, opened: RunContext, config: OnPolicyConfig, folder: str
 
 def open_run(config: OnPolicyConfig) -> RunContext:
     """Check everything that can be checked without weights, then load data and roles."""
-    method, environments = config.method, episodes_setup.open_of(config)
+    method, environments = config.method, episodes_setup.open_of(config.environment, raw=config.data.raw)
     others = _open_sources(config, environments)
     check(environments is None or (config.roles.actor.tp or 1) == 1,
           f"roles.actor.tp is {config.roles.actor.tp}: episodes are sampled by each process for itself; leave it out")
@@ -239,7 +237,7 @@ def open_run(config: OnPolicyConfig) -> RunContext:
     tokenizer = builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
     for reads in method.also_reads:
         builders.give_template(tokenizer, config.data, reads)
-    player = episodes_setup.player_of(config, environments, tokenizer)
+    player = episodes_setup.player_of(config.environment, environments, tokenizer)
     reader = _open_reader(config, sources)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, method.reads, tokenizer, config.seed)
@@ -317,9 +315,8 @@ def _open_reader(config: OnPolicyConfig, sources: Sources):  # noqa: ANN202 - a 
     """The reward model's tokenizer where it reads text (a line says so); None where it reads the actor's tokens."""
     if not sources.reads_text:
         return None
-    if is_main():
-        print(f"the reward model {sources.reward} has a tokenizer or template of its own and reads the responses as "
-              f"text{f'; the critic starts from {sources.critic}' if sources.critic else ''}", file=sys.stderr)
+    print_main(f"the reward model {sources.reward} has a tokenizer or template of its own and reads the responses as "
+               "text" + (f"; the critic starts from {sources.critic}" if sources.critic else ""))
     model = replace(config.model, model_name_or_path=builders.model_folder(sources.reward), tokenizer_name_or_path=None)
     return builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
 
@@ -340,7 +337,7 @@ def _reward_line(reward: str | None, has_check: bool) -> str | None:
     """How the stage-2 model ranked its held-out pairs; a warning where that may be chance (within two standard errors,
     1 / sqrt(n)), where nothing was held out, and where its run did not finish: its score would rise in training all the
     same. has_check: whether another source is reported beside it."""
-    record = runfile.read_run(reward) if reward and (Path(reward) / runfile.RUN_FILE).exists() else None
+    record = runfile.run_at(reward) if reward else None
     if record is None:
         return None
     accuracy, count = record.metrics.get("eval/accuracy"), record.facts.get("data", {}).get("held_out")
@@ -372,7 +369,7 @@ def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: in
     if method.critic_warmup_steps is not None or not method.needs_critic:
         return method.critic_warmup_steps or 0
     steps = 0 if starts["critic"].head else min(MAX_CRITIC_WARMUP, num_steps // 10)
-    if steps and is_main():
+    if steps:
         first = "first step trains" if steps == 1 else f"first {steps} steps train"
-        print(f"the critic knows no scores yet: the {first} it alone (ppo.critic_warmup_steps)", file=sys.stderr)
+        print_main(f"the critic knows no scores yet: the {first} it alone (ppo.critic_warmup_steps)")
     return steps

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.core.config import check, nearest
-from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.open import EnvironmentConfig, source_of
@@ -160,17 +159,14 @@ def print_step_rewards(sources: list[RewardSource], ppo: PPOConfig | None, envir
     placed = [s for s in sources if isinstance(s, ProcessSource) and s.places_scores]
     names = [s.name for s in placed] + [k.name for k in (environments.kinds if environments else []) if k.has_step]
     divided = [s.name for s in placed if s.reduce == "each"]
-    if not is_main():
-        return
     if names and (ppo is None or ESTIMATORS[ppo.estimator].sums):
         what = f"ppo.estimator {ppo.estimator}" if ppo else "this method"
         apart = ", ".join(name for name, row in ESTIMATORS.items() if not row.sums)
-        print(f"reward: {', '.join(names)} rewards single steps or turns, and {what} reads their sum, one number of "
-              f"the response; ppo.estimator {apart} rewards each token by what follows it", file=sys.stderr)
+        print_main(f"reward: {', '.join(names)} rewards single steps or turns, and {what} reads their sum, one number "
+                   f"of the response; ppo.estimator {apart} rewards each token by what follows it")
     elif divided and ppo is not None and ppo.estimator == "process_grpo":
-        print(f"reward: {divided[0]} divides each step's reward by the number of steps, and process_grpo compares "
-              f"steps, so that fewer steps pay better; give reward.options {{{divided[0]}: {{reduce: sum}}}}",
-              file=sys.stderr)
+        print_main(f"reward: {divided[0]} divides each step's reward by the number of steps, and process_grpo compares "
+                   f"steps, so that fewer steps pay better; give reward.options {{{divided[0]}: {{reduce: sum}}}}")
 
 
 def _judge(config: JudgeConfig, seed: int) -> JudgeSource:
@@ -195,12 +191,12 @@ def check_columns(sources: list[RewardSource], row: Mapping, has_episodes: bool 
     for source in functions:
         source.check_columns(names)
     custom = [s.name for s in functions if type(s.function) not in BUILTINS.values()]
-    if custom and has_episodes and is_main():
-        print(f"reward: {', '.join(custom)} get completions as lists of all messages behind the prompt: what the model "
-              "says last is completion[-1]['content']", file=sys.stderr)
-    elif custom and not isinstance(row.get("prompt", ""), str) and is_main():
-        print(f"reward: {', '.join(custom)} get completions as lists of one message, as the data's prompts are read as "
-              "messages: the text is completion[0]['content']", file=sys.stderr)
+    if custom and has_episodes:
+        print_main(f"reward: {', '.join(custom)} get completions as lists of all messages behind the prompt: what the "
+                   "model says last is completion[-1]['content']")
+    elif custom and not isinstance(row.get("prompt", ""), str):
+        print_main(f"reward: {', '.join(custom)} get completions as lists of one message, as the data's prompts are "
+                   "read as messages: the text is completion[0]['content']")
 
 
 def leave_unread(report: dict, sources: Sequence[RewardSource], environments: Environments | None) -> None:

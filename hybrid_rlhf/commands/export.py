@@ -47,13 +47,13 @@ def find(path: str) -> tuple[Path, RunRecord | None]:
     from hybrid_rlhf.models.load import refuse_gguf
     from hybrid_rlhf.models.lora import is_adapter
     from hybrid_rlhf.run.checkpoint import is_checkpoint
-    from hybrid_rlhf.run.runfile import RUN_FILE, read_run
+    from hybrid_rlhf.run.runfile import is_run, read_run
 
     folder = Path(path)
     check(folder.is_dir(), f"export: {path} is not a folder; give a run's folder, its model/ or its adapter/")
     if is_checkpoint(folder):
         return folder, None
-    run = next((p for p in (folder, folder.parent) if (p / RUN_FILE).exists()), None)
+    run = next((p for p in (folder, folder.parent) if is_run(p)), None)
     record = read_run(run) if run else None
     if run == folder:
         check(record.is_finished or record.left_early,
@@ -71,7 +71,7 @@ def find(path: str) -> tuple[Path, RunRecord | None]:
 
 def export(options: argparse.Namespace) -> list[Path]:
     """Export by the flags; returns the paths that were written. Leaves nothing in output_dir if a check fails."""
-    from hybrid_rlhf.export.gguf import check_convertible
+    from hybrid_rlhf.export.gguf import check_convertible, write_gguf
 
     source, record = find(options.model)
     target = Path(options.output_dir)
@@ -88,9 +88,10 @@ def export(options: argparse.Namespace) -> list[Path]:
             _write(source, base, beside, record)
             written = [target]
             if wanted:
-                written.append(target / _gguf(beside, target.name, wanted).name)
+                weights = write_gguf(beside, beside / f"{target.name}-{wanted}.gguf", wanted, target.name)
+                written.append(target / weights.name)
             if options.ollama:
-                written.append(target / _modelfile(beside, f"{target.name}-{wanted}.gguf").name)
+                written.append(target / _modelfile(beside, weights.name).name)
             check(not target.exists() or not any(target.iterdir()),
                   f"export: {target} has been filled meanwhile; choose a new folder")
     except Exception as error:
@@ -164,7 +165,8 @@ def _write_model(source: Path, base: str | None, folder: Path) -> tuple[dict[str
     if expert_weights(model):
         print(f"files have the experts of {type(model).__name__} one by one: all "
               f"{sum(p.nbytes for p in model.parameters()) / 2**30:.1f} GiB of it are held in memory", file=sys.stderr)
-    tokenizer = load_tokenizer(str(source) if _has_tokenizer(source) else base)
+    has_tokenizer = any((source / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    tokenizer = load_tokenizer(str(source) if has_tokenizer else base)
     if base:
         prepare(model, place, len(tokenizer))
         if is_reward:
@@ -177,16 +179,6 @@ def _write_model(source: Path, base: str | None, folder: Path) -> tuple[dict[str
     save(model, in_dtype(model, weights, dtype, torch.float32), folder)
     save_beside(model, tokenizer, folder)
     return live, type(model).__name__, dtype
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
-
-
-def _gguf(folder: Path, name: str, dtype: str) -> Path:
-    from hybrid_rlhf.export.gguf import write_gguf
-
-    return write_gguf(folder, folder / f"{name}-{dtype}.gguf", dtype, name)
 
 
 def _modelfile(folder: Path, weights: str) -> Path:

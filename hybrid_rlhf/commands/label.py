@@ -25,7 +25,6 @@ from hybrid_rlhf.rewards.judge.judge_config import PAIRWISE, JudgeConfig
 
 if TYPE_CHECKING:
     from hybrid_rlhf.data.labels import Asked
-    from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.rewards import RewardSource
     from hybrid_rlhf.training.labelling import Judged
 
@@ -135,7 +134,7 @@ def _named(error: UserError) -> UserError:
 
 def label(config: LabelConfig) -> Judged:
     """Read, sample, judge and write; returns the counts and the pairs."""
-    from hybrid_rlhf.run import lock
+    from hybrid_rlhf.run.runfile import claim, release
     from hybrid_rlhf.training import labelling
 
     lost, tally = Counter[str](), labelling.Judged()
@@ -144,7 +143,7 @@ def label(config: LabelConfig) -> Judged:
     asked = _asked(config, lost)
     source = _source(config)
     config.work.mkdir(parents=True, exist_ok=True)
-    lock.claim(config.work, LOCK)
+    claim(config.work, LOCK)
     try:
         own_files.clear_unfinished(config.work)
         cut = _sampled(config, asked, lost) if config.model else 0
@@ -154,7 +153,7 @@ def label(config: LabelConfig) -> Judged:
                                 "samples them by --model, or columns that hold them by --responses")
         _judge(config, asked, source, tally)
     finally:
-        lock.release(config.work)
+        release(config.work)
     changed = f", {tally.changed} changed with the order of the two" if tally.ordered else ""
     check(bool(tally.rows), f"label: no pair has a better response ({tally.ties} ties, {tally.failures} without a "
                             f"verdict, of {tally.compared}{changed}){_reasons(lost)}; nothing was written, try another "
@@ -204,23 +203,16 @@ def _check_place(config: LabelConfig) -> None:
 def _sampled(config: LabelConfig, asked: Sequence[Asked], lost: Counter[str]) -> int:
     """Add the model's samples; returns how many were cut."""
     from hybrid_rlhf.data.datasets import DataConfig
+    from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.training import builders, labelling
     from hybrid_rlhf.training.registry import READS
 
-    model = _model(config)
+    model = ModelConfig(builders.model_folder(str(config.model)), dtype=config.dtype, load_in_4bit=config.load_in_4bit)
+    builders.check_dtype(model)
     data = DataConfig(as_sources(config.data), raw=config.raw)
     tokenizer = builders.open_tokenizer(model, data, READS["ppo"], config.seed)
     return labelling.sample(asked, model, tokenizer, config.sampling, config.work / "samples.jsonl", raw=config.raw,
                             max_prompt_length=config.max_prompt_length, seed=config.seed, lost=lost)
-
-
-def _model(config: LabelConfig) -> ModelConfig:
-    from hybrid_rlhf.models.load import ModelConfig
-    from hybrid_rlhf.training import builders
-
-    model = ModelConfig(builders.model_folder(str(config.model)), dtype=config.dtype, load_in_4bit=config.load_in_4bit)
-    builders.check_dtype(model)
-    return model
 
 
 def _judge(config: LabelConfig, asked: Sequence[Asked], source: RewardSource, tally: Judged) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import math
 import shutil
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from hybrid_rlhf.commands.qualify_numbers import MEAN_DRIFT
 from hybrid_rlhf.commands.qualify_page import NO_TIME, Row, State, Task, first_line
 from hybrid_rlhf.core import nvidia, own_files
-from hybrid_rlhf.core.config import UserError, parse
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.device_memory import meter
@@ -35,8 +34,7 @@ from hybrid_rlhf.memory_plan.rates import SHARES, Rates
 from hybrid_rlhf.models import quantize
 from hybrid_rlhf.models.load import random_model
 from hybrid_rlhf.models.tokenizer import load_tokenizer, train_tokenizer
-from hybrid_rlhf.training import memory_options, time_options, unread_options
-from hybrid_rlhf.training.registry import STAGES
+from hybrid_rlhf.training import memory_options
 
 GIB = 2**30
 SLOW = 3.0  # a captured decode step may take so many times the time of reading the weights
@@ -343,10 +341,9 @@ def _launched(task: Task, words: list[str]) -> str:
 
 def _plan_of(words: list[str]) -> Plan:
     """The plan of --plan for this command line."""
-    row = STAGES[words[1]]
-    config, _ = parse(importlib.import_module(row.module).Config, [*row.preset, *words[2:]],
-                      prog=f"hybrid-rlhf --stage {words[1]}", unused=unread_options.of_stage(words[1]))
-    config = replace(config, stage=words[1])  # type: ignore[type-var] - a frozen dataclass, as all are
+    from hybrid_rlhf.cli import read_settings
+
+    config, _ = read_settings(words[1], words[2:])
     return memory_options.plans_of(config, memory_options.Place.here(None))[0]
 
 
@@ -417,7 +414,7 @@ def time_row(task: Task, plan: Plan, metrics: list[dict]) -> Row:
     if not task.rates:
         return task.row("time", State.NOTE, f"a step takes {total:.3g} s; nothing was measured to predict it by",
                         measured=measured)
-    phases = time_options.times_of(plan, task.device, Rates.of(task.rates)).phases
+    phases = memory_options.times_of(plan, task.device, Rates.of(task.rates)).phases
     predicted = {"generate": phases.get("generate", 0.0), "score": phases.get("score", 0.0),
                  "train": sum(v for k, v in phases.items() if k.startswith(("train", "step")))}
     expected = sum(predicted.values())

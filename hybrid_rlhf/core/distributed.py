@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,6 +39,12 @@ _main = 0  # the rank of the main process, as this one knows it
 def is_main() -> bool:
     """True in the one process that writes files and prints to the terminal."""
     return rank() == _main
+
+
+def print_main(*lines: str) -> None:
+    """Print lines to stderr, in the main process alone."""
+    if is_main():
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def stand_in_for_main() -> None:

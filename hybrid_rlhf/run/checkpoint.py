@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -21,8 +22,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.distributed import gather_over_ranks, is_main, rank, world_size
 from hybrid_rlhf.run import tensor_file
-from hybrid_rlhf.run.state_tree import Stored, load_all, split
-from hybrid_rlhf.run.tensor_file import TensorFile
+from hybrid_rlhf.run.tensor_file import TensorFile, is_storable
 
 TENSORS, REST, MANIFEST, BEST = "state.safetensors", "state.json", "manifest.json", "best"
 FORMAT = 2
@@ -68,8 +68,7 @@ def load(path: str | Path) -> dict:
 
 def read(path: str | Path, of: int | None = None, *, is_mapped: bool = False) -> Stored:
     """The state that this process (or process number `of`) saved in a complete checkpoint folder. A tensor is read at
-    each access, into new memory; is_mapped: memory-mapped, so that only used parts are read. Raises ValueError for a
-    folder of something else."""
+    each access, into new memory; is_mapped: memory-mapped, so that only used parts are read."""
     path, of = Path(path), rank() if of is None else of
     files = [TensorFile(path / of_rank(TENSORS, r)) for r in dict.fromkeys((of, 0))]
 
@@ -77,13 +76,7 @@ def read(path: str | Path, of: int | None = None, *, is_mapped: bool = False) ->
         file = next(f for f in files if name in f.names)
         return file.map(name) if is_mapped else file.read(name)
 
-    try:
-        rest = json.loads((path / of_rank(REST, of)).read_text(encoding="utf-8"))
-        if set(rest) != {"dict"} or not isinstance(rest["dict"], dict):
-            raise ValueError("no state")
-        return Stored(rest["dict"], tensor)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a checkpoint of ours: {error}") from error
+    return Stored(json.loads((path / of_rank(REST, of)).read_text(encoding="utf-8"))["dict"], tensor)
 
 
 def num_processes(path: Path) -> int:
@@ -113,14 +106,9 @@ def damage(path: str | Path, *, is_thorough: bool = True) -> str | None:
                 return f"{name} has changed since it was written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError):
         return f"{MANIFEST} cannot be read"
     return None
-
-
-def is_complete(path: str | Path) -> bool:
-    """Whether every file exists with the size and checksum of the manifest."""
-    return damage(path) is None
 
 
 def latest(folder: str | Path, warn: Callable[[str], None] = lambda _text: None, *,
@@ -288,3 +276,62 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# -- a state as JSON and named tensors ---------------------------------------------------------------------------------
+
+
+class Stored(Mapping):
+    """A dict of a checkpoint. A tensor is read at each access, and not cached."""
+
+    def __init__(self, content: dict, tensor: Callable[[str], Tensor]) -> None:
+        self._content, self._tensor = content, tensor
+
+    def __getitem__(self, key: str) -> object:
+        return _join(self._content[key], self._tensor)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+
+def split(value: object, path: str, tensors: dict[str, Tensor]) -> dict:
+    """`value` as JSON, each tensor replaced by {"tensor": its name in `tensors`}; numbers and strings are wrapped too,
+    so that no content is mistaken for a reference."""
+    if isinstance(value, Tensor) and is_storable(value):
+        tensors[path] = value.detach()
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        wrong = [k for k in value if not isinstance(k, str)]
+        if wrong:
+            raise TypeError(f"state{path} has the key {wrong[0]!r}; keys of a checkpoint are strings")
+        # "/" inside a key is escaped as in JSON pointers: a/b must not meet b in a
+        return {"dict": {k: split(v, f"{path}/{k.replace('~', '~0').replace('/', '~1')}", tensors)
+                         for k, v in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return {"list": [split(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has no NaN or infinity
+        return {"float": repr(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    raise TypeError(f"state{path} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings and lists")
+
+
+def _join(value: dict, tensor: Callable[[str], Tensor]) -> object:
+    (kind, content), = value.items()
+    if kind == "tensor":
+        return tensor(content)
+    if kind == "dict":
+        return Stored(content, tensor)
+    if kind == "list":
+        return [_join(v, tensor) for v in content]
+    return float(content) if kind == "float" else content
+
+
+def load_all(value: object) -> object:
+    """`value` as plain dicts, with all of its tensors read."""
+    if isinstance(value, Stored):
+        return {k: load_all(v) for k, v in value.items()}
+    return [load_all(v) for v in value] if isinstance(value, list) else value

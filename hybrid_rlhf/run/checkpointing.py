@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hybrid_rlhf.core import random_state
 from hybrid_rlhf.core.config import UserError, check, nearest
-from hybrid_rlhf.core.distributed import is_main, world_size
+from hybrid_rlhf.core.distributed import print_main, world_size
 from hybrid_rlhf.report.pace import EVALUATE, SAVE
 from hybrid_rlhf.run import checkpoint
-from hybrid_rlhf.run.checkpoint import SaveError
+from hybrid_rlhf.run.checkpoint import SaveError, load_all
 from hybrid_rlhf.run.reporter import Reporter
 from hybrid_rlhf.run.resume import FOLDER
 from hybrid_rlhf.run.runfile import RunRecord
-from hybrid_rlhf.run.state_tree import load_all
 from hybrid_rlhf.run.train_config import TrainConfig
 
 _SAVES_AT_MOST = 0.05  # share of the time, with train.save_minutes
@@ -224,6 +222,6 @@ def _check_rows(what: str, loader, made_with: str | None) -> None:  # noqa: ANN0
 def _warn_of_short_batches(loader, num_before: int) -> None:  # noqa: ANN001
     """A warning where another number of processes sees other rows: a single process leaves the last batch short."""
     is_unlike = num_before != world_size() and 1 in (num_before, world_size())
-    if is_unlike and is_main() and getattr(loader, "fills_up", False):
-        print("warning: a step takes more rows than there are, which several processes fill up and one does not: the "
-              "steps from here on differ from an uninterrupted run's", file=sys.stderr)
+    if is_unlike and getattr(loader, "fills_up", False):
+        print_main("warning: a step takes more rows than there are, which several processes fill up and one does not: "
+                   "the steps from here on differ from an uninterrupted run's")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,8 +12,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from hybrid_rlhf.core import activity
+from hybrid_rlhf.core import activity, own_files
 from hybrid_rlhf.core.distributed import device, is_main, max_over_ranks, world_size
 from hybrid_rlhf.core.errors import NotFinite, UserError, check
 from hybrid_rlhf.core.host_memory import free_host_bytes
@@ -21,7 +24,8 @@ from hybrid_rlhf.core.startup import restore_gc
 from hybrid_rlhf.engine.train.accumulate import rehearsal
 from hybrid_rlhf.report.alarms import FREE
 from hybrid_rlhf.report.pace import ANSWER, EVALUATE, EXPORT, REPORT, SAVE, Forecast
-from hybrid_rlhf.run import bad_batch, joined_state
+from hybrid_rlhf.run import process_count, tensor_file
+from hybrid_rlhf.run.checkpoint import split
 from hybrid_rlhf.run.checkpointing import Saver
 from hybrid_rlhf.run.ending import Leaving, Stopped, leaves, on_record
 from hybrid_rlhf.run.reporter import Reporter
@@ -30,6 +34,7 @@ from hybrid_rlhf.run.signals import interruptible
 from hybrid_rlhf.run.train_config import TrainConfig
 
 SAMPLED = 256  # rows whose lengths represent all
+NOT_FINITE = "not_finite"  # in output_dir: the batch that led to a loss or gradient that is not finite
 ENOUGH = 2.0  # seconds of a step; a longer one is rehearsed on half of its rows
 
 __all__ = ["Batches", "Leaving", "Stopped", "TrainConfig", "Trainer", "fit", "on_record"]
@@ -74,7 +79,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
     started, saver = time.perf_counter(), Saver(trainer, loader, held_out, record, config, total_steps)
     saver.num_updates_of = leaving.num_updates if leaving else saver.num_updates_of
     with on_record(record):
-        saved = joined_state.read(record.resumes_from) if record.resumes_from else None
+        saved = process_count.read_joined(record.resumes_from) if record.resumes_from else None
         first = saver.restore(saved)
         positions = saved and saved["reporter"]
         with (Reporter(record, trainer.progress_keys, total_steps, config, first, positions) as reporter,
@@ -195,10 +200,37 @@ def _with_batch(error: NotFinite, saver: Saver, batch: object, saved: Path | Non
     before = f"; the last checkpoint from before is {saved}" if saved else ""
     try:
         rollout = getattr(getattr(saver.trainer, "sampler", saver.trainer), "last_rollout", None)
-        folder = bad_batch.keep(saver.record.output_dir, batch=batch, rollout=rollout)
+        folder = keep_batch(saver.record.output_dir, batch=batch, rollout=rollout)
     except OSError as refusal:
         return NotFinite(f"{error}; the batch could not be saved: {refusal.strerror}{before}")
     return NotFinite(f"{error}; the last batch is in {folder}{before}")
+
+
+def keep_batch(output_dir: str | Path, **records: object) -> Path:
+    """Write `records` (dataclasses of tensors and lists, such as a batch or a rollout) as tensors.safetensors and
+    rest.json in a folder under output_dir; returns the folder. Existing files are replaced. Raises OSError."""
+    folder = Path(output_dir) / NOT_FINITE
+    tensors: dict[str, Tensor] = {}
+    rest = split({name: _plain(record) for name, record in records.items() if record is not None}, "", tensors)
+    with own_files.fresh_folder(Path(output_dir)) as beside:
+        tensor_file.write(beside / "tensors.safetensors", tensors)
+        (beside / "rest.json").write_text(json.dumps(rest, indent=1), encoding="utf-8")
+        folder.mkdir(exist_ok=True)
+        for path in beside.iterdir():
+            path.replace(folder / path.name)
+    return folder
+
+
+def _plain(value: object) -> object:
+    """Dataclasses as dicts, and values that a checkpoint cannot hold as their repr."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    is_kept = value is None or isinstance(value, (bool, int, float, str))
+    return value if is_kept or (isinstance(value, Tensor) and tensor_file.is_storable(value)) else repr(value)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.run import checkpoint, process_count
-from hybrid_rlhf.run.state_tree import load_all
 
 FOLDER = "checkpoints"
 NO_MATTER = ("resume", "output_dir", "report_to")  # settings without influence on the result
@@ -52,7 +51,8 @@ def later_end(old: Mapping, new: Mapping) -> tuple[str, ...]:
     return _LENGTHS if is_flat(old.get("train", {})) and is_flat(new.get("train", {})) else ()
 
 
-def find(output_dir: Path, wanted: str, warn: Callable[[str], None], *, is_thorough: bool) -> Path | None:
+def find(output_dir: Path, wanted: str, warn: Callable[[str], None] = lambda _text: None, *,
+         is_thorough: bool = False) -> Path | None:
     """The checkpoint that the setting resume means: "auto" the newest complete one or None, else the one of that path.
 
     is_thorough: every byte is checked, else sizes only. warn: gets a line about each damaged one. Raises UserError for
@@ -76,7 +76,7 @@ def find(output_dir: Path, wanted: str, warn: Callable[[str], None], *, is_thoro
 def made_by(path: Path) -> dict | None:
     """The facts in a complete checkpoint about the run that made it (Saver._run), or None where it has none."""
     try:
-        facts = load_all(checkpoint.read(path, of=0)["run"])
+        facts = checkpoint.load_all(checkpoint.read(path, of=0)["run"])
         is_ours = isinstance(facts["settings"], dict) and isinstance(facts["world_size"], int)
     except (LookupError, ValueError, TypeError):
         return None
@@ -112,14 +112,14 @@ def instead(output_dir: Path, stage: str, changed: list[str]) -> str:
 
 def is_shared_otherwise(output_dir: Path, changed: list[str]) -> bool:
     """Whether a finished run's settings differ only because of another number of processes."""
-    path = find(output_dir, "auto", lambda _text: None, is_thorough=False)
+    path = find(output_dir, "auto")
     facts = made_by(path) if path else None
     return facts is not None and facts["world_size"] != world_size() and all(map(process_count.may_change, changed))
 
 
 def can_go_on(output_dir: Path, changed: list[str], old: Mapping, new: Mapping) -> bool:
     """Whether a finished run can be extended: only its end has changed, and there is a checkpoint."""
-    path = find(output_dir, "auto", lambda _text: None, is_thorough=False)
+    path = find(output_dir, "auto")
     if path is None:
         return False
     left = set(changed) - {*later_end(old, new), "train.max_seconds"}

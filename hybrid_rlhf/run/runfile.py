@@ -10,27 +10,28 @@ import hashlib
 import json
 import os
 import platform
-import sys
 import time
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import UserError, check, to_yaml
-from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, is_main
+from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, is_main, print_main
+from hybrid_rlhf.core.file_lock import take_lock
 from hybrid_rlhf.core.strict_json import plain, to_json
 from hybrid_rlhf.export.model_card import write_card
 from hybrid_rlhf.report.trackers import check_trackers
-from hybrid_rlhf.run import checkpoint, lock, process_count, resume
+from hybrid_rlhf.run import checkpoint, process_count, resume
 
 RUN_FILE, SETTINGS_FILE, FORMAT = "run.json", "config.yaml", 1
 STATUSES = ("running", "finished", "stopped", "failed")
 ROWS_FOLDER = "rows"  # in output_dir: data given from Python, written before the run begins
 TRACKERS = "trackers"  # in output_dir: files of wandb and other trackers, which create links
+_locks: dict[Path, BinaryIO] = {}  # folder -> the open file with this process's lock
 _LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl", "answers.jsonl", "report.md")
 
 
@@ -106,7 +107,7 @@ class RunRecord:
         try:
             self.write()
         finally:
-            lock.release(Path(self.output_dir))
+            release(Path(self.output_dir))
 
     def write(self) -> None:
         """Write run.json atomically, in the main process."""
@@ -138,7 +139,7 @@ def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | 
               f"{path} has changed since the run in output_dir {output_dir}; choose another output_dir, or give "
               "--resume never to run it again")
     if not old.is_finished or wanted != "auto":
-        path = resume.find(folder, wanted, lambda _text: None, is_thorough=False)
+        path = resume.find(folder, wanted)
         if path is not None:
             resume.check_fits(path, settings)
         return None
@@ -149,11 +150,11 @@ def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | 
     check(is_same, f"output_dir {output_dir} holds a finished run with other settings ({', '.join(changed[:5])}); "
                    f"{resume.instead(folder, stage, changed)}, or give --resume never to run it again")
     for model in map(old.facts.get, ("base_model", "reward_model")):
-        is_run = isinstance(model, str) and (Path(model) / RUN_FILE).exists()
-        check(not is_run or (read_run(model).finished or "") <= (old.finished or ""),
+        started_from = run_at(model) if model else None
+        check(not started_from or (started_from.finished or "") <= (old.finished or ""),
               f"{model} was trained again after the run in output_dir {output_dir}; choose another output_dir, or give "
               "--resume never to run it again")
-    _log(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
+    print_main(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
     return old
 
 
@@ -173,32 +174,33 @@ def start(output_dir: str | Path, stage: str, config: object, command: str) -> R
     old = _existing(folder)
     path = None
     if old is not None and is_main():
-        path = resume.find(folder, getattr(config, "resume", "auto"), _log, is_thorough=True)
+        path = resume.find(folder, getattr(config, "resume", "auto"), print_main, is_thorough=True)
     resumes_from = gather_over_ranks(str(path) if path else None)[0]
     if resumes_from is not None:
         return _resume(old, Path(resumes_from), settings, command)
     if old is not None:
         how = "finished" if old.is_finished else f"unfinished ({old.status})"
-        _log(f"{output_dir}: the {how} {stage} run found here is started again from the beginning")
+        print_main(f"{output_dir}: the {how} {stage} run found here is started again from the beginning")
     return _begin(folder, stage, settings, command, is_new=old is None)
 
 
 def _resume(record: RunRecord, path: Path, settings: dict, command: str) -> RunRecord:
     """Reopen the run's record, to resume from the checkpoint `path`."""
     facts = resume.check_fits(path, settings)
-    _log(f"{record.output_dir}: the {record.stage} run found here goes on after step {facts['step']}, from {path.name}")
+    print_main(f"{record.output_dir}: the {record.stage} run found here goes on after step {facts['step']}, from "
+               f"{path.name}")
     others = process_count.note(facts, settings)
     if others:
-        _log(others)
+        print_main(others)
     other = [f"{k} {v}, not {facts['versions'][k]}" for k, v in _versions().items() if facts["versions"].get(k, v) != v]
     if other:
-        _log(f"warning: the checkpoint was made with another release ({'; '.join(other)}): the run may differ from an "
-             "uninterrupted one")
+        print_main(f"warning: the checkpoint was made with another release ({'; '.join(other)}): the run may differ "
+                   "from an uninterrupted one")
     record.status, record.error, record.finished, record.command = "running", None, None, command
     record.config, record.versions, record.resumes_from, record._clock = settings, _versions(), path, time.monotonic()
     if is_main():
         try:
-            lock.claim(Path(record.output_dir), SETTINGS_FILE)
+            claim(Path(record.output_dir), SETTINGS_FILE)
             own_files.clear_unfinished(Path(record.output_dir))
             record.write()
             if path.parent.name != checkpoint.BEST:
@@ -220,9 +222,6 @@ def _existing(folder: Path) -> RunRecord | None:
     check(folder.is_dir(), f"output_dir {folder} is a file; give a folder")
     if os.path.lexists(folder / RUN_FILE):
         own_files.check_inside(folder, (TRACKERS,))
-        for name in _LEFT_BY_A_RUN:
-            check(not (folder / name).is_dir(),
-                  f"output_dir {folder} holds a folder where a run writes the file {name}; move it elsewhere")
         return read_run(folder)
     try:
         strangers = sorted(p.name for p in folder.iterdir()
@@ -246,9 +245,9 @@ def _begin(folder: Path, stage: str, settings: dict, command: str, is_new: bool)
     if is_main():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock.claim(folder, SETTINGS_FILE)
-            if is_new and (folder / RUN_FILE).exists():  # another run began, and ended, meanwhile
-                raise lock.taken(folder)
+            claim(folder, SETTINGS_FILE)
+            if is_new and is_run(folder):  # another run began, and ended, meanwhile
+                raise _taken(folder)
             record.write()
             own_files.clear_unfinished(folder)
             for name in _LEFT_BY_A_RUN:
@@ -285,20 +284,25 @@ def _now() -> str:
 def read_run(folder: str | Path) -> RunRecord:
     """The record in `folder`. Raises UserError if it is missing, not a run record, or written by a newer release."""
     path = Path(folder) / RUN_FILE
-    check(path.exists(), f"{folder} holds no run: it has no {RUN_FILE}")
+    check(is_run(folder), f"{folder} holds no run: it has no {RUN_FILE}")
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-        newer = contents["format"] > FORMAT
-        record = None if newer else RunRecord(output_dir=str(folder), **contents)
-        is_ours = newer or (record.status in STATUSES and isinstance(record.stage, str) and
-                            all(isinstance(getattr(record, n), dict) for n in ("config", "metrics", "facts")))
-    except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
+        check(contents["format"] <= FORMAT,
+              f"{path} was written by a newer release (format {contents['format']}); update hybrid_rlhf")
+        return RunRecord(output_dir=str(folder), **contents)
+    except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path} is not a run record of hybrid_rlhf, or is damaged; "
                         "give another folder, or run the stage again") from error
-    check(is_ours, f"{path} is not a run record of hybrid_rlhf, or is damaged; "
-                   "give another folder, or run the stage again")
-    check(not newer, f"{path} was written by a newer release (format {contents['format']}); update hybrid_rlhf")
-    return record
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether `folder` holds a run."""
+    return (Path(folder) / RUN_FILE).exists()
+
+
+def run_at(folder: str | Path) -> RunRecord | None:
+    """The record in `folder`; None where there is none. Raises UserError as `read_run` does."""
+    return read_run(folder) if is_run(folder) else None
 
 
 def require_finished(folder: str | Path, stage: str) -> RunRecord:
@@ -316,7 +320,7 @@ def require_finished(folder: str | Path, stage: str) -> RunRecord:
 
 @cache
 def _log_once(text: str) -> None:
-    _log(text)
+    print_main(text)
 
 
 def difference(actor: RunRecord, other: RunRecord) -> str | None:
@@ -357,6 +361,29 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _log(text: str) -> None:
-    if is_main():
-        print(text, file=sys.stderr)
+# -- lock of a folder --------------------------------------------------------------------------------------------------
+
+
+def claim(folder: Path, name: str) -> None:
+    """Lock `folder` by its file `name`, which is created where it is missing. UserError where another process has it.
+
+    OSError where the folder cannot be written; on a file system without locks nothing is locked.
+    """
+    release(folder)
+    try:
+        _locks[folder.absolute()] = take_lock(folder / name, 0)
+    except TimeoutError:
+        raise _taken(folder) from None
+
+
+def _taken(folder: Path) -> UserError:
+    """The error of a second process."""
+    return UserError(f"output_dir {folder}: another process is at this run; wait for its end, or choose another "
+                     "output_dir")
+
+
+def release(folder: Path) -> None:
+    """Release the lock, if this process has it."""
+    file = _locks.pop(folder.absolute(), None)
+    if file is not None:
+        file.close()

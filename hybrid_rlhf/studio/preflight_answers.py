@@ -41,7 +41,7 @@ from hybrid_rlhf.memory_plan.table import verdict
 from hybrid_rlhf.models.load import check_folder
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.studio.settings_text import by_table, check_names, common_options, settings_text, with_card
-from hybrid_rlhf.training import builders, on_policy, reward_sources, time_options, unread_options
+from hybrid_rlhf.training import builders, memory_options, on_policy, reward_sources, unread_options
 from hybrid_rlhf.training.memory_options import Place, look_ahead
 from hybrid_rlhf.training.registry import STAGES, variant_options
 
@@ -199,7 +199,7 @@ def _times(plans: list[Plan], stages: list[str], place: Place) -> dict:
     """Seconds of a step by phase, on the first device for which they can be predicted."""
     times, source = [], ""
     for stage, plan in zip(stages, plans, strict=True):
-        rows, source = time_options.predicted([("as given", plan)], place.device, place.card)
+        rows, source = memory_options.predicted([("as given", plan)], place.device, place.card)
         if not rows:
             return {"times": [], "time_note": f"time is not predicted: {source}"}
         prediction, prefix = rows[0][1], f"{stage}: " if len(plans) > 1 else ""
@@ -207,7 +207,7 @@ def _times(plans: list[Plan], stages: list[str], place: Place) -> dict:
         times += [{"name": f"{prefix}a step", "seconds": prediction.whole}]
         times += [{"name": f"{prefix}the run of {prediction.steps} steps",
                    "seconds": prediction.whole * prediction.steps}] if prediction.steps else []
-    left_out = time_options.left_out(plans[0])
+    left_out = memory_options.left_out(plans[0])
     note = f"predicted and not measured: {source}" + (f"; not counted: {', '.join(left_out)}" if left_out else "")
     return {"times": times, "time_note": note}
 

@@ -23,7 +23,7 @@ from hybrid_rlhf.memory_plan.amounts import Cards
 from hybrid_rlhf.memory_plan.calibration import Calibration, read_calibration, read_rates
 from hybrid_rlhf.memory_plan.plan import Line, Plan
 from hybrid_rlhf.memory_plan.rates import CARDS, Rates, rates_of_card
-from hybrid_rlhf.training import time_options
+from hybrid_rlhf.training import memory_options
 from tests.factories.tiny import own_cache
 from tests.simulated_card import simulated_card
 
@@ -228,7 +228,7 @@ def test_a_plan_that_is_off_makes_the_exit_code_1(place, monkeypatch):
 
 
 def test_a_step_that_takes_more_than_three_times_as_long_as_predicted_differs(task, monkeypatch):
-    monkeypatch.setattr(time_options, "times_of", lambda *_: type("Time", (), {
+    monkeypatch.setattr(memory_options, "times_of", lambda *_: type("Time", (), {
         "phases": {"generate": 1.0, "score": 0.5, "train actor": 0.4, "step actor": 0.1}}))
     rates = rates_of_card(CARDS["3060"]).stored()
     for seconds, state in ((2.0, State.PASSED), (5.9, State.PASSED), (6.1, State.DIFFERS), (0.5, State.DIFFERS)):
@@ -360,9 +360,9 @@ def test_a_calibration_is_within_its_bounds_and_the_plan_reads_it(place, monkeyp
     assert json.loads((place / "cache/calibration.json").read_text())["theirs"] == 1
     assert read_rates("A Card") == rates and read_rates("Another") is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device=None: "A Card")
-    found, source = time_options.rates_for(torch.device("cuda"), None, torch.bfloat16)
+    found, source = memory_options.rates_for(torch.device("cuda"), None, torch.bfloat16)
     assert found == [rates] and "qualify measured on this card" in source
-    assert time_options.rates_for(torch.device("cuda"), Cards(1, 1, 24 * GIB, "4090"), torch.bfloat16)[0] != [rates]
+    assert memory_options.rates_for(torch.device("cuda"), Cards(1, 1, 24 * GIB, "4090"), torch.bfloat16)[0] != [rates]
 
 
 def test_what_cannot_be_is_cut_and_what_others_may_hold_is_not_written(place):

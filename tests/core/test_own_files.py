@@ -20,8 +20,8 @@ from hybrid_rlhf.export import folder as model_folder
 from hybrid_rlhf.export.model_card import write_card
 from hybrid_rlhf.inference.conversation import Conversation
 from hybrid_rlhf.report import plots, summary
-from hybrid_rlhf.run import bad_batch, checkpoint, runfile
-from hybrid_rlhf.run.json_lines import Lines
+from hybrid_rlhf.run import checkpoint, loop, runfile
+from hybrid_rlhf.run.reporter import Lines
 from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_tokenizer
 
 MINE = "years of work"
@@ -102,7 +102,7 @@ def test_plots_and_a_batch_that_was_kept_leave_other_files_of_their_folders(tmp_
     assert {p.name for p in plots.draw([{"step": 1, "loss": 1.0}], tmp_path)} == {"loss.png"}
     assert sorted(os.listdir(tmp_path / "plots")) == ["loss.png", "mine.png"], "a plot of an earlier run is not kept"
     for batch in (4, 5):
-        bad_batch.keep(tmp_path, batch=batch)
+        loop.keep_batch(tmp_path, batch=batch)
     assert json.loads((tmp_path / "not_finite" / "rest.json").read_text()) == {"dict": {"batch": {"value": 5}}}
     assert [path.read_text() for path in near] == [MINE] * 2
 
@@ -123,7 +123,7 @@ def test_a_link_to_another_run_s_checkpoints_is_refused_and_they_stay(tmp_path, 
     kept = checkpoint.save(tmp_path / "other" / "checkpoints", 3, {"n": 3})
     (tmp_path / "one" / "checkpoints").symlink_to(tmp_path / "other" / "checkpoints")
     assert f"output_dir {tmp_path / 'one'} holds a link (checkpoints)" in refused(tmp_path / "one", resume)
-    assert checkpoint.is_complete(kept)
+    assert checkpoint.damage(kept) is None
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "run.json", "report.md", "model/config.json",
@@ -153,10 +153,10 @@ def test_a_pipe_in_an_output_folder_is_refused_and_not_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused_by_name(tmp_path, resume):
+def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused_and_stays(tmp_path, resume):
     runfile.start(tmp_path, "sft", Config(), "").close("failed")
     mine(tmp_path / "metrics.jsonl" / "thesis")
-    with pytest.raises(UserError, match=r"a folder where a run writes the file metrics\.jsonl; move it"):
+    with pytest.raises(UserError, match=r"cannot write to output_dir .*: Is a directory"):
         runfile.start(tmp_path, "sft", Config(resume), "")
     assert (tmp_path / "metrics.jsonl" / "thesis").read_text() == MINE
 

@@ -227,7 +227,7 @@ def test_a_template_that_parses_thoughts_loses_none_of_the_words_or_refuses_the_
 
 
 def test_a_run_that_reads_plain_prompts_otherwise_than_its_parent_says_so(tmp_path, capsys):
-    from hybrid_rlhf.training.plain_prompts import print_other_form
+    from hybrid_rlhf.training.builders import print_other_form
 
     (tmp_path / "rows.jsonl").write_text(json.dumps(PAIR))
     (tmp_path / "chat.jsonl").write_text(json.dumps({"question": "What is red?", "answer": "A fox."}))

@@ -12,7 +12,7 @@ import torch
 from hybrid_rlhf.core import random_state
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.run import checkpoint, checkpointing, joined_state, process_count, resume, runfile
+from hybrid_rlhf.run import checkpoint, checkpointing, process_count, resume, runfile
 from tests.factories.counting import Killed, killed, runner
 
 PART = {"partition": {"stage": 1, "groups": [["w"]]}, "optimizer": {}, "num_steps": 3}
@@ -27,7 +27,7 @@ def go(tmp_path):
 def be(monkeypatch):
     """be(rank, world): from now on this process is that one."""
     def now(rank: int, world: int) -> None:
-        for module in (checkpoint, joined_state, process_count, resume):
+        for module in (checkpoint, process_count, resume):
             for name, value in (("rank", rank), ("world_size", world)):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, lambda value=value: value)
@@ -63,12 +63,12 @@ def test_what_processes_have_in_common_parts_and_limits_are_joined(tmp_path, be)
                                               {"actor": {"update": 32, "score": 7}, "critic": {}})))
     path = by_two(tmp_path, [one, other])
     be(0, 3)
-    found = joined_state.read(path)["trainer"]
+    found = process_count.read_joined(path)["trainer"]
     assert torch.equal(found["rng"], rng) and found["kl"] == {"value": 0.5} and found["list"] == [1, [2]]
     assert found["oom_limits"] == {"actor": {"update": 32, "score": 7}, "critic": {}}
     assert [each["weights"]["group 0"].tolist() for each in found["actor"]["processes"]] == [[0, 0], [1, 1]]
     be(1, 2)  # as many as before: each has its own, as ever
-    assert joined_state.read(path)["trainer"]["actor"]["weights"]["group 0"].tolist() == [1, 1]
+    assert process_count.read_joined(path)["trainer"]["actor"]["weights"]["group 0"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("rank", "drawn_by"), [(0, 0), (1, 1), (2, None)])
@@ -80,7 +80,7 @@ def test_a_process_goes_on_with_its_generators_and_a_new_one_has_torch_s_as_seed
         expected[seed] = torch.rand(3)
     torch.manual_seed(77)
     be(rank, 3)
-    random_state.load_state(joined_state.read(path)["random"])
+    random_state.load_state(process_count.read_joined(path)["random"])
     assert torch.equal(torch.rand(3), expected[77 if drawn_by is None else drawn_by])
     assert random.random() == random.Random(drawn_by or 0).random()
 
@@ -91,8 +91,8 @@ def test_a_process_goes_on_with_its_generators_and_a_new_one_has_torch_s_as_seed
 def test_what_is_each_process_s_own_is_refused(tmp_path, be, one, other, name):
     path = by_two(tmp_path, [one, other])
     be(0, 1)
-    with pytest.raises(joined_state.Unlike, match=f"its 2 processes have each a {name} of their own"):
-        joined_state.read(path)
+    with pytest.raises(process_count.Unlike, match=f"its 2 processes have each a {name} of their own"):
+        process_count.read_joined(path)
     with pytest.raises(UserError, match=f"made by 2 processes and this run has 1: its 2 processes have .*{name}.*; "
                                         "start 2, or give --resume never"):
         resume.check_fits(path, {"train": {"per_device_train_batch_size": 8}})

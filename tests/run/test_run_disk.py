@@ -55,7 +55,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_room_lets_it_go_on(go, tmp_path
 
 
 def test_lines_that_a_full_disk_refuses_wait_and_none_is_lost_or_doubled(go, tmp_path, monkeypatch, capfd):
-    from hybrid_rlhf.run import json_lines
+    from hybrid_rlhf.run import reporter
 
     go("straight")
 
@@ -76,7 +76,7 @@ def test_lines_that_a_full_disk_refuses_wait_and_none_is_lost_or_doubled(go, tmp
         def __getattr__(self, name: str):
             return getattr(self.file, name)
 
-    monkeypatch.setattr(json_lines, "open", lambda *given, **named: Full(open(*given, **named)), raising=False)  # noqa: SIM115
+    monkeypatch.setattr(reporter, "open", lambda *given, **named: Full(open(*given, **named)), raising=False)  # noqa: SIM115
     go("run")
     assert left(tmp_path / "run") == left(tmp_path / "straight")
     assert "its lines wait for room" in capfd.readouterr().err
@@ -85,7 +85,7 @@ def test_lines_that_a_full_disk_refuses_wait_and_none_is_lost_or_doubled(go, tmp
 @pytest.mark.parametrize(("left_over", "kept"), [
     ('{"a": 1}\n{"b"', '{"a": 1}\n'), ('{"a"', ""), ('{"a": 1}\n', '{"a": 1}\n')])
 def test_lines_that_have_lost_their_end_go_on_after_the_last_whole_one(tmp_path, left_over, kept):
-    from hybrid_rlhf.run.json_lines import Lines
+    from hybrid_rlhf.run.reporter import Lines
 
     (tmp_path / "lines").write_text(left_over)
     said: list[str] = []

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from hybrid_rlhf.core.errors import NotFinite, UserError
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.run import checkpoint, lock, loop, runfile, tensor_file
+from hybrid_rlhf.run import checkpoint, loop, runfile, tensor_file
 from hybrid_rlhf.run.checkpointing import Saver
 from hybrid_rlhf.run.loop import Stopped
 from hybrid_rlhf.run.train_config import TrainConfig
@@ -371,7 +371,7 @@ def test_a_second_process_is_told_that_the_first_is_still_at_it(go, tmp_path):
 
     with pytest.raises(Killed):
         go("run", {5: killed})
-    lock.release(tmp_path / "run")  # a process that is killed lets go of it
+    runfile.release(tmp_path / "run")  # a process that is killed lets go of it
     with open(tmp_path / "run" / "config.yaml") as file:  # as another process would
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for resume in ("auto", "never"):

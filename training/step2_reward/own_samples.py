@@ -7,7 +7,6 @@ samples, which are closer to each other. Where two models of disjoint halves of 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.engine import SamplingConfig
@@ -42,8 +41,7 @@ def agreement(opened: supervised.Opened, open_reward: Open, num_steps: int) -> d
             measured = _measured(opened, open_reward, num_prompts)
     except UserError as error:
         measured = {"why": str(error)}
-    if is_main():
-        print(f"reward.own_samples: {line(measured)}", file=sys.stderr)
+    print_main(f"reward.own_samples: {line(measured)}")
     return {"own_samples": measured}
 
 
