@@ -12,6 +12,7 @@ import yaml
 
 from hybrid_rlhf.cli import SWITCHES, main
 from hybrid_rlhf.core.config import UserError, parse
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.training import all_stages, step1_sft, step3_ppo
 from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.training.unread_options import of_stage
@@ -162,7 +163,7 @@ def test_settings_of_another_stage_are_refused(tmp_path, capsys) -> None:
 
 def test_python_refuses_a_bad_value_as_the_command_line_does() -> None:
     with pytest.raises(UserError, match=r"ppo\.minibatch_size is 99"):
-        step3_ppo.Config(train=step3_ppo.TrainConfig(per_device_train_batch_size=8),
+        step3_ppo.Config(train=TrainConfig(per_device_train_batch_size=8),
                          ppo=step3_ppo.PPOConfig(minibatch_size=99, num_ppo_epochs=1, num_minibatches=1))
 
 

@@ -12,6 +12,7 @@ from hybrid_rlhf.core.accelerator import device_line
 from hybrid_rlhf.core.compat import TESTED, releases_line
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import device, is_main, print_main
+from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
@@ -228,9 +229,6 @@ def _named(source: Source) -> str | dict:
 
 def _carried(config: object, option: str) -> list[str]:
     """The option and its value, where the run's value was not the default."""
-    section, _, name = option.partition(".")
-    value, default = getattr(config, section), getattr(type(config)(), section)
-    for part in name.split("."):
-        value, default = getattr(value, part), getattr(default, part)
+    value, default = value_of(config, option), value_of(type(config)(), option)
     is_usual = value == default or (option == "model.lora.r" and not value)
     return [] if is_usual else [f"--{option}", json.dumps(value) if not isinstance(value, str) else value]

@@ -130,8 +130,7 @@ def _open_learner(stage: ModuleType, config: Any) -> Trained:
     """The policy or reward model of an offline recipe."""
     builders.seed_everything(config.seed)
     _, model = stage.start_model(config)
-    reads = stage.reads_of(config) if hasattr(stage, "reads_of") else STAGES[config.stage].reads
-    tokenizer = builders.open_tokenizer(model, config.data, reads, config.seed)
+    tokenizer = builders.open_tokenizer(model, config.data, supervised.reads_of(config), config.seed)
     is_policy = STAGES[config.stage].leaves == "policy"
     if is_policy:
         opened = builders.open_policy(model, tokenizer, config.seed, dropout=False)

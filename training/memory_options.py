@@ -51,6 +51,7 @@ from hybrid_rlhf.training import (
     step1_sft,
     step2_reward,
     step3_ppo,
+    supervised,
 )
 from hybrid_rlhf.training.build_roles import find_starts, layout_of, load_config_for
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
@@ -120,8 +121,7 @@ def mean_lengths(config: object) -> tuple[int, int] | None:
     with a line that says why, where that is not known before the run."""
     stage = importlib.import_module(STAGES[config.stage].module)
     is_online = hasattr(config, "method")
-    reads = (config.method.reads if is_online else stage.reads_of(config) if hasattr(stage, "reads_of")
-             else STAGES[config.stage].reads)
+    reads = config.method.reads if is_online else supervised.reads_of(config)
     try:
         builders.require_data(config.data, config.stage)
         model = (on_policy.actor_model(config, on_policy.find_sources(config)) if is_online

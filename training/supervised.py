@@ -23,6 +23,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import Leaving, Trainer, fit, on_record
 from hybrid_rlhf.training import announce, builders, defaults
+from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.training.stage_config import StageConfig
 
 
@@ -54,15 +55,22 @@ Start = Callable[[StageConfig], tuple[str, ModelConfig]]  # settings -> the run 
 Collation = Callable[[StageConfig, int], tuple[Callable[[list[dict]], object], Callable[[list[dict]], object]]]
 
 
-def previews(config: StageConfig, reads: Reads, start: Start) -> Iterator[Preview]:
+def reads_of(config: StageConfig) -> Reads:
+    """The rows that the stage reads; of preferences those of dpo.loss_type, whichever stage set it."""
+    return STAGES[defaults.method_of(config)].reads
+
+
+def previews(config: StageConfig, *, start: Start) -> Iterator[Preview]:
     """Rendered examples of the data."""
+    reads = reads_of(config)
     builders.require_data(config.data, reads.stage)
     yield look(config.data, reads, builders.open_tokenizer(start(config)[1], config.data, reads, config.seed))
 
 
-def run(config: StageConfig, command: str, reads: Reads, start: Start, collation: Collation,
+def run(config: StageConfig, command: str = "", *, start: Start, collation: Collation,
         make: Callable[[Opened], Learner]) -> dict[str, float]:
     """Train, export to output_dir/model, and return the final metrics (also in output_dir/run.json)."""
+    reads = reads_of(config)
     builders.require_data(config.data, reads.stage)
     config = defaults.resolve(config)
     done = runfile.finished(config.output_dir, config.stage, config)

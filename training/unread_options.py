@@ -5,14 +5,14 @@ They are not options of that stage: its --help, files and records leave them out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.algorithms.policy import POLICY_LOSSES
 from hybrid_rlhf.algorithms.preference import LOSSES
-from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.config import Option, UserError, check, nearest, options_of
 from hybrid_rlhf.core.options import value_of, with_value
 from hybrid_rlhf.rewards.judge.judge_config import VERDICT, JudgeConfig
 from hybrid_rlhf.training.registry import PROMPTS_ONLY, READS, STAGES, variant_options
@@ -89,26 +89,14 @@ def without(stage: str, sections: dict[str, object]) -> dict[str, object]:
     return sections
 
 
-def _given(config: object, option: str) -> Iterator[str]:
+def _given(config: object, option: str) -> list[str]:
     """The options at or below `option` that are not at their defaults."""
-    part, default, field = config, None, None
-    for name in option.split("."):
-        field = next((f for f in fields(part) if f.name == name), None)
-        if field is None:  # an option of another stage, unknown to the parser here
-            return
-        default = getattr(default, name) if is_dataclass(default) else _default(type(part), name)
-        part = getattr(part, name)
-    if is_dataclass(part):
-        yield from (name for f in fields(part) for name in _given(config, f"{option}.{f.name}"))
-    elif part != default:
-        yield option
+    return [each.name for each in _at_or_below(type(config), option) if value_of(config, each.name) != each.default]
 
 
 @cache
-def _default(section: type, name: str) -> object:
-    """The default of a setting of `section`; cached, as checking a config constructs many of them."""
-    field = next(f for f in fields(section) if f.name == name)
-    return field.default if field.default is not MISSING else field.default_factory()
+def _at_or_below(config_class: type, option: str) -> list[Option]:
+    return [each for each in options_of(config_class) if f"{each.name}.".startswith(f"{option}.")]
 
 
 def _of_judge(*names: str) -> tuple[str, ...]:

@@ -214,12 +214,11 @@ def _resume(record: RunRecord, path: Path, settings: dict, command: str) -> RunR
 def _existing(folder: Path) -> RunRecord | None:
     """The run in `folder`, None for a new or empty folder; UserError for other files, or no permission to write."""
     above = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.exists(p))
-    check(above == folder.absolute() or above.is_dir(), f"output_dir {folder}: {above} is a file; give another folder")
-    check(not above.is_dir() or os.access(above, os.W_OK | os.X_OK),
+    check(above.is_dir(), f"output_dir {folder}: {above} is a file; give another folder")
+    check(os.access(above, os.W_OK | os.X_OK),
           f"cannot write to output_dir {folder}: no right to write in {above}; give another folder")
     if not folder.exists():
         return None
-    check(folder.is_dir(), f"output_dir {folder} is a file; give a folder")
     if os.path.lexists(folder / RUN_FILE):
         own_files.check_inside(folder, (TRACKERS,))
         return read_run(folder)

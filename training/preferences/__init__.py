@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data import collate
-from hybrid_rlhf.data.preview import Preview
-from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import Adapters, LoraConfig
 from hybrid_rlhf.roles import Actor, Reference
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
-from hybrid_rlhf.training import builders, defaults, fixed_prompts, supervised, unread_options
-from hybrid_rlhf.training.registry import STAGES
+from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_options
 from hybrid_rlhf.training.stage_config import StageConfig
 
 
@@ -45,24 +41,14 @@ class Config(StageConfig):
               "2 or more")
 
 
-def reads_of(config: Config) -> Reads:
-    """The rows that dpo.loss_type reads, whichever stage set it."""
-    return STAGES[defaults.method_of(config)].reads
-
-
 def start_model(config: Config) -> tuple[str, ModelConfig]:
     """The path of the stage-1 run or model, and the model settings that name its weights."""
-    return supervised.start_from_sft(config, reads_of(config).stage)
+    return supervised.start_from_sft(config, supervised.reads_of(config).stage)
 
 
 def reference_model(model: ModelConfig) -> ModelConfig:
     """The settings of a reference with separate weights: those of the policy's start, frozen."""
     return replace(model, lora=LoraConfig(), freeze=[], gradient_checkpointing=False)
-
-
-def previews(config: Config) -> Iterator[Preview]:
-    """Rendered examples of the data."""
-    return supervised.previews(config, reads_of(config), start_model)
 
 
 def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tuple[Actor, Reference | None]:  # noqa: ANN001
@@ -89,11 +75,6 @@ def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tup
     return policy, Reference(frozen, tokens)
 
 
-def run(config: Config, command: str = "") -> dict[str, float]:
-    """Train, export to output_dir/model, and return the final metrics."""
-    return supervised.run(config, command, reads_of(config), start_model, _collation, _open)
-
-
 def _open(opened: supervised.Opened) -> supervised.Learner:
     config = opened.config
     policy, reference = open_roles(config, opened.model, opened.tokenizer, opened.steps)
@@ -108,3 +89,7 @@ def _collation(config: Config, pad: int) -> tuple:
     if LOSSES[config.dpo.loss_type].needs_pairs:
         return (lambda rows: collate.collate_pairs(rows, pad),) * 2
     return (lambda rows: collate.collate_labelled(rows, pad, config.data.max_length),) * 2
+
+
+previews = partial(supervised.previews, start=start_model)
+run = partial(supervised.run, start=start_model, collation=_collation, make=_open)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import collate
-from hybrid_rlhf.data.preview import Preview
 from hybrid_rlhf.models.backbone import packing_is_exact
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Actor
 from hybrid_rlhf.trainers.sft import SFTTrainer
 from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_options
-from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.training.stage_config import StageConfig
 
 
@@ -43,16 +41,6 @@ def start_model(config: Config) -> tuple[str, ModelConfig]:
     return path, replace(config.model, model_name_or_path=builders.model_folder(path))
 
 
-def previews(config: Config) -> Iterator[Preview]:
-    """Rendered examples of the data."""
-    return supervised.previews(config, STAGES[config.stage].reads, start_model)
-
-
-def run(config: Config, command: str = "") -> dict[str, float]:
-    """Train, export to output_dir/model, and return the final metrics (also in output_dir/run.json)."""
-    return supervised.run(config, command, STAGES[config.stage].reads, start_model, _collation, _open)
-
-
 def _collation(config: Config, pad: int) -> tuple:
     length = config.data.max_length if config.data.packing else None
     return lambda rows: collate.collate_sft(rows, pad, length), lambda rows: collate.collate_sft(rows, pad)
@@ -70,3 +58,7 @@ def _open(opened: supervised.Opened) -> supervised.Learner:
     answers = fixed_prompts.of_demonstrations(policy, opened.data, config.train.num_fixed_prompts,
                                               config.data.max_length)
     return supervised.Learner(SFTTrainer(policy), "policy", engine, model, engine.eos_ids, answers)
+
+
+previews = partial(supervised.previews, start=start_model)
+run = partial(supervised.run, start=start_model, collation=_collation, make=_open)

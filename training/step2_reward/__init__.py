@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.data import collate, datasets
-from hybrid_rlhf.data.preview import Preview
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.weights import identity
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_options
-from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.stage_config import StageConfig
 from hybrid_rlhf.training.step2_reward import own_samples
 
@@ -65,16 +63,6 @@ def start_model(config: Config) -> tuple[str, ModelConfig]:
     return supervised.start_from_sft(config, "a reward model")
 
 
-def previews(config: Config) -> Iterator[Preview]:
-    """Rendered examples of the data."""
-    return supervised.previews(config, READS["reward"], start_model)
-
-
-def run(config: Config, command: str = "") -> dict[str, float]:
-    """Train, measure the score's mean and spread on held-out pairs, export, and return the final metrics."""
-    return supervised.run(config, command, READS["reward"], start_model, _collation, _open)
-
-
 def _collation(_config: Config, pad: int) -> tuple:
     return (lambda rows: collate.collate_pairs(rows, pad),) * 2
 
@@ -120,3 +108,7 @@ def score_statistics(role: Reward, tokenizer, data: datasets.StageData) -> dict:
     spread = float(scores.std(correction=0))
     return {"mean": float(scores.mean()), "std": spread if spread > 1e-6 else 1.0, "count": len(scores),
             "on": f"both answers of {where}"}
+
+
+previews = partial(supervised.previews, start=start_model)
+run = partial(supervised.run, start=start_model, collation=_collation, make=_open)
