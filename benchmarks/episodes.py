@@ -30,7 +30,7 @@ from peers.turn_barrier import BarrierPool, BarrierTurns
 from random_models import SHAPES, ragged_limits
 from torch import nn
 
-from hybrid_rlhf.core.allocator import keep_freed_blocks
+from hybrid_rlhf.core.memory import keep_freed_blocks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.calls import CallPool
 from hybrid_rlhf.environments.open import EnvironmentConfig

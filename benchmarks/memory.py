@@ -27,7 +27,7 @@ import torch
 from harness import Case, memory_status, parse, parser_of, row_of, run_apart, sizes_of, write_rows
 from random_models import LORA, make_folders, policy_config, prompts_of, roles_of, trainer_of
 
-from hybrid_rlhf.core.allocator import give_back_freed_blocks
+from hybrid_rlhf.core.memory import give_back_freed_blocks
 from hybrid_rlhf.engine.device_memory import meter
 from hybrid_rlhf.memory_plan.plan import Generation, Role, make_plan
 

@@ -26,7 +26,7 @@ import torch
 from harness import Case, memory_status, parse, parser_of, row_of, run_apart, table_of, write_rows, write_tables
 from random_models import SHAPES, make_folders, rows_of, text_of, tokenizer_of
 
-from hybrid_rlhf.core.allocator import PRODUCT_CACHES
+from hybrid_rlhf.core.memory import PRODUCT_CACHES
 
 SHAPE, QUICK_SHAPE = "llama4m", "tiny"
 WARM, MOST = 50, 0.05  # steps until the first peak counts, and by how much it may be exceeded later
@@ -40,7 +40,7 @@ PAY = "def pay(completions, **_):\n    return [float(len(c) % 5) for c in comple
 
 def products(is_bounded: bool, steps: int) -> list[int]:
     """Resident bytes after each product."""
-    from hybrid_rlhf.core.allocator import bound_product_caches, keep_freed_blocks
+    from hybrid_rlhf.core.memory import bound_product_caches, keep_freed_blocks
 
     keep_freed_blocks()
     if is_bounded:

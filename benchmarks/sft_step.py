@@ -27,7 +27,7 @@ from harness import Case, memory_status, row_of, run_apart, sizes_of
 from peers.offline import TrlSFT
 from random_models import SHAPES, actor_of, rows_of, tokenizer_of
 
-from hybrid_rlhf.core.allocator import keep_freed_blocks
+from hybrid_rlhf.core.memory import keep_freed_blocks
 from hybrid_rlhf.data.collate import collate_sft
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.trainers.sft import SFTTrainer

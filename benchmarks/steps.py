@@ -19,7 +19,7 @@ import harness
 from harness import Case, seconds, timed_row, with_floors, write_rows
 from random_models import SHAPES, make_folders
 
-from hybrid_rlhf.core.allocator import keep_freed_blocks
+from hybrid_rlhf.core.memory import keep_freed_blocks
 
 
 class Step(NamedTuple):

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from hybrid_rlhf import __version__
-from hybrid_rlhf.core.allocator import bound_product_caches, grow_segments
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
-from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.memory import bound_product_caches, grow_segments
 from hybrid_rlhf.core.options import value_of
-from hybrid_rlhf.core.quiet import quiet_libraries
-from hybrid_rlhf.core.startup import relaxed_gc
+from hybrid_rlhf.core.own_files import refusal
+from hybrid_rlhf.core.startup import quiet_libraries, relaxed_gc
 from hybrid_rlhf.core.text_safety import error_line, escape_control
 from hybrid_rlhf.training.registry import STAGES, variant_options
 
@@ -120,7 +119,7 @@ def _lost_process(error: Exception) -> str | None:
 def _shortage(error: Exception) -> str | None:
     """One line where `error` says that memory ran out: what was going on, and what would help; else None."""
     from hybrid_rlhf.core import activity
-    from hybrid_rlhf.core.out_of_memory import SMALLER, is_out_of_memory
+    from hybrid_rlhf.core.memory import SMALLER, is_out_of_memory
 
     if not is_out_of_memory(error):
         return None
@@ -249,8 +248,8 @@ def _prepare_device(*, is_bounded: bool) -> None:
     time that the system takes to map blocks again. With a card, the computer's memory is for loading and offloading,
     and freed blocks go back."""
     from hybrid_rlhf.core.accelerator import keep_within_card
-    from hybrid_rlhf.core.allocator import give_back_freed_blocks, keep_freed_blocks
     from hybrid_rlhf.core.distributed import device
+    from hybrid_rlhf.core.memory import give_back_freed_blocks, keep_freed_blocks
 
     if device().type == "cpu":
         (give_back_freed_blocks if is_bounded else keep_freed_blocks)()

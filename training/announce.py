@@ -12,8 +12,8 @@ from hybrid_rlhf.core.accelerator import device_line
 from hybrid_rlhf.core.compat import TESTED, releases_line
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import device, is_main, print_main
+from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.core.options import value_of
-from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader

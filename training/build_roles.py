@@ -13,7 +13,7 @@ from torch import nn
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import device, print_main, world_size
-from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.engine import HybridEngine, ZeroConfig
 from hybrid_rlhf.engine.train.zero_config import lowest_stage
 from hybrid_rlhf.models import load

@@ -18,7 +18,7 @@ from torch import nn
 from hybrid_rlhf.algorithms.schedule import learning_rate_factor
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import consecutive_ranks, device, init_process_group, print_main, rank, world_size
-from hybrid_rlhf.core.out_of_memory import SMALLER, explained
+from hybrid_rlhf.core.memory import SMALLER, explained
 from hybrid_rlhf.data import chat, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader

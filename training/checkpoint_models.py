@@ -20,9 +20,9 @@ from torch import nn
 
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import UserError, check, parse
-from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.errors import present
-from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.core.memory import explained
+from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.export.folder import export

@@ -15,9 +15,9 @@ import torch
 
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.accelerator import WSL_SHARE
-from hybrid_rlhf.core.allocator import is_wsl
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.core.memory import is_wsl
 from hybrid_rlhf.core.options import with_value
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes

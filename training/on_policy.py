@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import main_first, print_main
-from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.data.preview import Preview, look

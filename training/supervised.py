@@ -12,7 +12,7 @@ from torch import nn
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import main_first
-from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import StageData
 from hybrid_rlhf.data.preview import Preview, look

@@ -13,11 +13,11 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from hybrid_rlhf.core import nvidia
-from hybrid_rlhf.core.allocator import is_wsl
 from hybrid_rlhf.core.compat import TESTED, newer_than_tested
 from hybrid_rlhf.core.config import command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.memory import is_wsl
 from hybrid_rlhf.core.processor import bf16_line, bf16_unit
 
 MISSING = 3  # exit code: something that every run needs is missing

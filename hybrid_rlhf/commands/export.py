@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
-from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
-from hybrid_rlhf.core.own_files import replacing
+from hybrid_rlhf.core.own_files import refusal, replacing
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from hybrid_rlhf.core import config as settings
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.options import check_values, one_of, within
+from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.data.sources import as_sources
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig

@@ -31,7 +31,7 @@ from hybrid_rlhf.core.accelerator import why_no_card
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
-from hybrid_rlhf.core.quiet import quiet_libraries
+from hybrid_rlhf.core.startup import quiet_libraries
 from hybrid_rlhf.memory_plan import calibration
 
 # Bounds of a measured calibration. Memory that torch reserves above them is released before it runs out.

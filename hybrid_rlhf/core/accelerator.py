@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from hybrid_rlhf.core.allocator import CONFIGURED_BY, is_wsl
 from hybrid_rlhf.core.distributed import device, world_size
+from hybrid_rlhf.core.memory import CONFIGURED_BY, is_wsl
 
 WSL_SHARE = 0.95  # of what is free at start
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1"))  # NVIDIA's on Linux, on WSL2

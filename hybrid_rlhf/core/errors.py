@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from hybrid_rlhf.core.text_safety import error_line
@@ -57,3 +58,20 @@ def present(value: T | None, name: str) -> T:
     if value is None:
         raise ValueError(f"{name} is None, and is needed here")
     return value
+
+
+# -- The exit codes that the commands share ----------------------------------------------------------------------------
+
+
+WRONG_INPUT, INTERRUPTED = 2, 130
+
+
+def exit_code(act: Callable[[], int]) -> int:
+    """What `act` returns; 2, with one line on stderr, where the input is wrong, and 130 at Ctrl-C."""
+    try:
+        return act()
+    except UserError as error:
+        print(error_line(error), file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import sys
@@ -50,3 +51,14 @@ def _is_reachable() -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+# -- Addresses that only this machine reaches --------------------------------------------------------------------------
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"

@@ -6,14 +6,19 @@ half-written one of ours.
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import math
 import os
 import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from hybrid_rlhf.core.config import check
 
@@ -144,3 +149,78 @@ def _kind(path: Path) -> int:
         return path.lstat().st_mode
     except FileNotFoundError:
         return stat.S_IFREG
+
+
+# -- Errors of the system when no file can be written or opened any more -----------------------------------------------
+
+
+_OPEN_FILES = "raise their number (ulimit -n 65536) or find what leaves files open, such as a reward function"
+_REMEDIES = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EFBIG: "make room",
+             errno.EROFS: "the disk is read-only: make it writable", errno.EIO: "the disk fails: check it",
+             errno.EMFILE: _OPEN_FILES, errno.ENFILE: _OPEN_FILES}
+_IN_RUST = ("safetensors", "tokenizers")
+_IN_GLOO = "[enforce fail at "  # the beginning of errors of torch's C++ that end with the system's message
+
+
+class Refusal(NamedTuple):
+    """words: the system's message. remedy: what to do."""
+
+    words: str
+    remedy: str
+
+
+def refusal(error: BaseException | str) -> Refusal | None:
+    """The system's message where `error` (or the last line of a process) comes from the disk (full, read-only, broken)
+    or from too many open files. None for any other.
+
+    Libraries written in Rust raise errors of their own, tokenizers a plain Exception, with the system's number in their
+    text, gloo in C++ one with its message. No other error's text is searched: it may be about anything.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, str) or type(error) is Exception or type(error).__module__.partition(".")[0] in _IN_RUST:
+        match = re.search(r"(?:os error |Errno )(\d+)", str(error))
+        number = int(match.group(1)) if match else None
+    if isinstance(error, RuntimeError) and str(error).startswith(_IN_GLOO):
+        number = next((n for n in _REMEDIES if str(error).splitlines()[0].endswith(os.strerror(n))), None)
+    return Refusal(os.strerror(number), _REMEDIES[number]) if number in _REMEDIES else None
+
+
+# -- File locks, which end with the process that holds them, however it ends -------------------------------------------
+
+
+_LOCK_SECONDS = 0.02  # between two tries to take a lock
+
+
+def take_lock(path: Path, seconds: float = math.inf) -> BinaryIO:
+    """Lock a file (flock), created where it is missing, for one thread of one process; closing it, or the end of the
+    process, releases the lock. TimeoutError where another one holds it for `seconds`. On a file system without locks
+    nothing is locked."""
+    file = open(path, "ab", opener=no_link)  # noqa: SIM115 - the caller closes it
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                file.close()
+                raise TimeoutError(f"{path} is locked") from None
+            time.sleep(_LOCK_SECONDS)
+            continue
+        except OSError:  # a file system without locks
+            pass
+        return file
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process holds the lock of a file; None where the file system cannot tell. Nothing is created; the lock
+    is shared for an instant, in which `take_lock` waits."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False

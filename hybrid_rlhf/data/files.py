@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.host_memory import free_host_bytes
+from hybrid_rlhf.core.memory import free_host_bytes
 from hybrid_rlhf.core.options import in_words
 from hybrid_rlhf.core.strict_json import loads, why
 

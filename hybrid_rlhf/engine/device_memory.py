@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.core.metrics import Metrics
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux; elsewhere there is no peak
 

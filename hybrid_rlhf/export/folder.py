@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.distributed import barrier
-from hybrid_rlhf.core.own_files import put, replacing
+from hybrid_rlhf.core.own_files import put, refusal, replacing
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned, shape_of, without_hooks
 from hybrid_rlhf.engine.train.zero import for_main
 from hybrid_rlhf.models import saving

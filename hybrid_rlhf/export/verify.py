@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.disk import refusal
+from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.export.folder import BOUNDS, ExportDiffers, difference_of, has_experts
 from hybrid_rlhf.models.backbone import text_forward, text_logits
 

@@ -20,9 +20,8 @@ from types import ModuleType
 import torch
 
 from hybrid_rlhf.core import processor
-from hybrid_rlhf.core.file_lock import take_lock
 from hybrid_rlhf.core.given_paths import expanded
-from hybrid_rlhf.core.own_files import remove_folder, write_file
+from hybrid_rlhf.core.own_files import remove_folder, take_lock, write_file
 from hybrid_rlhf.kernels.ops import KernelsUnavailableError
 
 _log = logging.getLogger(__name__)

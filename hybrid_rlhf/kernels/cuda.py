@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.kernels import launcher, reference
 from hybrid_rlhf.kernels.fusions import are_close
 from hybrid_rlhf.kernels.gradients import fused_by, token_scores_by

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.core.torch_compat import copy_with
 from hybrid_rlhf.kernels.ops import Fused
 

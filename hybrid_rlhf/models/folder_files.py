@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.core.strict_json import loads, why
 
 CONFIG = "config.json"

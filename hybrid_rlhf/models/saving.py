@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.models import quantize
 from hybrid_rlhf.models.complete import few
 from hybrid_rlhf.models.dropout import dropout_in_config

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.errors import present
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, to_device, token_budget_groups
 from hybrid_rlhf.models.backbone import text_backbone
 from hybrid_rlhf.models.hf_attention import forward_parameters

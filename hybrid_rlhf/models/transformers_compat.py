@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.compat import Dependency
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.core.memory import is_out_of_memory
 
 TRANSFORMERS = Dependency("transformers")
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"

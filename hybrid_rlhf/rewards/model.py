@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.distributed import device
-from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Rendered, Text

@@ -16,8 +16,8 @@ from hybrid_rlhf.algorithms import reward_signal
 from hybrid_rlhf.algorithms.reward_signal import RewardSignal
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.errors import UserError, present
+from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.core.metrics import Metrics
-from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.core.tensors import KeptSets
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.device_memory import peak_in

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.distributed import gather_over_ranks, is_main, rank, world_size
+from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.run import tensor_file
 from hybrid_rlhf.run.tensor_file import TensorFile, is_storable
 

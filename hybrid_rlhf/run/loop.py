@@ -17,7 +17,7 @@ from torch import Tensor
 from hybrid_rlhf.core import activity, own_files
 from hybrid_rlhf.core.distributed import device, is_main, max_over_ranks, world_size
 from hybrid_rlhf.core.errors import NotFinite, UserError, check
-from hybrid_rlhf.core.host_memory import free_host_bytes
+from hybrid_rlhf.core.memory import free_host_bytes
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.random_state import preserved
 from hybrid_rlhf.core.startup import restore_gc

@@ -21,7 +21,7 @@ from hybrid_rlhf import __version__
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import UserError, check, to_yaml
 from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, is_main, print_main
-from hybrid_rlhf.core.file_lock import take_lock
+from hybrid_rlhf.core.own_files import take_lock
 from hybrid_rlhf.core.strict_json import plain, to_json
 from hybrid_rlhf.export.model_card import write_card
 from hybrid_rlhf.report.trackers import check_trackers

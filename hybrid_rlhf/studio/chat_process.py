@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hybrid_rlhf.core.file_lock import is_locked, take_lock
-from hybrid_rlhf.core.own_files import fresh_folder, is_unfinished
+from hybrid_rlhf.core.own_files import fresh_folder, is_locked, is_unfinished, take_lock
 from hybrid_rlhf.core.text_safety import shortened
 from hybrid_rlhf.inference.server.serve import KEY_VARIABLE
 from hybrid_rlhf.studio.jobs import module_code

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
-from hybrid_rlhf.core.exit_codes import exit_code
+from hybrid_rlhf.core.errors import exit_code
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 

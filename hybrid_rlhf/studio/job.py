@@ -30,8 +30,7 @@ from pathlib import Path
 
 import psutil
 
-from hybrid_rlhf.core.file_lock import is_locked, take_lock
-from hybrid_rlhf.core.own_files import write_file
+from hybrid_rlhf.core.own_files import is_locked, take_lock, write_file
 from hybrid_rlhf.core.text_safety import escape_control, shortened
 from hybrid_rlhf.studio.studio import read_json
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.core.file_lock import take_lock
-from hybrid_rlhf.core.own_files import clear_unfinished, fresh_folder, write_file
+from hybrid_rlhf.core.own_files import clear_unfinished, fresh_folder, take_lock, write_file
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.studio.job import (
     ENDED,

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from hybrid_rlhf.core.file_lock import take_lock
-from hybrid_rlhf.core.own_files import write_file
+from hybrid_rlhf.core.own_files import take_lock, write_file
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.studio.run_files import row_of
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused

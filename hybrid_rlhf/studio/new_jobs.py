@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from hybrid_rlhf.core.config import to_yaml
-from hybrid_rlhf.core.file_lock import is_locked
+from hybrid_rlhf.core.own_files import is_locked
 from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.exports import EXPORTS, export_words
 from hybrid_rlhf.studio.job import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output

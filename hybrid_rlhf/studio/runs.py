@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_rlhf.core.file_lock import is_locked
+from hybrid_rlhf.core.own_files import is_locked
 from hybrid_rlhf.report.alarms import Alarm
 from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.run_files import ANSWERS, CHECKPOINTS, METRICS, MODEL, RECORD, SETTINGS, Unreadable, mark

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from hybrid_rlhf.core.disk import refusal
+from hybrid_rlhf.core.own_files import refusal
 
 HOME = ".studio"  # in the outputs folder, for uploads, jobs and marks
 MAX_NEWS = 256  # events queued for a tab; a slower one is told to reload

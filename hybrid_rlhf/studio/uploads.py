@@ -15,8 +15,7 @@ from typing import BinaryIO
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from hybrid_rlhf.core.file_lock import take_lock
-from hybrid_rlhf.core.own_files import fresh_path, is_unfinished
+from hybrid_rlhf.core.own_files import fresh_path, is_unfinished, take_lock
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
-from hybrid_rlhf.core.exit_codes import exit_code
+from hybrid_rlhf.core.errors import exit_code
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.startup import relaxed_gc

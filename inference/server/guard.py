@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from hybrid_rlhf.core.loopback import is_loopback
+from hybrid_rlhf.core.hub import is_loopback
 from hybrid_rlhf.inference.server.protocol import ApiError
 
 MAX_CONNECTIONS = 512  # uvicorn answers 503 beyond them

@@ -15,10 +15,10 @@ import time
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
-from hybrid_rlhf.core.exit_codes import exit_code
+from hybrid_rlhf.core.errors import exit_code
 from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.hub import is_loopback
 from hybrid_rlhf.core.lasting_streams import lasting_streams
-from hybrid_rlhf.core.loopback import is_loopback
 from hybrid_rlhf.inference.named_models import NamedModel, model_folder, named_models
 
 if TYPE_CHECKING:

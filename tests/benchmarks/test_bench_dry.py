@@ -135,8 +135,8 @@ def test_memory_over_rows_of_unequal_lengths(tmp_path, monkeypatch) -> None:
         return [10**9] if environment or function is ragged_memory.trl else function(**settings)
 
     monkeypatch.setattr(ragged_memory, "run_apart", peak)
-    monkeypatch.setattr("hybrid_rlhf.core.allocator.keep_freed_blocks", lambda: True)
-    monkeypatch.setattr("hybrid_rlhf.core.allocator.bound_product_caches", lambda: None)
+    monkeypatch.setattr("hybrid_rlhf.core.memory.keep_freed_blocks", lambda: True)
+    monkeypatch.setattr("hybrid_rlhf.core.memory.bound_product_caches", lambda: None)
     page = tmp_path / "ragged_memory.md"
     rows = rows_of(ragged_memory, tmp_path, "--cases", "products", "sft_fp32", "ppo_bf16", "--page", str(page))
     assert rows["sft_fp32"]["steps"] == 3 and rows["sft_fp32"]["peer"] == 1000 and rows["ppo_bf16"]["peer"] is None

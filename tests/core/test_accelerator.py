@@ -12,8 +12,8 @@ import torch
 
 from hybrid_rlhf import cli
 from hybrid_rlhf.commands import doctor
-from hybrid_rlhf.core import accelerator, allocator
-from hybrid_rlhf.core.allocator import CONFIGURED_BY
+from hybrid_rlhf.core import accelerator, memory
+from hybrid_rlhf.core.memory import CONFIGURED_BY
 
 GIB = 2**30
 NATIVE, WSL = "6.8.0-45-generic", "5.15.167.4-microsoft-standard-WSL2"
@@ -62,14 +62,14 @@ def test_segments_grow_on_linux_from_the_first_moment_of_the_program(system, cap
 @pytest.mark.parametrize("named", CONFIGURED_BY)
 def test_a_variable_of_the_users_stays_as_it_is(system, monkeypatch, named):
     monkeypatch.setenv(named, "max_split_size_mb:128")
-    assert not allocator.grow_segments()
+    assert not memory.grow_segments()
     assert configured() == {named: "max_split_size_mb:128"}
 
 
 @pytest.mark.parametrize(("release", "kind"), [(WSL, "linux"), ("10", "win32"), ("24.0", "darwin")])
 def test_segments_do_not_grow_inside_windows_and_elsewhere(system, release, kind):
     system(release, kind)
-    assert not allocator.grow_segments() and configured() == {}
+    assert not memory.grow_segments() and configured() == {}
 
 
 def test_on_wsl2_torch_is_held_to_what_is_free_and_on_linux_to_nothing(system, card, monkeypatch):
@@ -135,7 +135,7 @@ def test_the_c_library_keeps_what_is_freed_only_where_a_cpu_computes(system, car
                                                                      expected):
     called = []
     for name in ("keep_freed_blocks", "give_back_freed_blocks"):
-        monkeypatch.setattr(allocator, name, lambda name=name: called.append(name))
+        monkeypatch.setattr(memory, name, lambda name=name: called.append(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_card)
     cli._prepare_device(is_bounded=is_bounded)
     assert called == expected

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_rlhf import cli
-from hybrid_rlhf.core.allocator import NUM_PRODUCTS, PRODUCT_CACHES
+from hybrid_rlhf.core.memory import NUM_PRODUCTS, PRODUCT_CACHES
 
 # Of a process as torch has it, and of one whose caches the entry point bounds: resident MiB after 200 and after 500
 # products of different lengths. Forked, so that torch is imported once.

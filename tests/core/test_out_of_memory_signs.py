@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.core.out_of_memory import explained, is_out_of_memory
+from hybrid_rlhf.core.memory import explained, is_out_of_memory
 
 # What was seen of torch 2.11 to 2.13, Triton 3, NCCL 2 and cuDNN 9, line for line.
 SHORT = [

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.core.quiet import quiet_libraries
+from hybrid_rlhf.core.startup import quiet_libraries
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from tests.factories.tiny import save_tiny, tiny_causal_lm

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from hybrid_rlhf.core.allocator import give_back_freed_blocks
 from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, init_process_group, is_main, rank, shutdown
+from hybrid_rlhf.core.memory import give_back_freed_blocks
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.train.zero import for_main, gathered
 from hybrid_rlhf.export.folder import export

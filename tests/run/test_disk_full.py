@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.disk import refusal
-from hybrid_rlhf.core.own_files import replacing
+from hybrid_rlhf.core.own_files import refusal, replacing
 from hybrid_rlhf.export import folder as model_folder
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.run import runfile

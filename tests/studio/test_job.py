@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_rlhf.core.file_lock import take_lock
+from hybrid_rlhf.core.own_files import take_lock
 from hybrid_rlhf.studio import job
 from hybrid_rlhf.studio.job import find_process, process_note, read_job, read_output
 from tests.factories.studio_jobs import until

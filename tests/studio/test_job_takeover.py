@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from hybrid_rlhf.core.file_lock import is_locked
+from hybrid_rlhf.core.own_files import is_locked
 from hybrid_rlhf.studio import job as job_module
 from tests.factories.studio_jobs import (
     StudioProcess,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.core.file_lock import take_lock
+from hybrid_rlhf.core.own_files import take_lock
 from hybrid_rlhf.studio import job as job_module
 from hybrid_rlhf.studio import jobs
 from hybrid_rlhf.studio.studio import Studio

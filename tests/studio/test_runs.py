@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from hybrid_rlhf.core.file_lock import is_locked
+from hybrid_rlhf.core.own_files import is_locked
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.studio import run_history, runs
 from hybrid_rlhf.studio.run_history import Histories

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from hybrid_rlhf.core.file_lock import take_lock
-from hybrid_rlhf.core.own_files import fresh_path
+from hybrid_rlhf.core.own_files import fresh_path, take_lock
 from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import Refused, Studio

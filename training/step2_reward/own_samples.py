@@ -15,7 +15,7 @@ from torch import Tensor
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import print_main
-from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.roles import Reward

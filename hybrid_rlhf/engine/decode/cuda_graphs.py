@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.parity import PROBE_LENGTHS, PROBE_STEPS, probe_sequences
 from hybrid_rlhf.engine.decode.runner import Runner, error_summary

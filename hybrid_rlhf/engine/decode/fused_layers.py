@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.errors import present
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.core.torch_compat import is_hooked
 from hybrid_rlhf.engine.decode.attention import IGNORED_ARGUMENTS
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows, StateRows, Step

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.core.host_memory import free_host_bytes
+from hybrid_rlhf.core.memory import free_host_bytes
 from hybrid_rlhf.models.hf_attention import LayerKind, cache_class, derived, layer_kinds
 
 

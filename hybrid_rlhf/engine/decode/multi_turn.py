@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.engine.decode.hf_batches import GenerateBatches
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.scheduler import Scheduler

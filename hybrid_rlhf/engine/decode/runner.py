@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import RankGroup
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.core.tensors import pad_right
 from hybrid_rlhf.engine.decode.attention import SlotAttention
 from hybrid_rlhf.engine.decode.fused_layers import Form, decode_layers, find_decode_layers

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from hybrid_rlhf.core.distributed import is_main, max_over_ranks, world_size
 from hybrid_rlhf.core.errors import CRITIC_CURE, NotFinite, UserError
+from hybrid_rlhf.core.memory import explained, is_out_of_memory
 from hybrid_rlhf.core.metrics import Metrics, Observed, on_host
-from hybrid_rlhf.core.out_of_memory import explained, is_out_of_memory
 from hybrid_rlhf.core.tensors import prefix_groups_within, token_budget_groups
 from hybrid_rlhf.engine.device_memory import peak_in, release
 from hybrid_rlhf.engine.hybrid import HybridEngine

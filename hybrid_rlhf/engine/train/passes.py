@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import nn
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.engine.device_memory import release
 from hybrid_rlhf.engine.train.deepspeed_compat import Collectives, OutOfStep, PassStart, is_partitioned
 

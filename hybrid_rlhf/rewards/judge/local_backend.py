@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs_and
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import device
-from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right, predicted, summed_by_row
 from hybrid_rlhf.data import chat as chats_as_text
 from hybrid_rlhf.data.chat import Rendered, SkipRow
