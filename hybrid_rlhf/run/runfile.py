@@ -289,7 +289,7 @@ def read_run(folder: str | Path) -> RunRecord:
         check(contents["format"] <= FORMAT,
               f"{path} was written by a newer release (format {contents['format']}); update hybrid_rlhf")
         return RunRecord(output_dir=str(folder), **contents)
-    except (ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:  # such as another user's, which may not be read
         raise UserError(f"{path} is not a run record of hybrid_rlhf, or is damaged; "
                         "give another folder, or run the stage again") from error
 

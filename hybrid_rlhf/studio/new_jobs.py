@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.exports import EXPORTS, export_words
 from hybrid_rlhf.studio.job import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
-from hybrid_rlhf.studio.settings_text import check_names, flat, nested
+from hybrid_rlhf.studio.settings_text import check_names, nested
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_json
 from hybrid_rlhf.training.registry import STAGES
 
@@ -266,12 +266,23 @@ def _check_confirmed(body: dict, settings: object) -> None:
 def named_code(settings: object) -> list[str]:
     """The code, addresses and permissions in settings (nested, or with dotted names), as texts."""
     named = []
-    for name, values in flat(settings).items() if isinstance(settings, Mapping) else ():
-        for value in values if isinstance(values, list) else [values]:
-            if not value or str(value).startswith("builtin:"):
-                continue
-            if name.rpartition(".")[2] in _PERMISSIONS:
-                named.append(name)
-            elif any(f"{name}.".startswith(f"{option}.") for option in _TRUSTED):
-                named.append(f"{name} {value}")
+    for name, value in _leaves(settings):
+        if not value or str(value).startswith("builtin:"):
+            continue
+        if name.rpartition(".")[2] in _PERMISSIONS:
+            named.append(name)
+        elif any(f"{name}.".startswith(f"{option}.") for option in _TRUSTED):
+            named.append(f"{name} {value}")
     return named
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted name and value of everything in mappings and lists, in lists of mappings too."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner, name)
+    else:
+        yield name, value

@@ -230,6 +230,12 @@ def test_a_run_json_that_is_not_ours_is_refused(tmp_path, contents, said):
     assert said in refused(runfile.start, tmp_path, "sft", Config(), "")
 
 
+def test_a_run_json_that_cannot_be_read_is_one_line(tmp_path):
+    """Here a folder; another user's is refused by the system in the same way."""
+    (tmp_path / "run.json").mkdir()
+    assert "damaged" in refused(runfile.read_run, tmp_path)
+
+
 def test_an_error_of_letters_that_no_file_can_hold_is_on_the_record(tmp_path):
     record = runfile.start(tmp_path, "sft", Config(), "the command")
     record.close("failed", "ValueError: \ud800")

@@ -157,6 +157,7 @@ def test_a_run_is_ending_once_its_record_says_so(tmp_path, status, finished, sta
      ["reward.judge.url http://x", "reward.url http://y"]),
     ({"roles": {"reward": {}}, "model": {"trust_remote_code": True, "trust_pickled_weights": False}},
      ["model.trust_remote_code"]),
+    ({"data": {"sources": [{"path": "x", "trust_remote_code": True}]}}, ["data.sources.trust_remote_code"]),
     (None, []), ([1], []), ("text", [])])
 def test_code_addresses_and_permissions_are_named(settings, named):
     assert named_code(settings) == named

@@ -8,7 +8,7 @@ import {breakable, number, unitOf} from "./format.js";
 
 const HEIGHT = 190, TOP = 8, RIGHT = 10, BOTTOM = 22;
 const MAX_DOTS = 60; // held-out values that get a dot each; more are a line alone
-const NUM_COLOURS = 8; // that runs.css has
+const NUM_COLOURS = 8; // that studio.css has
 
 // makeChart({name, meaning}) -> {node, name, update(series), end()}.
 export function makeChart({name, meaning}) {
