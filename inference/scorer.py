@@ -41,7 +41,7 @@ class Scorer:
     def _rendered(self, prompt: Text, completion: str) -> Rendered:
         if self._reader.chat_template or isinstance(prompt, str):
             return compose(self._reader, as_turn(self._reader, prompt), completion)
-        return Rendered("".join(m["content"] for m in prompt) + completion, [], True)
+        return Rendered("\n\n".join([*(m["content"] for m in prompt), completion]), [], True)  # as the source joins
 
     def parts(self, prompts: list[Text], completions: list[str]) -> Iterator[Callable[[], list[float]]]:
         """Functions that score PART pairs each, in order."""

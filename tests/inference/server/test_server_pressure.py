@@ -179,6 +179,18 @@ def test_scores_of_what_is_far_too_long_are_refused_without_holding_up_the_engin
         assert max(map(len, tokenized.texts), default=0) < 1000
 
 
+def test_lengths_are_of_the_text_that_the_model_reads(tmp_path):
+    """Without a template messages are joined by blank lines; "wholewords" would be other tokens than "whole words"."""
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = None
+    tiny_scalar_model().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    scorer = Scorer(str(tmp_path))
+    scorer.open()
+    messages = [{"role": "user", "content": "whole"}, {"role": "assistant", "content": "words"}]
+    assert scorer._rendered(messages, "here").text == "whole\n\nwords\n\nhere"
+
+
 def test_prompts_of_clients_that_have_left_are_not_tokenized(endless, tokenized):
     with running({"a": endless}) as served:
         for i in range(4):
