@@ -1,16 +1,18 @@
 """Decoding on a card beside transformers' generate, on random weights of real shapes: where a step spends its time, and
 what the card holds beside tensors.
 
-    python benchmarks/card.py [--cases opt-8 qwen-64 llama8-16-nf4] [--quick] [--json FILE]
+    python benchmarks/card.py [--cases opt-8 qwen-64 llama8-16-nf4] [--products] [--quick] [--json FILE]
 
 Both sides sample at temperature 1 from the same module and prompts, without stop tokens. A step is the difference
 between a whole and a half response, over their tokens; over_weights is its time over that of reading every product's
 weight once at the measured rate of a copy. The peer is measured once after a short call, ours three times (the median).
-The command for one of PPO's steps is in docs/results/gpu.md.
+The command for one of PPO's steps is in docs/results/gpu.md. --products: microseconds of single products of a decode
+layer by torch and by ours in place of the cases, recorded over weights that no cache holds, the least of two replays.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ import harness
 import torch
 from harness import device, measuring, parse, parser_of, write_json
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -144,14 +147,62 @@ def beside() -> dict[str, int]:
     return {"beside_bytes": total - free - torch.cuda.memory_reserved()}
 
 
+# in, out, whether with a gate: of SmolLM2, Qwen2.5-0.5B, OPT-1.3B and Llama-3-8B
+PRODUCTS = ((576, 1536, True), (1536, 576, False), (896, 1152, False), (896, 896, False), (896, 4864, True),
+            (4864, 896, False), (2048, 2048, False), (2048, 6144, False), (2048, 8192, False), (8192, 2048, False),
+            (4096, 6144, False), (4096, 4096, False), (4096, 14336, True), (14336, 4096, False))
+
+
+@torch.no_grad()
+def measure_products(rate: float) -> list[dict]:
+    """A row for each shape at 8 and 64 rows; floor: reading the weights at `rate`."""
+    from hybrid_rlhf.kernels.triton_layer import Matrix, product
+
+    rows = []
+    for count, (size_in, size_out, is_gated) in itertools.product((8, 64), PRODUCTS):
+        size = 2 * size_in * size_out * (1 + is_gated)
+        x = torch.randn(count, size_in, device="cuda", dtype=torch.bfloat16)
+        sets = [[torch.randn(size_out, size_in, device="cuda", dtype=torch.bfloat16) for _ in range(1 + is_gated)]
+                for _ in range(min(48, max(2, 150_000_000 // size)))]
+
+        def by_torch(weights: list[Tensor], x: Tensor = x) -> Tensor:
+            out = F.linear(x, weights[0])
+            return F.silu(out) * F.linear(x, weights[1]) if len(weights) == 2 else out
+
+        def by_us(weights: list[Tensor], x: Tensor = x) -> Tensor:
+            return product(x, [*map(Matrix, weights)], activation="silu" * (len(weights) == 2),
+                           is_gated=len(weights) == 2)
+
+        row = {"rows": count, "in": size_in, "out": size_out, "gate": is_gated, "floor": 1e6 * size / rate,
+               "torch": recorded_microseconds(by_torch, sets), "ours": recorded_microseconds(by_us, sets)}
+        print(", ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        rows.append(row)
+    return rows
+
+
+def recorded_microseconds(act: Callable[[list[Tensor]], Tensor], sets: list[list[Tensor]]) -> float:
+    """Of one call of `act`, recorded over all of `sets`."""
+    act(sets[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weights in sets:
+            act(weights)
+    graph.replay()
+    return 1e6 * min(harness.seconds(graph.replay) for _ in range(2)) / len(sets)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse(parser_of(__doc__, CASES), argv)
+    parser = parser_of(__doc__, CASES)
+    parser.add_argument("--products", action="store_true", help="single products; needs a card")
+    options = parse(parser, argv)
     if torch.cuda.is_available():
         measuring.wait = torch.cuda.synchronize
     rate, rows = copy_rate(2**20 if options.quick else 2**31), []
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the processor"
     print(f"{name}, torch {torch.__version__}: a copy moves {rate / 1e9:.0f} GB/s", flush=True)
-    for case in options.cases:
+    rows += measure_products(rate) if options.products else []
+    for case in () if options.products else options.cases:
         sizes = CASES[case]
         if options.quick:
             sizes = replace(sizes, shape="tiny", rows=2, prompt=8, response=4)

@@ -186,9 +186,9 @@ def layer_row(is_norm: bool) -> Callable[[int, str], Kernel]:
 
         pointers = dict.fromkeys(("x", "weight", "bias", "out", "query_weight", "key_weight", "cosines", "sines"),
                                  "*" + kind)
-        constants = (dict(HAS_BIAS=True, BLOCK=4096) if is_norm else dict(HAS_NORM=True, HAS_ANGLES=True, BLOCK=64))
-        return Kernel(triton_layer._norm_row if is_norm else triton_layer._place_heads,
-                      constants | dict(ADDS_ONE=False), pointers,
+        constants = (dict(BLOCK=4096) if is_norm else
+                     dict(HAS_NORM=True, HAS_ANGLES=True, ADDS_ONE=False, BLOCK=64))
+        return Kernel(triton_layer._layer_norm if is_norm else triton_layer._place_heads, constants, pointers,
                       dict(num_warps=4 if is_norm else 1))
 
     return build

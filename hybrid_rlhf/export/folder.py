@@ -243,13 +243,13 @@ def is_rough(model: nn.Module, dtype: torch.dtype) -> bool:
     return has_experts(model) or {dtype, model.dtype} != {torch.float32}
 
 
-def difference_of(one: Tensor, other: Tensor, is_rough: bool) -> float:
-    """The largest difference of logits (..., V), relative to the largest logit. is_rough: leaves out the worst quarter
-    of the tokens, as rounding to 16 bits changes a row's first tokens, whose activations are massive (2402.17762), more
-    than all others, and chooses another expert for some; wrong weights affect most tokens.
+def difference_of(one: Tensor, other: Tensor, without_worst: bool) -> float:
+    """The largest difference of logits (..., V), relative to the largest logit. without_worst: leaves out the worst
+    quarter of the tokens, as rounding to 16 bits changes a row's first tokens, whose activations are massive
+    (2402.17762), more than all others, and chooses another expert for some; wrong weights affect most tokens.
     """
     by_token = (one - other).abs().amax(-1).flatten()
-    if is_rough and bool(by_token.isfinite().all()):
+    if without_worst and bool(by_token.isfinite().all()):
         by_token = by_token.sort().values[: max(1, by_token.numel() * 3 // 4)]
     return float(by_token.max() / one.abs().max().clamp(min=1e-6))
 

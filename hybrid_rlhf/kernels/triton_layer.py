@@ -1,5 +1,5 @@
-"""A decoder layer of a decode step in Triton, in seven to nine launches. kernels/reference.py: DecodeLayer is its
-definition; numbers are rounded where it rounds them.
+"""A decoder layer of a decode step in Triton, in seven to nine launches; with LoRA four more, of the products by A.
+kernels/reference.py: DecodeLayer is its definition; numbers are rounded where it rounds them.
 
 A step of few rows takes the time of reading the weights, and of its launches. So weights are read once and in place, by
 blocks of few outputs that keep every processor reading; products of one input (query, key and value) are one launch,
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_rlhf.kernels.triton_attention import Card, card_of, decode_attention
-from hybrid_rlhf.kernels.triton_fused import _activated
+from hybrid_rlhf.kernels.triton_fused import _activated, rms_norm
 
 _MOST_ROWS = 64
 _MOST_TILES = 4096  # of a product whose inputs are split
@@ -140,8 +140,8 @@ class ProductForm(NamedTuple):
 def product_form(rows: int, size_in: int, size_out: int, card: Card, is_gated: bool) -> ProductForm:
     """Tiles of few outputs, so that each processor has a program; of long inputs two or more, each with a part of them.
 
-    Measured on an H100 over 14 shapes of 896 to 14,336 numbers and 8 and 64 rows (docs/results/gpu.md): within 6% of
-    the fastest of 13 forms each. The parts do not depend on the rows, so neither do the sums.
+    Measured on an H100 over 14 shapes, 8 and 64 rows, 13 forms each (docs/results/gpu.md): within 8% of the fastest
+    form in 25 of the 28, at most 18% off it. The parts do not depend on the rows, so neither do the sums.
     """
     block_m, block_k = 16 if rows <= 16 else _MOST_ROWS, 128  # few forms, for each is compiled in a second or two
     block_n = 64 if is_gated and size_out >= 32 * card.processors else 32
@@ -202,22 +202,16 @@ def product(x: Tensor, matrices: list[Matrix], residual: Tensor | None = None, a
 
 
 @triton.jit
-def _norm_row(x, weight, bias, out, size, eps, HAS_BIAS: tl.constexpr, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows,): RMSNorm of a row; HAS_BIAS: LayerNorm (1607.06450)."""
+def _layer_norm(x, weight, bias, out, size, eps, BLOCK: tl.constexpr):
+    """Grid (rows,): LayerNorm (1607.06450) of a row."""
     dims = tl.arange(0, BLOCK)
     inside, places = dims < size, tl.program_id(0) * size + dims
-    w = tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32)
     wide = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        wide = tl.where(inside, wide - tl.sum(wide, 0) / size, 0.0)
-    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    if HAS_BIAS:
-        result = scaled * w + tl.load(bias + dims, mask=inside, other=0.0).to(tl.float32)
-    elif ADDS_ONE:
-        result = scaled * (1.0 + w)
-    else:
-        result = scaled.to(out.dtype.element_ty).to(tl.float32) * w
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
+    centred = tl.where(inside, wide - tl.sum(wide, 0) / size, 0.0)
+    scaled = centred * tl.rsqrt(tl.sum(centred * centred, 0) / size + eps)
+    w = tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(bias + dims, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + places, (scaled * w + b).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -295,10 +289,11 @@ class DecodeLayer:
 
     def _norm(self, index: int, x: Tensor) -> Tensor:
         weight, bias = self._norms[index], self._norm_biases[index]
+        if bias is None:
+            return rms_norm(x, weight, self._eps, self._adds_one)
         out, block = torch.empty_like(x), triton.next_power_of_2(x.shape[1])
-        _norm_row[(len(x),)](x, weight, out if bias is None else bias, out, x.shape[1], self._eps,
-                             HAS_BIAS=bias is not None, ADDS_ONE=self._adds_one, BLOCK=block,
-                             num_warps=min(16, max(4, block // 1024)))
+        _layer_norm[(len(x),)](x, weight, bias, out, x.shape[1], self._eps, BLOCK=block,
+                               num_warps=min(16, max(4, block // 1024)))
         return out
 
     def _place(self, heads: Tensor, num_queries: int, num_keys: int, cosines: Tensor | None, sines: Tensor | None

@@ -101,7 +101,7 @@ def test_a_layer_of_llamas_form_is_that_of_plain_torch(ops, dtype, heads, kv_hea
 
 
 @each_dtype
-def test_adapters_are_added_in_the_same_launch(ops, dtype):
+def test_adapters_are_added_where_the_sums_are(ops, dtype):
     """Of unlike ranks, one matrix without; as large as the weights; and before a gate."""
     from hybrid_rlhf.kernels import triton_layer
 

@@ -18,10 +18,10 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/commands": (2071, 9),
     "hybrid_rlhf/core": (3106, 25),
     "hybrid_rlhf/data": (3905, 17),
-    "hybrid_rlhf/engine": (6008, 42),
+    "hybrid_rlhf/engine": (6024, 42),
     "hybrid_rlhf/environments": (1949, 9),
     "hybrid_rlhf/export": (936, 6),
-    "hybrid_rlhf/kernels": (5974, 36),
+    "hybrid_rlhf/kernels": (5969, 36),
     "hybrid_rlhf/memory_plan": (2009, 14),
     "hybrid_rlhf/models": (5482, 29),
     "hybrid_rlhf/report": (2345, 14),
@@ -33,8 +33,8 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5165, 29),
     "inference": (3666, 27),
-    "tests": (64058, 461),
-    "benchmarks": (7453, 51),
+    "tests": (64087, 461),
+    "benchmarks": (7504, 51),
     ENTRY_POINTS: (1163, 8),
 }
 

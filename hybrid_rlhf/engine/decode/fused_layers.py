@@ -234,11 +234,27 @@ def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
         want = runner.through_layer(form.layer, cache, step, x.to(like), angles)
         if not isinstance(want, Tensor):
             return False
-        got = form.kernel(runner.ops.decode_layer)(x.to(like), *(angles or (None, None)), *ours, cache.row_slots(),
-                                                   step.positions[:, 0], step.width)
+        got = _by_kernel(runner, form, x.to(like), *(angles or (None, None)), *ours, cache.row_slots(),
+                         step.positions[:, 0], step.width)
+        if got is None:
+            return False
         bound = 1e-5 if like.dtype == torch.float32 else 2.0**-6
         return are_close((want - x.to(like), rows.keys, rows.values), (got - x.to(like), *ours), bound)
     except Exception as error:  # third-party code may raise anything; it does not have this form
         if is_out_of_memory(error):
             raise
         return False
+
+
+def _by_kernel(runner, form: Form, *inputs: object) -> Tensor | None:  # noqa: ANN001 - a Runner
+    """The kernel's output, or None. An error is among the runner's reasons, which are shown, but for those by which the
+    kernel refuses a form of layer."""
+    try:
+        return form.kernel(runner.ops.decode_layer)(*inputs)
+    except (TypeError, ValueError):
+        return None
+    except Exception as error:  # compilers and drivers raise errors without a common class
+        if is_out_of_memory(error):
+            raise
+        runner.reasons["decode layers"] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+        return None

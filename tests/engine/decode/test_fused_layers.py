@@ -333,6 +333,23 @@ def test_layers_that_rotate_a_part_of_each_head_are_left_to_the_model(monkeypatc
     assert tokens == by_transformers(model)
 
 
+def test_a_kernel_that_fails_is_said_and_one_that_refuses_a_layer_is_not(monkeypatch, caplog):
+    class Failing(reference.DecodeLayer):
+        error = RuntimeError("ptxas found no card\nmore")
+
+        def __call__(self, *inputs):
+            raise self.error
+
+    model = tiny_causal_lm()
+    about, tokens = over_slots(model, monkeypatch, Failing)
+    assert about["refused"] == {"decode layers": "RuntimeError: ptxas found no card"}
+    assert "keeps its own decode layers in inference mode: RuntimeError: ptxas found no card" in caplog.text
+    assert tokens == by_transformers(model)
+    Failing.error = ValueError("weights that are not dense")
+    about, _ = over_slots(tiny_causal_lm(), monkeypatch, Failing)
+    assert about["refused"] == {} and "decode_layer" not in about["fused"]
+
+
 def test_layers_that_are_wrong_together_are_said_to_be_and_the_model_generates_without_them(monkeypatch, caplog):
     class RightOnlyInTheTrial(reference.DecodeLayer):
         def __call__(self, hidden, cosines, sines, keys, *others):
