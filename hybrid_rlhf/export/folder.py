@@ -204,7 +204,6 @@ def in_dtype(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype
             replace(w, like=w.like.to(dtype), make=lambda make=w.make: make().to(dtype)) for k, w in weights.items()}
 
 
-@torch.no_grad()
 def _row(model: nn.Module, tokenizer) -> Tensor:  # noqa: ANN001
     """(1, T) ids: a text, and the last tokens of the vocabulary, which may be added ones: more than a quarter."""
     vocab = model.get_input_embeddings().num_embeddings
@@ -212,6 +211,7 @@ def _row(model: nn.Module, tokenizer) -> Tensor:  # noqa: ANN001
     return torch.cat([text % vocab, torch.arange(vocab)[-4:].repeat(len(text) // 8)])[None]
 
 
+@torch.no_grad()
 def _logits(model: nn.Module, tokenizer) -> Tensor:  # noqa: ANN001
     """A model's logits of one fixed row, in fp32 on the CPU. For a scalar model the scores of SCORED rows: a single one
     may be near zero, and mostly rounding."""

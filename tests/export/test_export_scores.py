@@ -7,7 +7,7 @@ import torch
 from hybrid_rlhf.export import folder as exported
 from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
-from tests.factories.tiny import tiny_scalar_model, tiny_tokenizer
+from tests.factories.tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
 
 @torch.no_grad()
@@ -27,3 +27,10 @@ def test_a_reward_model_whose_first_score_is_near_zero_is_exported(tmp_path):
     scores = exported._logits(model, tiny_tokenizer()).flatten()
     assert abs(scores[0]) < 0.05 * scores.abs().max()
     assert (export(model, tiny_tokenizer(), tmp_path / "model", [3]) / "model.safetensors").exists()
+
+
+def test_the_comparison_keeps_no_activations():
+    for model in (tiny_scalar_model(), tiny_causal_lm()):
+        model.config.pad_token_id = 0
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert not exported._logits(model, tiny_tokenizer()).requires_grad
