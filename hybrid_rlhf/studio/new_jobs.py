@@ -68,7 +68,7 @@ def _check_signal(studio: Studio, jobs: Jobs, body: dict) -> dict:
 
 
 def _evaluate(studio: Studio, jobs: Jobs, body: dict) -> dict:
-    runs, chosen = body["runs"], body["settings"]
+    runs, chosen = body["runs"], body.get("settings", {})
     settings = evaluation(studio, runs, chosen)
     if not all(map(jobs.is_own, runs)):
         _check_confirmed(body, {name: value for name, value in settings.items() if name not in chosen})
