@@ -72,6 +72,9 @@ class HybridEngine(Generic[ModuleT]):
             check_generates(model)
             check_shardable(model, self.ranks.degree)
         self.eos_ids, self.pad_id, self.max_batch, self.max_kv_bytes = list(eos_ids), pad_id, max_batch, max_kv_bytes
+        if self.device.type == "cuda":
+            # torch prefers cuDNN's attention on Hopper, which plans for each new shape, tens of milliseconds each
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.training: ZeroTraining | None = None
         self._activation = Activation(adapter, lambda: nullcontext() if self.is_inference else training_forms(module))
         self._frozen: ZeroFrozen | None = None

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.memory import is_out_of_memory
@@ -31,7 +32,8 @@ from hybrid_rlhf.models.transformers_compat import (
     sdpa_replaced,
 )
 
-_BLOCK_TOKENS = 32  # cost of another block in attention, in padding tokens
+_BLOCK_TOKENS = {"cpu": 32, "cuda": 4096}  # cost of another block in attention, in padding tokens
+_WIDTH_UNIT = {"cpu": 1, "cuda": 64}  # widths of blocks are multiples of it: few shapes on a card
 LEAST_SAVED = 0.1  # share of the batch's tokens with padding: below it, spreading out costs as much as it saves
 
 _log = logging.getLogger(__name__)
@@ -99,12 +101,14 @@ def documents(batch: SequenceBatch) -> Packing:
 def _in_blocks(index: Tensor, source: Tensor, positions: Tensor, lengths: Tensor,
                shared: list[tuple[int, int, list[int]]], device: torch.device) -> Packing:
     """shared: (first of the N, length, rows) of each prefix of several rows."""
-    members = token_budget_groups(lengths, index.numel(), _BLOCK_TOKENS)
-    blocks = [(len(rows), int(lengths[rows].max())) for rows in members]
-    spread = torch.cat([index[rows, :size].flatten() for rows, (_, size) in zip(members, blocks, strict=True)])
+    members = token_budget_groups(lengths, index.numel(), _BLOCK_TOKENS.get(device.type, 32))
+    unit, width = _WIDTH_UNIT.get(device.type, 1), index.shape[1]
+    blocks = [(len(rows), -(int(lengths[rows].max()) // -unit) * unit) for rows in members]
+    wide = functional.pad(index, (0, -width % unit))  # causal attention does not see what follows a row
+    spread = torch.cat([wide[rows, :size].flatten() for rows, (_, size) in zip(members, blocks, strict=True)])
     first, places = 0, torch.zeros_like(index)  # of each token of the batch, in the blocks
     for rows, (count, size) in zip(members, blocks, strict=True):
-        places[rows, :size] = first + torch.arange(count * size).view(count, size)
+        places[rows, :size] = first + torch.arange(count * size).view(count, size)[:, :width]
         first += count * size
     groups = [(start, to_device(places[rows, :n], device)) for start, n, rows in shared]
     home = places.flatten()[source]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -94,11 +95,13 @@ def _is_row_mask(mask: Tensor | None) -> bool:
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float,
                     softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """(B, H, Q, D), (B, K, W, D), (B, K, W, Dv) -> (B, Q, H, Dv). mask None is causal, with Q = W."""
-    if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling,
-                                             enable_gqa=query.shape[1] != key.shape[1])
-        return out.transpose(1, 2)
     repeats = query.shape[1] // key.shape[1]
+    if softcap is None and sinks is None:
+        if repeats > 1 and query.device.type == "cuda":
+            return _grouped_attention(query, key, value, mask, scaling)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling,
+                                             enable_gqa=repeats > 1)
+        return out.transpose(1, 2)
     key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
     scores = (query @ key.mT).float() * scaling
     if softcap is not None:
@@ -110,3 +113,20 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
     weights = scores.softmax(-1)[..., : key.shape[2]].to(query.dtype)
     return (weights @ value).transpose(1, 2)
+
+
+def _grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """As dense_attention. On a card torch's fused kernels take grouped heads without a mask only, and before Ampere
+    not at all; what is left to it makes (B, H, Q, W) scores in fp32."""
+    heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
+    attend = partial(F.scaled_dot_product_attention, scale=scaling)
+    if mask is None and torch.cuda.get_device_capability(query.device)[0] >= 8:
+        out = attend(query, key, value, is_causal=True, enable_gqa=True)
+    elif mask is None or mask.shape[1] > 1:
+        key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+        out = attend(query, key, value, attn_mask=mask, is_causal=mask is None)
+    else:  # the heads of a group as further queries of one head: nothing of the columns is copied
+        query = query.unflatten(1, (heads, repeats)).flatten(2, 3)
+        out = attend(query, key, value, attn_mask=mask.repeat(1, 1, repeats, 1)).unflatten(2, (repeats, -1))
+        out = out.flatten(1, 2)
+    return out.transpose(1, 2)

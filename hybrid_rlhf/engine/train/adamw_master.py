@@ -1,13 +1,14 @@
 """AdamW for 16-bit weights at ZeRO 0: fp32 masters and moments, updated in place.
 
-DeepSpeed's 16-bit optimizers flatten masters, gradients and weights anew in every step; here nothing is copied: a
-device's own kernel does the step in one pass, and without one the gradient goes through a buffer piece by piece, which
-stays in the CPU's cache.
+DeepSpeed's 16-bit optimizers flatten masters, gradients and weights anew in every step; here nothing is copied whole.
+On a CPU a kernel of ours does a parameter's step in one pass, and without it the gradient goes through a buffer piece
+by piece, which stays in the cache. On a card torch's kernels for many tensors step a batch of parameters at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,8 @@ from hybrid_rlhf.core.distributed import sum_over_ranks, world_size
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.kernels.ops import Updates
 
-_PIECE = {"cpu": 1 << 19}  # elements: 2 MiB of each fp32 tensor
-_PIECE_ELSEWHERE = 1 << 25
-_KEEPS_SUMS = ("cpu",)  # devices where new memory is slow
+_PIECE = 1 << 19  # elements: 2 MiB of each fp32 tensor
+_BATCH = 1 << 25  # elements that a card steps at once: 128 MiB of fp32 gradients
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _BUCKET = 1 << 24  # elements of one all-reduce
 
@@ -40,7 +40,7 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": epsilon, "weight_decay": 0.0})
         self._fused, self._factor, self._is_summing = fused, 1.0, False
         self._summed: set[nn.Parameter] = set()  # those whose sum is in use
-        self._spare: dict[torch.device, Tensor] = {}
+        self._spare: dict[torch.device, Tensor] = {}  # on CPUs alone
         for parameter in self._parameters():
             if parameter.dtype != torch.float32:
                 # moments too, before the first activations: lasting memory between those would fragment the heap
@@ -66,9 +66,11 @@ class MasterAdamW(torch.optim.Optimizer):
         if not self._is_summing:  # the only pass: its gradient need not be kept twice
             return
         state = self.state[parameter]
-        if parameter in self._summed:  # in pieces: torch would make an fp32 copy of the whole gradient
-            for total, gradient in _pieces(state["sum"], parameter.grad):
+        if parameter in self._summed and _is_on_cpu(parameter):  # in pieces: torch would copy the whole to fp32 there
+            for total, gradient in _pieces(_PIECE, state["sum"], parameter.grad):
                 total.add_(_fp32(gradient, self._spare))
+        elif parameter in self._summed:
+            state["sum"].add_(parameter.grad)
         else:
             state["sum"].copy_(parameter.grad)
         self._summed.add(parameter)
@@ -95,10 +97,8 @@ class MasterAdamW(torch.optim.Optimizer):
         self._give_back_sums()
 
     def _give_back_sums(self) -> None:
-        """Free the sums and the conversion buffers, except on devices in _KEEPS_SUMS."""
-        self._spare = {place: spare for place, spare in self._spare.items() if place.type in _KEEPS_SUMS}
         for parameter in self._parameters():
-            if parameter.device.type not in _KEEPS_SUMS:
+            if not _is_on_cpu(parameter):
                 self.state[parameter].pop("sum", None)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -127,13 +127,16 @@ class MasterAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
         """The norm of all gradients, in fp32; the next step scales them down to max_norm."""
-        norms, spare = [], {}
+        norms, on_card, spare = [], [], {}
         for gradient in filter(lambda g: g is not None, map(self._gradient, self._parameters())):
-            updates = self._updates(gradient)
-            if updates:
+            if not _is_on_cpu(gradient):
+                on_card.append(gradient)
+            elif updates := self._updates(gradient):
                 norms.append(torch.tensor(updates.sum_of_squares(gradient) ** 0.5))
             else:
-                norms += [torch.linalg.vector_norm(_fp32(piece, spare)) for (piece,) in _pieces(gradient)]
+                norms += [torch.linalg.vector_norm(_fp32(piece, spare)) for (piece,) in _pieces(_PIECE, gradient)]
+        if on_card:
+            norms += torch._foreach_norm(on_card, 2, dtype=torch.float32)
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
         both = torch.stack([norm, factor]).cpu()  # the only wait for the device
@@ -145,42 +148,77 @@ class MasterAdamW(torch.optim.Optimizer):
         """Step every parameter that has a gradient, and use up the sums."""
         spare: dict[torch.device, Tensor] = {}
         for group in self.param_groups:
+            on_cards = defaultdict(list)  # by the number of their steps, which a card counts for all of a batch
             for parameter in group["params"]:
                 gradient = self._gradient(parameter)
-                if gradient is not None:
-                    self._step(parameter, gradient, group, spare)
+                if gradient is None:
+                    continue
+                if "step" not in (state := self.state[parameter]):
+                    state |= _fresh(parameter)
+                master = state.get("master", parameter)
+                if _is_on_cpu(parameter):
+                    self._step(parameter, master, gradient, group, spare)
+                else:
+                    tensors = parameter, master, gradient, *(state[k] for k in MOMENTS)
+                    on_cards[parameter.device, state["step"]].append(tensors)
+                state["step"] += 1
+            for (_, count), parameters in on_cards.items():
+                for batch in _batches(parameters):
+                    self._step_batch(batch, count, group)
         self._summed.clear()
         self._give_back_sums()
         self._factor = 1.0
 
     def _updates(self, *tensors: Tensor) -> Updates | None:
         """The kernels that update these tensors, all of one device; None where torch's own do."""
-        updates = ops_for(tensors[0].device.type).updates if self._fused and tensors[0].device.type == "cpu" else None
+        updates = ops_for("cpu").updates if self._fused and _is_on_cpu(tensors[0]) else None
         return updates if updates and all(t.is_contiguous() for t in tensors) else None
 
-    def _step(self, parameter: nn.Parameter, gradient: Tensor, group: dict, spare: dict) -> None:
-        state = self.state[parameter]
-        if "step" not in state:
-            state |= _fresh(parameter)
-        master = state.get("master", parameter)
-        (beta1, beta2), count = group["betas"], float(state["step"])
+    def _step(self, parameter: nn.Parameter, master: Tensor, gradient: Tensor, group: dict, spare: dict) -> None:
+        """A step of a parameter on a CPU."""
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
         updates = self._updates(parameter, gradient, master)
         if updates:
             updates.adamw(None if master is parameter else parameter.detach(), master.detach(), gradient,
                           *(state[k] for k in MOMENTS), step=state["step"] + 1, lr=group["lr"], beta1=beta1,
                           beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"], factor=self._factor)
-            state["step"] += 1
             return
-        for weight, fp32, grad, avg, square in _pieces(parameter, master, gradient, *(state[k] for k in MOMENTS)):
-            grad = _fp32(grad, spare)
-            if self._factor != 1.0:
-                grad.mul_(self._factor)
-            adamw([fp32], [grad], [avg], [square], [], [torch.full((), count, device=fp32.device)], fused=self._fused,
-                  foreach=False, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], eps=group["eps"],
-                  weight_decay=group["weight_decay"], maximize=False)
+        for weight, *tensors in _pieces(_PIECE, parameter, master, gradient, *(state[k] for k in MOMENTS)):
+            tensors[1] = _fp32(tensors[1], spare)
+            self._adamw(*([t] for t in tensors), state["step"], group, has_many=False)
             if master is not parameter:
-                weight.copy_(fp32)
-        state["step"] += 1
+                weight.copy_(tensors[0])
+
+    def _step_batch(self, batch: list[tuple[Tensor, ...]], count: int, group: dict) -> None:
+        """A step of many on a card: (weight, master, gradient, moments) of each. Few launches: each takes the host
+        up to 20 us."""
+        weights, masters, gradients, averages, squares = map(list, zip(*batch, strict=True))
+        narrow = [i for i, gradient in enumerate(gradients) if gradient.dtype != torch.float32]
+        if narrow:
+            wide = torch.empty(sum(gradients[i].numel() for i in narrow), device=gradients[0].device)
+            parts = [part.view_as(gradients[i]) for i, part in
+                     zip(narrow, wide.split([gradients[i].numel() for i in narrow]), strict=True)]
+            torch._foreach_copy_(parts, [gradients[i] for i in narrow])
+            for i, part in zip(narrow, parts, strict=True):
+                gradients[i] = part
+        self._adamw(masters, gradients, averages, squares, count, group, has_many=True)
+        rounded = [i for i, weight in enumerate(weights) if weight.dtype != torch.float32]
+        if rounded:
+            torch._foreach_copy_([weights[i] for i in rounded], [masters[i] for i in rounded])
+
+    def _adamw(self, masters: list[Tensor], gradients: list[Tensor], averages: list[Tensor], squares: list[Tensor],
+               count: int, group: dict, *, has_many: bool) -> None:
+        """torch's own step, on gradients times the factor of `clip`, which they keep."""
+        if self._factor != 1.0:
+            torch._foreach_mul_(gradients, self._factor)
+        (beta1, beta2), counts = group["betas"], torch.full((len(masters),), float(count), device=masters[0].device)
+        adamw(masters, gradients, averages, squares, [], list(counts.unbind()), fused=self._fused,
+              foreach=has_many and not self._fused, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+              eps=group["eps"], weight_decay=group["weight_decay"], maximize=False)
+
+
+def _is_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _fresh(parameter: nn.Parameter) -> dict:
@@ -195,14 +233,25 @@ def _add_up(gradients: list[Tensor]) -> None:
         gradient.copy_(part.view(gradient.shape))
 
 
-def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors, of one shape, in pieces of the same elements; whole where one is not contiguous."""
-    tensors = tuple(t.detach() for t in tensors)
-    if not all(t.is_contiguous() for t in tensors):
+def _pieces(most: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors, of one shape, in pieces of the same elements, `most` at most; whole where one is not contiguous."""
+    if tensors[0].numel() <= most or not all(t.is_contiguous() for t in tensors):
         yield tensors
-        return
-    size = _PIECE.get(tensors[0].device.type, _PIECE_ELSEWHERE)
-    yield from zip(*(t.view(-1).split(size) for t in tensors), strict=True)
+    else:
+        yield from zip(*(t.detach().view(-1).split(most) for t in tensors), strict=True)
+
+
+def _batches(parameters: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
+    """The pieces of all parameters, together about _BATCH elements at a time."""
+    batch, size = [], 0
+    for piece in (piece for tensors in parameters for piece in _pieces(_BATCH, *tensors)):
+        if batch and size + piece[0].numel() > _BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece[0].numel()
+    if batch:
+        yield batch
 
 
 def _fp32(piece: Tensor, spare: dict[torch.device, Tensor]) -> Tensor:

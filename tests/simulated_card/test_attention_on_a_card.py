@@ -1,0 +1,84 @@
+"""Attention on a card: torch's fused kernels are reached, and few shapes are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask
+from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.engine.decode.attention import dense_attention
+from hybrid_rlhf.models.shared_prefix import distinct_states, packing
+from tests.factories.tiny import tiny_causal_lm
+from tests.simulated_card import simulated_card
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[tuple[bool, bool]]:
+    """(has a mask, has grouped heads) of each call of torch's attention."""
+    found, own = [], functional.scaled_dot_product_attention
+
+    def noted(query, key, value, *given, **named):
+        found.append((named.get("attn_mask") is not None, query.shape[1] != key.shape[1]))
+        return own(query, key, value, *given, **named)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
+    return found
+
+
+def by_hand(query, key, value, mask) -> torch.Tensor:
+    key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
+    scores = (query @ key.mT / 4).masked_fill(~mask, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 6)])
+@pytest.mark.parametrize("heads", [None, 1, 4])  # of the mask; None: causal
+def test_grouped_heads_reach_a_fused_kernel(asked, capability, heads):
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, n, 6, 16, generator=draw) for n in (4, 2, 2))
+    mask = None if heads is None else torch.rand(2, heads, 6, 6, generator=draw) > 0.3
+    seen = torch.ones(6, 6, dtype=torch.bool).tril() if mask is None else mask | torch.eye(6, dtype=torch.bool)
+    mask = None if mask is None else seen
+    with simulated_card(capability=capability):
+        found = dense_attention(*(t.to("cuda") for t in (query, key, value)), mask if mask is None else mask.to("cuda"),
+                                scaling=0.25).cpu()
+    torch.testing.assert_close(found, by_hand(query, key, value, seen))
+    # before Ampere none takes grouped heads, and with a mask none does at all
+    assert asked == [(mask is not None, mask is None and capability >= (8, 0))]
+
+
+def ragged(seed: int, device: str) -> SequenceBatch:
+    """Four responses of 20 to 180 tokens to each of four prompts of 30 to 110."""
+    draw = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(30, 110, (4,), generator=draw).repeat_interleave(4)
+    lengths = prompts + torch.randint(20, 180, (16,), generator=draw)
+    ids = torch.randint(5, 60, (16, int(lengths.max())), generator=draw)
+    for i in range(16):
+        ids[i, : prompts[i]] = ids[i // 4 * 4, : prompts[i]]
+    real, width = length_mask(lengths), ids.shape[1]
+    return SequenceBatch(ids * real, real, real & ~length_mask(prompts, width)).to(device)
+
+
+def test_ragged_micro_batches_that_share_prefixes_have_few_shapes(card):
+    blocks = [packing(ragged(seed, "cuda")).blocks for seed in range(30)]
+    assert max(map(len, blocks)) <= 2
+    assert len({block for found in blocks for block in found}) <= 20
+    assert len({block for seed in range(30) for block in packing(ragged(seed, "cpu")).blocks}) > 100
+
+
+def test_their_states_are_those_of_the_processor(card):
+    states = []
+    for device in ("cpu", "cuda"):
+        batch, model = ragged(0, device), tiny_causal_lm().to(device)
+        packed = packing(batch)
+        with torch.no_grad():
+            states.append(distinct_states(model, batch, packed).index_select(0, packed.predicting(batch)).cpu())
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_that_plans_for_each_shape_is_off(card):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    HybridEngine(tiny_causal_lm().to("cuda"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
