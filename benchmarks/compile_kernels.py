@@ -161,17 +161,22 @@ def scores(is_plain: bool, is_backward: bool) -> Callable[[int, str], Kernel]:
     return build
 
 
-def layer_product(rows: int, size_in: int, size_out: int, is_gated: bool = False) -> Callable[[int, str], Kernel]:
+def layer_product(rows: int, size_in: int, size_out: int, is_gated: bool = False,
+                  bits: int = 16) -> Callable[[int, str], Kernel]:
     """With bias, adapters of rank 16 and, but for a gate, what is added."""
     def build(architecture: int, kind: str) -> Kernel:
         from hybrid_rlhf.kernels import triton_attention, triton_layer
 
         card = triton_attention.Card(132, ARCHITECTURES[architecture].block * 1024, has_matrix_units=True)
-        form = triton_layer.product_form(rows, size_in, size_out, card, is_gated)
-        constants = dict(HAS_BIAS=True, HAS_LOW=True, HAS_RESIDUAL=not is_gated, IS_GATED=is_gated, BLOCK_R=16,
-                         ACTIVATION=int(is_gated), NUM_SPLITS=form.splits, **form.sizes)
+        form = triton_layer.product_form(rows, size_in, size_out, card, is_gated, bits)
+        constants = dict(BITS=bits, HAS_BIAS=True, HAS_LOW=True, HAS_RESIDUAL=not is_gated, IS_GATED=is_gated,
+                         BLOCK_R=16, ACTIVATION=int(is_gated), NUM_SPLITS=form.splits, **form.sizes)
         pointers = dict.fromkeys(("x", "low", "residual", "out", *(f"{n}{what}" for n in ("first", "second", "third")
                                                                    for what in ("", "_bias", "_up"))), "*" + kind)
+        names = [f"{name}_scales" for name in ("first", "second", "third")]
+        pointers |= dict.fromkeys(("table", *names), "*fp32")
+        if bits < 16:
+            pointers |= dict.fromkeys(("first", "second", "third"), "*u8" if bits == 4 else "*i8")
         pointers |= dict(partials="*fp32", counters="*i32", first_scaling="fp32", second_scaling="fp32",
                          third_scaling="fp32")
         return Kernel(triton_layer._product, constants, pointers, form.launch)
@@ -229,6 +234,11 @@ def cases() -> dict[str, Case]:
                                              oldest=80)
         found[f"layer_{rows}_gated"] = Case(f"{work}, gate", SIXTEEN, layer_product(rows, 4096, 14336, is_gated=True),
                                              oldest=80)
+        for bits in (4, 8):
+            found[f"layer_{rows}_{bits}bit"] = Case(f"{work}, {bits} bits", SIXTEEN, layer_product(
+                rows, 4096, 6144, bits=bits), oldest=80)
+            found[f"layer_{rows}_{bits}bit_gated"] = Case(f"{work}, gate, {bits} bits", SIXTEEN, layer_product(
+                rows, 4096, 14336, is_gated=True, bits=bits), oldest=80)
     found["layer_norm"] = Case("norm of a decode layer", SIXTEEN, layer_row(is_norm=True), oldest=80)
     found["layer_heads"] = Case("norm and rotation of a decode layer's heads", SIXTEEN, layer_row(is_norm=False),
                                 oldest=80)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 LONGEST_NORM = 8192  # longest row of the norm kernel of a card; the backward of longer ones spills registers
 
@@ -25,6 +26,20 @@ class Updates(NamedTuple):
     sum_of_squares: Callable
 
 
+class PackedMatrix(NamedTuple):
+    """A frozen weight (out, in) in 4 or 8 bits. Those that a kernel reads together have one table.
+
+    In 4 bits values (out * in / 2,) uint8 are two places in `table` (16,) fp32 each, the first in the high half, and
+    scales (out * in / 64,) fp32 are factors of 64 numbers of a row each (QLoRA, 2305.14314). In 8 bits, table None,
+    values (out, in) int8 have a factor a row, scales (out,) fp32.
+    """
+
+    values: Tensor
+    scales: Tensor
+    table: Tensor | None
+    shape: torch.Size
+
+
 class Ops(NamedTuple):
     """The operations of one device. name is for people: "reference", "cpu (C++)", "cuda (Triton)".
 
@@ -32,7 +47,8 @@ class Ops(NamedTuple):
     in which torch's products are slower; None where there are none. fused: None where nothing is fused.
     causal_attention: of whole sequences, with gradients; None where torch's own is as fast.
     adapted_linear(input, weight, bias, down, up, scaling): linear + scaling up (down input), as `linear` is.
-    decode_layer: the class DecodeLayer of kernels/reference.py for weights in linear_dtypes; None where there is none.
+    decode_layer: the class DecodeLayer of kernels/reference.py for weights in linear_dtypes and, where its takes_packed
+    is true, for packed ones; None where there is none.
     token_scores: log-probabilities and entropies from logits, with gradients; None where torch's own operations do it.
     updates: an optimizer's step; None where torch's own do it.
     """

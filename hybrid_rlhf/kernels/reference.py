@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hybrid_rlhf.kernels.ops import PackedMatrix
+
 _MASK32 = 0xFFFFFFFF
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 
@@ -92,14 +94,17 @@ class DecodeLayer:
     up (out, r), scaling), in the weights' dtype, or None. norms: before attention (E), before the MLP (E), of each
     query head and of each key head (D) or None, with `eps` and `adds_one` as in `rms_norm`; norm_biases: theirs, where
     they are LayerNorm (1607.06450), or None. activation: "silu", "gelu" (tanh's) or, without a gate, "relu".
-    max_rows: the most rows of a call.
+    max_rows: the most rows of a call. takes_packed: whether weights may be packed ones, rounded to the norms' dtype.
     """
 
     max_rows = 1 << 20
+    takes_packed = True
 
-    def __init__(self, weights: list[Tensor | None], biases: list[Tensor | None], norms: list[Tensor | None],
-                 norm_biases: list[Tensor | None], adapters: list[tuple[Tensor, Tensor, float] | None], *, eps: float,
-                 adds_one: bool, scaling: float, activation: str) -> None:
+    def __init__(self, weights: list[Tensor | PackedMatrix | None], biases: list[Tensor | None],
+                 norms: list[Tensor | None], norm_biases: list[Tensor | None],
+                 adapters: list[tuple[Tensor, Tensor, float] | None], *, eps: float, adds_one: bool, scaling: float,
+                 activation: str) -> None:
+        weights = [unpacked(w, norms[0].dtype) if isinstance(w, PackedMatrix) else w for w in weights]
         self._products = [w if w is None else partial(_adapted, weight=w, bias=b, adapter=a)
                           for w, b, a in zip(weights, biases, adapters, strict=True)]
         self._norms = [(lambda x: x) if w is None
@@ -126,6 +131,14 @@ class DecodeLayer:
             return hidden + to_down(gated(to_gate(x), to_up(x), self._activation == "gelu"))
         act = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu}[self._activation]
         return hidden + to_down(act(to_up(x)))
+
+
+def unpacked(matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
+    """(out, in): its numbers, multiplied in fp32 and rounded once."""
+    if matrix.table is None:
+        return (matrix.values.float() * matrix.scales[:, None]).to(dtype)
+    places = torch.stack([matrix.values >> 4, matrix.values & 15], -1).long()
+    return (matrix.table[places].view(-1, 64) * matrix.scales[:, None]).view(matrix.shape).to(dtype)
 
 
 def _adapted(x: Tensor, weight: Tensor, bias: Tensor | None, adapter: tuple[Tensor, Tensor, float] | None) -> Tensor:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_rlhf.kernels.ops import PackedMatrix
 from hybrid_rlhf.kernels.triton_attention import Card, card_of, decode_attention
 from hybrid_rlhf.kernels.triton_fused import _activated, rms_norm
 
@@ -28,20 +29,44 @@ _ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "relu": 3}
 
 
 @triton.jit
-def _sums(x, weight, other, columns, size, first, last, num_rows, size_in, IS_PAIR: tl.constexpr,
-          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _weights(weight, scales, table, columns, size, start, last, size_in, kind: tl.constexpr, BITS: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(BLOCK_N, BLOCK_K): some outputs' weights for the inputs from `start` on, rounded to `kind`; those in 8 bits
+    without their scales, which are those of whole rows."""
+    if BITS == 4:
+        blocks, bytes_of = start // 64 + tl.arange(0, BLOCK_K // 64), tl.arange(0, 32)
+        inside = (columns < size)[:, None] & (blocks < last // 64)[None, :]
+        places = columns[:, None] * (size_in // 64) + blocks[None, :]
+        scale = tl.load(scales + places, mask=inside, other=0.0)[:, :, None]
+        pairs = tl.load(weight + places[:, :, None] * 32 + bytes_of[None, None, :], mask=inside[:, :, None], other=0)
+        first = tl.load(table + (pairs >> 4)) * scale
+        second = tl.load(table + (pairs & 15)) * scale
+        tile = tl.reshape(tl.join(first.to(kind), second.to(kind)), (BLOCK_N, BLOCK_K))
+    else:
+        inputs = start + tl.arange(0, BLOCK_K)
+        mask = (columns < size)[:, None] & (inputs < last)[None, :]
+        tile = tl.load(weight + columns[:, None] * size_in + inputs[None, :], mask=mask, other=0).to(kind)
+    return tile
+
+
+@triton.jit
+def _sums(x, weight, scales, other, other_scales, table, columns, size, first, last, num_rows, size_in,
+          IS_PAIR: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+          BLOCK_K: tl.constexpr):
     """(BLOCK_M, BLOCK_N) fp32: x W^T over the inputs [first, last) for some outputs of one matrix; and of another."""
     rows = tl.arange(0, BLOCK_M)
     sums, others = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(first, last, BLOCK_K):
         inputs = start + tl.arange(0, BLOCK_K)
-        is_input = (inputs < last)[None, :]
-        places, mask = columns[:, None] * size_in + inputs[None, :], (columns < size)[:, None] & is_input
-        x_tile = tl.load(x + rows[:, None] * size_in + inputs[None, :], mask=(rows < num_rows)[:, None] & is_input,
-                        other=0.0)
-        sums = tl.dot(x_tile, tl.trans(tl.load(weight + places, mask=mask, other=0.0)), sums)
+        mask = (rows < num_rows)[:, None] & (inputs < last)[None, :]
+        x_tile = tl.load(x + rows[:, None] * size_in + inputs[None, :], mask=mask, other=0.0)
+        kind: tl.constexpr = x.dtype.element_ty
+        tile = _weights(weight, scales, table, columns, size, start, last, size_in, kind, BITS, BLOCK_N, BLOCK_K)
+        sums = tl.dot(x_tile, tl.trans(tile), sums)
         if IS_PAIR:
-            others = tl.dot(x_tile, tl.trans(tl.load(other + places, mask=mask, other=0.0)), others)
+            tile = _weights(other, other_scales, table, columns, size, start, last, size_in, kind, BITS, BLOCK_N,
+                            BLOCK_K)
+            others = tl.dot(x_tile, tl.trans(tile), others)
     return sums, others
 
 
@@ -64,10 +89,13 @@ def _joined(sums, partials, counters, tile, split, BLOCK_M: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _rounded(sums, bias, low, up, rank, scaling, columns, size, num_rows, low_size, kind: tl.constexpr,
-             HAS_BIAS: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):
+def _rounded(sums, scales, bias, low, up, rank, scaling, columns, size, num_rows, low_size, kind: tl.constexpr,
+             BITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_R: tl.constexpr):
     """The product with its bias and adapter in its dtype, as fp32."""
     inside = columns < size
+    if BITS == 8:
+        sums *= tl.load(scales + columns, mask=inside, other=0.0)[None, :]
     if HAS_BIAS:
         sums += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     result = sums.to(kind).to(tl.float32)
@@ -82,46 +110,49 @@ def _rounded(sums, bias, low, up, rank, scaling, columns, size, num_rows, low_si
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _product(x, low, first, second, third, first_bias, second_bias, third_bias, first_up, second_up, third_up, residual,
-             out, partials, counters, num_rows, size_in, low_size, first_size, second_size, third_size, first_rank,
-             second_rank, third_rank, first_scaling, second_scaling, third_scaling, size_out, part_size,
-             HAS_BIAS: tl.constexpr, HAS_LOW: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
-             ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-             BLOCK_R: tl.constexpr, NUM_SPLITS: tl.constexpr):
+def _product(x, low, table, first, second, third, first_scales, second_scales, third_scales, first_bias, second_bias,
+             third_bias, first_up, second_up, third_up, residual, out, partials, counters, num_rows, size_in, low_size,
+             first_size, second_size, third_size, first_rank, second_rank, third_rank, first_scaling, second_scaling,
+             third_scaling, size_out, part_size,
+             BITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOW: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+             IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, NUM_SPLITS: tl.constexpr):
     """Grid (tiles of BLOCK_N outputs, splits of part_size inputs). out (rows, size_out): x times up to three matrices
     side by side; or, IS_GATED, act(x first^T) * (x second^T). low (rows, low_size): x times the adapters' A."""
     tile, split = tl.program_id(0), tl.program_id(1)
-    weight, bias, size, before, at = first, first_bias, first_size, 0, tile
+    weight, scales, bias, size, before, at = first, first_scales, first_bias, first_size, 0, tile
     up, rank, scaling, low_at = first_up, first_rank, first_scaling, 0
     if not IS_GATED:
         first_tiles, second_tiles = tl.cdiv(first_size, BLOCK_N), tl.cdiv(second_size, BLOCK_N)
         if tile >= first_tiles + second_tiles:
-            weight, bias, size = third, third_bias, third_size
+            weight, scales, bias, size = third, third_scales, third_bias, third_size
             before, at = first_size + second_size, tile - first_tiles - second_tiles
             up, rank, scaling, low_at = third_up, third_rank, third_scaling, first_rank + second_rank
         elif tile >= first_tiles:
-            weight, bias, size, before, at = second, second_bias, second_size, first_size, tile - first_tiles
+            weight, scales, bias, size = second, second_scales, second_bias, second_size
+            before, at = first_size, tile - first_tiles
             up, rank, scaling, low_at = second_up, second_rank, second_scaling, first_rank
     rows, columns = tl.arange(0, BLOCK_M), at * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = split * part_size
     end = tl.minimum(begin + part_size, size_in)
-    sums, factor = _sums(x, weight, second, columns, size, begin, end, num_rows, size_in, IS_GATED, BLOCK_M, BLOCK_N,
-                         BLOCK_K)
+    sums, factor = _sums(x, weight, scales, second, second_scales, table, columns, size, begin, end, num_rows, size_in,
+                         IS_GATED, BITS, BLOCK_M, BLOCK_N, BLOCK_K)
     is_last = True
     if NUM_SPLITS > 1:
         sums, is_last = _joined(sums, partials, counters, tile, split, BLOCK_M, BLOCK_N, NUM_SPLITS)
     if is_last:
         kind: tl.constexpr = out.dtype.element_ty
-        result = _rounded(sums, bias, low + low_at, up, rank, scaling, columns, size, num_rows, low_size, kind,
-                          HAS_BIAS, HAS_LOW, BLOCK_M, BLOCK_R)
+        result = _rounded(sums, scales, bias, low + low_at, up, rank, scaling, columns, size, num_rows, low_size, kind,
+                          BITS, HAS_BIAS, HAS_LOW, BLOCK_M, BLOCK_R)
         if ACTIVATION == 3:
             result = tl.maximum(result, 0.0)
         elif ACTIVATION:
             result, _ = _activated(result, ACTIVATION == 2)
             result = result.to(kind).to(tl.float32)
         if IS_GATED:
-            result *= _rounded(factor, second_bias, low + first_rank, second_up, second_rank, second_scaling, columns,
-                               size, num_rows, low_size, kind, HAS_BIAS, HAS_LOW, BLOCK_M, BLOCK_R)
+            result *= _rounded(factor, second_scales, second_bias, low + first_rank, second_up, second_rank,
+                               second_scaling, columns, size, num_rows, low_size, kind, BITS, HAS_BIAS, HAS_LOW,
+                               BLOCK_M, BLOCK_R)
         places = rows[:, None] * size_out + (before + columns)[None, :]
         mask = (rows < num_rows)[:, None] & (columns < size)[None, :]
         if HAS_RESIDUAL:
@@ -137,14 +168,15 @@ class ProductForm(NamedTuple):
     splits: int
 
 
-def product_form(rows: int, size_in: int, size_out: int, card: Card, is_gated: bool) -> ProductForm:
+def product_form(rows: int, size_in: int, size_out: int, card: Card, is_gated: bool, bits: int = 16) -> ProductForm:
     """Tiles of few outputs, so that each processor has a program; of long inputs two or more, each with a part of them.
 
     Measured on an H100 over 14 shapes, 8 and 64 rows, 13 forms each (docs/results/gpu.md): within 8% of the fastest
-    form in 25 of the 28, at most 18% off it. The parts do not depend on the rows, so neither do the sums.
+    form in 25 of the 28, at most 18% off it. The parts do not depend on the rows, so neither do the sums. Those of
+    packed weights are not measured: no larger than what fits the registers of every card.
     """
     block_m, block_k = 16 if rows <= 16 else _MOST_ROWS, 128  # few forms, for each is compiled in a second or two
-    block_n = 64 if is_gated and size_out >= 32 * card.processors else 32
+    block_n = 64 if is_gated and bits == 16 and size_out >= 32 * card.processors else 32
     tiles, splits = triton.cdiv(size_out, block_n), 1
     while not is_gated and size_in > 4096 and tiles * splits <= card.processors and size_in >= 2048 * splits:
         splits *= 2
@@ -162,7 +194,7 @@ def _counters(device: torch.device) -> Tensor:
 class Matrix(NamedTuple):
     """W (out, in), its bias, and its adapter: A (r, in), B (out, r) and the factor of B A."""
 
-    weight: Tensor
+    weight: Tensor | PackedMatrix
     bias: Tensor | None = None
     adapter: tuple[Tensor, Tensor, float] | None = None
 
@@ -171,11 +203,15 @@ def product(x: Tensor, matrices: list[Matrix], residual: Tensor | None = None, a
             is_gated: bool = False, form: ProductForm | None = None) -> Tensor:
     """x (B, in), B at most 64, times up to three matrices side by side, all with a bias or none.
 
-    Then act(it), or with is_gated act(x first^T) * (x second^T); added to `residual`. All in one 16-bit dtype, dense.
+    Then act(it), or with is_gated act(x first^T) * (x second^T); added to `residual`. All in one 16-bit dtype, dense;
+    or all matrices packed alike.
     """
-    (rows, size_in), sizes = x.shape, [len(m.weight) for m in matrices]
+    (rows, size_in), sizes = x.shape, [m.weight.shape[0] for m in matrices]
+    packed = [m.weight for m in matrices if isinstance(m.weight, PackedMatrix)]
+    table = packed[0].table if packed else None
     size_out = sizes[0] if is_gated else sum(sizes)
-    form = form or product_form(rows, size_in, size_out, card_of(x.device), is_gated)
+    form = form or product_form(rows, size_in, size_out, card_of(x.device), is_gated,
+                                _bits(matrices[0].weight))
     block_m, block_n, block_k = form.sizes.values()
     tiles = triton.cdiv(size_out, block_n) if is_gated else sum(triton.cdiv(n, block_n) for n in sizes)
     per_split = triton.cdiv(triton.cdiv(size_in, form.splits), block_k) * block_k
@@ -186,16 +222,23 @@ def product(x: Tensor, matrices: list[Matrix], residual: Tensor | None = None, a
     spare = 3 - len(matrices)
     ranks = [m.adapter[1].shape[1] if m.adapter else 0 for m in matrices]
     _product[tiles, form.splits](
-        x, low, *[m.weight for m in matrices], *[out] * spare,
+        x, low, out if table is None else table,
+        *[w.values for w in packed or ()] or [m.weight for m in matrices], *[out] * spare,
+        *[w.scales for w in packed] or [out] * len(matrices), *[out] * spare,
         *[out if m.bias is None else m.bias for m in matrices], *[out] * spare,
         *[m.adapter[1] if m.adapter else out for m in matrices], *[out] * spare,
         out if residual is None else residual, out, partials, _counters(x.device), rows, size_in, low.shape[1],
         *sizes, *[0] * spare, *ranks, *[0] * spare, *[m.adapter[2] if m.adapter else 0.0 for m in matrices],
-        *[0.0] * spare, size_out, per_split, HAS_BIAS=matrices[0].bias is not None, HAS_LOW=bool(downs),
+        *[0.0] * spare, size_out, per_split,
+        BITS=_bits(matrices[0].weight), HAS_BIAS=matrices[0].bias is not None, HAS_LOW=bool(downs),
         HAS_RESIDUAL=residual is not None, IS_GATED=is_gated, ACTIVATION=_ACTIVATIONS[activation],
         BLOCK_R=max(16, triton.next_power_of_2(max(ranks))) if downs else 16, NUM_SPLITS=form.splits, **form.sizes,
         **form.launch)
     return out
+
+
+def _bits(weight: Tensor | PackedMatrix) -> int:
+    return 16 if not isinstance(weight, PackedMatrix) else 8 if weight.table is None else 4
 
 
 # -- the rest of a layer -----------------------------------------------------------------------------------------------
@@ -253,22 +296,27 @@ def _place_heads(x, query_weight, key_weight, cosines, sines, num_queries, row_s
 
 
 class DecodeLayer:
-    """kernels/reference.py: DecodeLayer, of dense weights in bf16 or fp16. Raises ValueError for others."""
+    """kernels/reference.py: DecodeLayer, of weights in bf16 or fp16, dense, or packed. Raises ValueError for others."""
 
     max_rows = _MOST_ROWS
+    takes_packed = True
 
-    def __init__(self, weights: list[Tensor | None], biases: list[Tensor | None], norms: list[Tensor | None],
-                 norm_biases: list[Tensor | None], adapters: list[tuple[Tensor, Tensor, float] | None], *, eps: float,
-                 adds_one: bool, scaling: float, activation: str) -> None:
+    def __init__(self, weights: list[Tensor | PackedMatrix | None], biases: list[Tensor | None],
+                 norms: list[Tensor | None], norm_biases: list[Tensor | None],
+                 adapters: list[tuple[Tensor, Tensor, float] | None], *, eps: float, adds_one: bool, scaling: float,
+                 activation: str) -> None:
         matrices = [w if w is None else Matrix(w, b, a) for w, b, a in zip(weights, biases, adapters, strict=True)]
-        if not card_of(weights[0].device).has_matrix_units:
+        if not card_of(norms[0].device).has_matrix_units:
             raise ValueError("a card without matrix units that Triton uses")
-        if not all(t.is_contiguous() for m in matrices if m for t in (m.weight, *(m.adapter or ())[:2])):
+        if not all(t.is_contiguous() for m in matrices if m
+                   for t in (getattr(m.weight, "values", m.weight), *(m.adapter or ())[:2])):
             raise ValueError("weights that are not dense")
         self._heads, self._output, self._down = matrices[:3], matrices[3:4], matrices[6:]
         self._inner = [m for m in matrices[4:6] if m]
         if any(len({m.bias is None for m in together}) > 1 for together in (self._heads, self._inner)):
             raise ValueError("biases of some products of one input")
+        if any(len({_bits(m.weight) for m in together}) > 1 for together in (self._heads, self._inner)):
+            raise ValueError("products of one input packed in some ways")
         self._norms, self._norm_biases, self._eps, self._adds_one = norms, norm_biases, eps, adds_one
         self._scaling, self._activation = scaling, activation
 
@@ -278,7 +326,7 @@ class DecodeLayer:
         rows, dim = len(hidden), keys.shape[-1]
         x = hidden.reshape(rows, -1)
         heads = product(self._norm(0, x), self._heads)
-        num_queries, num_keys = (len(m.weight) // dim for m in self._heads[:2])
+        num_queries, num_keys = (m.weight.shape[0] // dim for m in self._heads[:2])
         self._place(heads, num_queries, num_keys, cosines, sines)
         query, key, value = (part.unflatten(1, (-1, 1, dim)) for part in
                              heads.split([num_queries * dim, num_keys * dim, num_keys * dim], 1))

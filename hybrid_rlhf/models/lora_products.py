@@ -61,12 +61,10 @@ def fused_adapters(model: nn.Module, product: Callable | None = None,
             del layer.forward
 
 
-def plain_adapter(layer: nn.Module) -> tuple[str, tuple[Tensor, Tensor, float]] | None:
-    """The name of the only active adapter of a frozen nn.Linear, and its A (r, in), B (out, r) and scaling in the
-    base's dtype; None where a call computes anything else than W x + b + scaling B A x."""
-    if not _has_plain_parts(layer) or type(layer.base_layer) is not nn.Linear:
-        return None
-    return _active(layer, _adapters(layer), layer.base_layer.weight.dtype)
+def plain_adapter(layer: nn.Module, dtype: torch.dtype) -> tuple[str, tuple[Tensor, Tensor, float]] | None:
+    """The name of the only active adapter of a frozen linear layer, quantised or not, and its A (r, in), B (out, r) and
+    scaling in `dtype`; None where a call computes anything else than W x + b + scaling B A x."""
+    return _active(layer, _adapters(layer), dtype) if _has_plain_parts(layer) else None
 
 
 def is_only_adapter(layer: nn.Module, name: str) -> bool:

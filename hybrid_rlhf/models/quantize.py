@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
+from functools import cache, partial
 from types import MethodType, ModuleType
 from typing import Protocol
 
@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.kernels.ops import PackedMatrix
 from hybrid_rlhf.models.lora import plain_linear_layers
 from hybrid_rlhf.models.transformers_compat import is_published_quantised, kept_in_fp32
 
@@ -73,7 +74,7 @@ def settle(model: nn.Module, source: str, dtype: torch.dtype) -> nn.Module:
         if isinstance(module, bnb.nn.Linear4bit):
             BITSANDBYTES.require(module, "support_avx512bf16_for_cpu")
             module.support_avx512bf16_for_cpu = False
-            module.packed_weight = Dequantised(partial(_dequantised_4bit, module))
+            module.packed_weight = Dequantised(partial(_dequantised_4bit, module), _packed_4bit(module))
         elif isinstance(module, bnb.nn.Linear8bitLt):
             module.packed_weight = RowScaled(partial(_values_and_factors, module))
         else:
@@ -133,6 +134,28 @@ def _dequantised_4bit(layer: nn.Module, dtype: torch.dtype) -> Tensor:
         state = copy(state)
         state.shape = torch.Size((shape.numel() // size, size))
     return _bitsandbytes().functional.dequantize_4bit(layer.weight.data, state).view(shape).to(dtype)
+
+
+def _packed_4bit(layer: nn.Module) -> Callable[[], PackedMatrix | None]:
+    """Returns the weight as bitsandbytes keeps it, for kernels of ours; None for other blocks than 64 of one row.
+
+    Scales that are quantised themselves are dequantised once, as recorded steps keep their address: half a bit for each
+    number of the weight.
+    """
+    state = layer.weight.quant_state
+
+    @cache
+    def scales() -> Tensor:
+        if not state.nested:
+            return state.absmax.float()
+        return (_bitsandbytes().functional.dequantize_blockwise(state.absmax, state.state2) + state.offset).float()
+
+    def packed() -> PackedMatrix | None:
+        if state.blocksize != 64 or state.shape[-1] % 64:
+            return None
+        return PackedMatrix(layer.weight.data.view(torch.uint8).view(-1), scales(), state.code, state.shape)
+
+    return packed
 
 
 def _fused_4bit(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -205,7 +228,12 @@ def adamw_8bit(groups: Iterable[dict], learning_rate: float, betas: tuple[float,
 
 
 class PackedWeight(Protocol):
-    """A quantised weight W (out, in). Its methods are not recorded by autograd."""
+    """A quantised weight W (out, in). Its methods are not recorded by autograd.
+
+    packed(): the parts for a kernel that reads it as it is, or None; None itself where another weight stands in.
+    """
+
+    packed: Callable[[], PackedMatrix | None] | None
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """W in `dtype`."""
@@ -228,8 +256,9 @@ class Dequantised:
     """A weight that is dequantised for each product. fused(x, bias): the product on packed bytes, used for sampling
     while `is_sampling` is set; None where there is none."""
 
-    def __init__(self, dequantised: Callable[[torch.dtype], Tensor]) -> None:
-        self.dequantised = dequantised
+    def __init__(self, dequantised: Callable[[torch.dtype], Tensor],
+                 packed: Callable[[], PackedMatrix | None] | None = None) -> None:
+        self.dequantised, self.packed = dequantised, packed
         self.fused: Callable[[Tensor, Tensor | None], Tensor] | None = None
         self.is_sampling = False
 
@@ -249,10 +278,14 @@ class RowScaled:
     the dtype of the product."""
 
     def __init__(self, parts: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        self._parts = parts
-        largest = float(parts()[1].max())
+        self._parts, self._scales = parts, parts()[1]  # recorded steps keep the address of these
+        largest = float(self._scales.max())
         # values up to 127 may overflow float16 (65,504): a power of two scales them to the size of weights, exactly
         self._power = 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 1.0
+
+    def packed(self) -> PackedMatrix | None:
+        values, _ = self._parts()
+        return PackedMatrix(values, self._scales, None, values.shape)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         values, factors = self._parts()

@@ -118,6 +118,43 @@ def test_adapters_are_added_where_the_sums_are(ops, dtype):
         assert (got - want).abs().max() <= BOUNDS[dtype] * want.abs().max()
 
 
+def packed(numbers, bits, size_out, size_in):
+    """A random matrix in 4 bits (any table of numbers) or 8, and its numbers, multiplied by hand."""
+    from hybrid_rlhf.kernels.ops import PackedMatrix
+
+    shape = torch.Size((size_out, size_in))
+    places = (numbers(*shape).float().abs() * 1000).long() % (16 if bits == 4 else 255)
+    if bits == 8:
+        scales = numbers(size_out).float().abs() * size_in**-0.5 / 127
+        return PackedMatrix((places - 127).to(torch.int8), scales, None, shape), (places - 127) * scales[:, None]
+    table = torch.linspace(-1, 1.1, 16, device=DEVICE) ** 3
+    scales = numbers(size_out, size_in // 64).float().abs() * size_in**-0.5
+    values = (places[:, ::2] * 16 + places[:, 1::2]).to(torch.uint8).flatten()
+    return PackedMatrix(values, scales.flatten(), table, shape), table[places] * scales.repeat_interleave(64, 1)
+
+
+@each_dtype
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows, size_in, sizes, is_gated", [
+    (1, 64, [40], False), (20, 192, [48, 16, 40], False), (5, 4928, [32], False), (64, 320, [40, 40], True)], ids=str)
+def test_packed_weights_are_read_as_they_are(ops, dtype, bits, rows, size_in, sizes, is_gated):
+    """With biases and adapters; of several splits; and against a weight that is rounded to the dtype before."""
+    from hybrid_rlhf.kernels import reference, triton_layer
+
+    numbers = draws(dtype, bits + rows)
+    x, biases = numbers(rows, size_in), [numbers(n, scale=0.1) for n in sizes]
+    matrices, weights = zip(*(packed(numbers, bits, n, size_in) for n in sizes), strict=True)
+    for matrix, weight in zip(matrices, weights, strict=True):
+        assert torch.equal(reference.unpacked(matrix, dtype), weight.to(dtype))
+    adapters = [(numbers(8, size_in, scale=size_in**-0.5), numbers(n, 8, scale=8**-0.5), 0.5) for n in sizes]
+    parts = [F.linear(x.double(), w.to(dtype).double() + a[2] * a[1].double() @ a[0].double(), b.double())
+             for w, b, a in zip(weights, biases, adapters, strict=True)]
+    want = F.silu(parts[0]) * parts[1] if is_gated else torch.cat(parts, 1)
+    got = triton_layer.product(x, [*map(triton_layer.Matrix, matrices, biases, adapters)], is_gated=is_gated,
+                               activation="silu" if is_gated else "")
+    assert (got - want).abs().max() <= BOUNDS[dtype] * want.abs().max()
+
+
 @each_dtype
 @pytest.mark.parametrize("has_adapters", [False, True])
 def test_a_layer_of_opts_form_is_that_of_plain_torch(ops, dtype, has_adapters):

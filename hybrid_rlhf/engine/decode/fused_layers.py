@@ -3,8 +3,8 @@
 The kernel covers Llama's layer (norm, attention by four matrices over rotary positions, norm, gated MLP, both added to
 their input) and OPT's (LayerNorm, no rotation, no gate). A layer is not recognised by the model's name: one with
 exactly these parts is run over random slots beside the kernel, and replaced only where outputs and cache agree to
-rounding. A matrix may have a LoRA adapter in bf16. Prompts, masked steps, layers with hooks, other adapters and
-quantized weights run by the model's own code.
+rounding. A matrix may have a LoRA adapter in bf16, and on a card be in 4 or 8 bits. Prompts, masked steps, layers with
+hooks and other adapters run by the model's own code.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hybrid_rlhf.core.torch_compat import is_hooked
 from hybrid_rlhf.engine.decode.attention import IGNORED_ARGUMENTS
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows, StateRows, Step
 from hybrid_rlhf.kernels.fusions import activation_of, are_close
+from hybrid_rlhf.kernels.ops import PackedMatrix
 from hybrid_rlhf.models.hf_attention import cache_name
 from hybrid_rlhf.models.lora_products import is_only_adapter, plain_adapter
 
@@ -67,22 +68,29 @@ class Form(NamedTuple):
         """The matrices without their adapters."""
         return [m and getattr(m, "base_layer", m) for m in self.matrices()]
 
+    def like(self) -> Tensor:
+        """The first norm's weight, (E): the dtype and device of all that is not packed."""
+        return self.norms()[0].weight
+
     def kernel(self, make: Callable) -> Callable:
-        """The kernel over the layer's weights and adapters as they are now."""
+        """The kernel over the layer's weights and adapters as they are now. Raises ValueError if it reads none such."""
         linears, norms = self.linears(), self.norms()
-        return make([m and m.weight for m in linears], [m and m.bias for m in linears], [n and n.weight for n in norms],
-                    [getattr(n, "bias", None) for n in norms],
+        return make([m and _weight(m) for m in linears], [m and m.bias for m in linears],
+                    [n and n.weight for n in norms], [getattr(n, "bias", None) for n in norms],
                     [a and a[1] for a in self.adapters()], eps=_eps(norms[0]), adds_one=self.adds_one,
                     scaling=self.layer.self_attn.scaling, activation=self.activation)
 
     def adapters(self) -> list[tuple[str, tuple[Tensor, Tensor, float]] | None]:
         """Per matrix: the active adapter's name and parts, as `plain_adapter` returns them, or None."""
-        return [present(plain_adapter(m), "the adapter") if _is_adapted(m) else None for m in self.matrices()]
+        dtype = self.like().dtype
+        return [present(plain_adapter(m, dtype), "the adapter") if _is_adapted(m) else None for m in self.matrices()]
 
     def is_free(self) -> bool:
         """Whether no part has been replaced or hooked since, and its adapters are plain ones now."""
-        return (all("forward" not in vars(m) and (m is self.layer or not is_hooked(m)) for m in self.layer.modules())
-                and all(plain_adapter(m) for m in self.matrices() if _is_adapted(m)))
+        return (all((_is_packed(m) or "forward" not in vars(m)) and (m is self.layer or not is_hooked(m))
+                    for m in self.layer.modules())
+                and all(plain_adapter(m, self.like().dtype) for m in self.matrices() if _is_adapted(m))
+                and all(m.packed_weight.packed for m in self.linears() if _is_packed(m)))
 
 
 def find_decode_layers(runner) -> list[Form]:  # noqa: ANN001 - a Runner
@@ -115,7 +123,7 @@ def decode_layers(forms: list[Form], make: Callable | None) -> Iterator[int]:
 
 
 def _forward(form: Form, kernel: Callable) -> Callable:
-    original, index, most, dtype = form.layer.forward, form.index, kernel.max_rows, _like(form).dtype
+    original, index, most, dtype = form.layer.forward, form.index, kernel.max_rows, form.like().dtype
     has_angles = form.names.has_angles
     cache_argument = cache_name(form.layer)
     adapters = [(m, adapter[0]) for m, adapter in zip(form.matrices(), form.adapters(), strict=True) if adapter]
@@ -155,11 +163,16 @@ def _form(layer: nn.Module, runner) -> Form | None:  # noqa: ANN001 - a Runner
         return None
     form = Form(layer, layer.self_attn.layer_idx, names, False, activation)
     norms = [n for n in form.norms() if n is not None]
-    is_plain = (all(m is None or type(m) is nn.Linear or plain_adapter(m) for m in form.matrices())
-                and all(_is_norm(n, names) and _eps(n) == _eps(norms[0]) for n in norms)
-                and len({p.dtype for p in layer.parameters()} | {norms[0].weight.dtype}) == 1
-                and norms[0].weight.dtype in runner.ops.linear_dtypes and norms[0].weight.device == runner.device)
-    return form if is_plain and _like(form).numel() else None
+    if not all(_is_norm(n, names) and _eps(n) == _eps(norms[0]) for n in norms):
+        return None
+    like, packed = form.like(), [m for m in form.linears() if _is_packed(m)]
+    weights = {id(m.weight) for m in packed}
+    is_plain = (all(m is None or type(m) is nn.Linear or _is_packed(m) or plain_adapter(m, like.dtype)
+                    for m in form.matrices())
+                and (not packed or getattr(runner.ops.decode_layer, "takes_packed", False))
+                and {p.dtype for p in layer.parameters() if id(p) not in weights} == {like.dtype}
+                and like.dtype in runner.ops.linear_dtypes and like.device == runner.device)
+    return form if is_plain and form.linears()[1].weight.numel() else None
 
 
 def _has_parts(layer: nn.Module, names: Names) -> bool:
@@ -181,9 +194,17 @@ def _is_adapted(module: nn.Module | None) -> bool:
     return hasattr(module, "base_layer")
 
 
-def _like(form: Form) -> Tensor:
-    """A weight with the dtype and device of all of them: the keys' matrix."""
-    return form.linears()[1].weight
+def _is_packed(module: nn.Module | None) -> bool:
+    return hasattr(module, "packed_weight")
+
+
+def _weight(linear: nn.Module) -> Tensor | PackedMatrix:
+    if not _is_packed(linear):
+        return linear.weight
+    packed = linear.packed_weight.packed() if linear.packed_weight.packed else None
+    if packed is None:
+        raise ValueError("packed in another way")
+    return packed
 
 
 def _is_norm(module: nn.Module, names: Names) -> bool:
@@ -217,17 +238,17 @@ def _angle_widths(runner, forms: list[Form]) -> dict[nn.Module, int]:  # noqa: A
 
 def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
     """Whether the layer and the kernel return and store the same values over slots with random columns."""
-    like = _like(form)
+    like, keys = form.like(), form.linears()[1]
     cache = runner.new_cache(_ROWS, 8)
     try:
         rows = cache.layers[form.index]
         if not isinstance(rows, KeyValueRows) or isinstance(rows, StateRows):
             return False
         dim = _head_dim(form)
-        rows.keys, rows.values = (torch.randn(_ROWS, len(like) // dim, 8, dim).to(like) for _ in range(2))
+        rows.keys, rows.values = (torch.randn(_ROWS, keys.out_features // dim, 8, dim).to(like) for _ in range(2))
         ours = rows.keys.clone(), rows.values.clone()
         angles = tuple(torch.randn(_ROWS, 1, dim).to(like) for _ in range(2)) if form.names.has_angles else None
-        x = 0.05 * torch.randn(_ROWS, 1, like.shape[1])  # small, so that what the layer adds is not rounded away
+        x = 0.05 * torch.randn(_ROWS, 1, len(like))  # small, so that what the layer adds is not rounded away
         columns, slots = (torch.tensor(numbers, device=like.device) for numbers in ([[2], [6], [0]], [2, 0, 1]))
         step = Step(columns, 7, slots=slots)
         cache.fused_cache_write.add(form.index)
