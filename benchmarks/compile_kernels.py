@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import sys
@@ -21,8 +22,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import harness
+import torch
 from harness import parser_of, table_of, write_rows, write_tables
 
 SPILLED = 16  # bytes a thread that are not worth naming
@@ -161,40 +164,72 @@ def scores(is_plain: bool, is_backward: bool) -> Callable[[int, str], Kernel]:
     return build
 
 
-def layer_product(rows: int, size_in: int, size_out: int, is_gated: bool = False,
+def layer(architecture: int, act: Callable[[], object], name: str) -> Kernel:
+    """The last launch of a kernel of triton_layer in `act`, with the types of the tensors that it is given there."""
+    from hybrid_rlhf.kernels import triton_attention, triton_layer
+
+    launches: list[tuple[tuple, dict]] = []
+
+    class Launched:
+        def __getitem__(self, _grid: tuple) -> Callable:
+            return lambda *given, **named: launches.append((given, named))
+
+    card = triton_attention.Card(132, ARCHITECTURES[architecture].block * 1024, has_matrix_units=True)
+    overlap = dict(OVERLAPS=True, launch_pdl=True) if architecture >= 90 else dict(OVERLAPS=False)
+    function = getattr(triton_layer, name)
+    with mock.patch.multiple(triton_layer, card_of=lambda _device: card, _overlap=lambda _device: overlap,
+                             **{name: Launched()}):
+        act()
+    given, named = launches[-1]
+    kinds = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
+             torch.uint8: "u8", torch.int8: "i8"}
+    types = {n: "*" + kinds[v.dtype] if isinstance(v, torch.Tensor) else "fp32" if isinstance(v, float) else "i32"
+             for n, v in zip(function.arg_names, given, strict=False)}
+    constants = {n: v for n, v in named.items() if n in function.arg_names}
+    return Kernel(function, constants, types, {n: v for n, v in named.items() if n not in constants})
+
+
+def layer_product(rows: int, size_in: int, sizes: Sequence[int], *, is_gated: bool = False,
                   bits: int = 16) -> Callable[[int, str], Kernel]:
     """With bias, adapters of rank 16 and, but for a gate, what is added."""
     def build(architecture: int, kind: str) -> Kernel:
-        from hybrid_rlhf.kernels import triton_attention, triton_layer
+        from hybrid_rlhf.core.tensors import PackedMatrix
+        from hybrid_rlhf.kernels.triton_layer import Matrix, product
 
-        card = triton_attention.Card(132, ARCHITECTURES[architecture].block * 1024, has_matrix_units=True)
-        form = triton_layer.product_form(rows, size_in, size_out, card, is_gated, bits)
-        constants = dict(BITS=bits, HAS_BIAS=True, HAS_LOW=True, HAS_RESIDUAL=not is_gated, IS_GATED=is_gated,
-                         BLOCK_R=16, ACTIVATION=int(is_gated), NUM_SPLITS=form.splits, **form.sizes)
-        pointers = dict.fromkeys(("x", "low", "residual", "out", *(f"{n}{what}" for n in ("first", "second", "third")
-                                                                   for what in ("", "_bias", "_up"))), "*" + kind)
-        names = [f"{name}_scales" for name in ("first", "second", "third")]
-        pointers |= dict.fromkeys(("table", *names), "*fp32")
-        if bits < 16:
-            pointers |= dict.fromkeys(("first", "second", "third"), "*u8" if bits == 4 else "*i8")
-        pointers |= dict(partials="*fp32", counters="*i32", first_scaling="fp32", second_scaling="fp32",
-                         third_scaling="fp32")
-        return Kernel(triton_layer._product, constants, pointers, form.launch)
+        dtype = dict(bf16=torch.bfloat16, fp16=torch.float16)[kind]
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+        def weight(size: int) -> torch.Tensor | PackedMatrix:
+            if bits == 16:
+                return empty(size, size_in)
+            table, is_4 = empty(16, dtype=torch.float32) if bits == 4 else None, bits == 4
+            return PackedMatrix(
+                empty(size * size_in // 2, dtype=torch.uint8) if is_4 else empty(size, size_in, dtype=torch.int8),
+                empty(size * size_in // 64 if is_4 else size, dtype=torch.float32), table, torch.Size((size, size_in)))
+
+        matrices = [Matrix(weight(n), empty(n), (empty(16, size_in), empty(n, 16), 0.5)) for n in sizes]
+        return layer(architecture, lambda: product(
+            empty(rows, size_in), matrices, None if is_gated else empty(rows, sum(sizes)), is_gated=is_gated,
+            activation="silu" * is_gated), "_product")
 
     return build
 
 
 def layer_row(is_norm: bool) -> Callable[[int, str], Kernel]:
     """LayerNorm of 4,096 numbers; or norm and rotation of a head of 128."""
-    def build(_architecture: int, kind: str) -> Kernel:
-        from hybrid_rlhf.kernels import triton_layer
+    def build(architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels.triton_layer import DecodeLayer
 
-        pointers = dict.fromkeys(("x", "weight", "bias", "out", "query_weight", "key_weight", "cosines", "sines"),
-                                 "*" + kind)
-        constants = (dict(BLOCK=4096) if is_norm else
-                     dict(HAS_NORM=True, HAS_ANGLES=True, ADDS_ONE=False, BLOCK=64))
-        return Kernel(triton_layer._layer_norm if is_norm else triton_layer._place_heads, constants, pointers,
-                      dict(num_warps=4 if is_norm else 1))
+        weight = torch.empty(4096, dtype=dict(bf16=torch.bfloat16, fp16=torch.float16)[kind])
+        kernels = object.__new__(DecodeLayer)
+        kernels._norms, kernels._norm_biases = [weight, weight, weight[:128], weight[:128]], [weight] * 4
+        kernels._eps, kernels._adds_one = 1e-5, False
+        if is_norm:
+            return layer(architecture, lambda: kernels._norm(0, weight[None]), "_norm_row")
+        return layer(architecture, lambda: kernels._place(weight.view(2, 2048), 8, 4, weight[None, :128],
+                                                          weight[None, :128]), "_place_heads")
 
     return build
 
@@ -227,18 +262,14 @@ def cases() -> dict[str, Case]:
             found[f"gate_{name}{end}"] = Case(f"gate, {name}{word}", ALL, gate(is_gelu, is_backward))
         for is_plain, name, options in ((True, "plain", ""), (False, "all", ", entropy and temperature")):
             found[f"scores_{name}{end}"] = Case(f"log-probabilities{options}{word}", ALL, scores(is_plain, is_backward))
-    for rows in (16, 64):
-        work = f"product of a decode layer, {rows} rows"
-        found[f"layer_{rows}"] = Case(work, SIXTEEN, layer_product(rows, 4096, 6144), oldest=80)
-        found[f"layer_{rows}_split"] = Case(f"{work}, inputs split", SIXTEEN, layer_product(rows, 8192, 2048),
-                                             oldest=80)
-        found[f"layer_{rows}_gated"] = Case(f"{work}, gate", SIXTEEN, layer_product(rows, 4096, 14336, is_gated=True),
-                                             oldest=80)
-        for bits in (4, 8):
-            found[f"layer_{rows}_{bits}bit"] = Case(f"{work}, {bits} bits", SIXTEEN, layer_product(
-                rows, 4096, 6144, bits=bits), oldest=80)
-            found[f"layer_{rows}_{bits}bit_gated"] = Case(f"{work}, gate, {bits} bits", SIXTEEN, layer_product(
-                rows, 4096, 14336, is_gated=True, bits=bits), oldest=80)
+    for rows, bits in itertools.product((16, 64), (16, 8, 4)):
+        name, work = f"layer_{rows}", f"product of a decode layer, {rows} rows"
+        name, work = (name, work) if bits == 16 else (f"{name}_{bits}bit", f"{work}, {bits} bits")
+        for end, what, build in (("", "", layer_product(rows, 4096, (4096, 1024, 1024), bits=bits)),
+                                 ("_split", ", inputs split", layer_product(rows, 8192, (2048,), bits=bits)),
+                                 ("_gated", ", gate", layer_product(rows, 4096, (14336,) * 2, is_gated=True,
+                                                                    bits=bits))):
+            found[name + end] = Case(work + what, SIXTEEN, build, oldest=80)
     found["layer_norm"] = Case("norm of a decode layer", SIXTEEN, layer_row(is_norm=True), oldest=80)
     found["layer_heads"] = Case("norm and rotation of a decode layer's heads", SIXTEEN, layer_row(is_norm=False),
                                 oldest=80)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,20 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     with suppress(RuntimeError):  # where the system grants no pinned memory the copy is as slow as it was
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+class PackedMatrix(NamedTuple):
+    """A frozen weight (out, in) in 4 or 8 bits. Those that a kernel reads together have one table.
+
+    In 4 bits values (out * in / 2,) uint8 are two places in `table` (16,) fp32 each, the first in the high half, and
+    scales (out * in / 64,) fp32 are factors of 64 numbers of a row each (QLoRA, 2305.14314). In 8 bits, table None,
+    values (out, in) int8 have a factor a row, scales (out,) fp32.
+    """
+
+    values: Tensor
+    scales: Tensor
+    table: Tensor | None
+    shape: torch.Size
 
 
 @dataclass

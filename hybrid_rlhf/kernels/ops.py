@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 LONGEST_NORM = 8192  # longest row of the norm kernel of a card; the backward of longer ones spills registers
 
@@ -24,20 +23,6 @@ class Updates(NamedTuple):
 
     adamw: Callable
     sum_of_squares: Callable
-
-
-class PackedMatrix(NamedTuple):
-    """A frozen weight (out, in) in 4 or 8 bits. Those that a kernel reads together have one table.
-
-    In 4 bits values (out * in / 2,) uint8 are two places in `table` (16,) fp32 each, the first in the high half, and
-    scales (out * in / 64,) fp32 are factors of 64 numbers of a row each (QLoRA, 2305.14314). In 8 bits, table None,
-    values (out, in) int8 have a factor a row, scales (out,) fp32.
-    """
-
-    values: Tensor
-    scales: Tensor
-    table: Tensor | None
-    shape: torch.Size
 
 
 class Ops(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hybrid_rlhf.kernels.ops import PackedMatrix
+from hybrid_rlhf.core.tensors import PackedMatrix
 
 _MASK32 = 0xFFFFFFFF
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64

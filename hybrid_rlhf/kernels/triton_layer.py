@@ -3,7 +3,8 @@ kernels/reference.py: DecodeLayer is its definition; numbers are rounded where i
 
 A step of few rows takes the time of reading the weights, and of its launches. So weights are read once and in place, by
 blocks of few outputs that keep every processor reading; products of one input (query, key and value) are one launch,
-and what follows a product (bias, activation and gate, what is added to it) is done where its sums are.
+and what follows a product (bias, activation and gate, what is added to it) is done where its sums are. From Hopper on
+a kernel is launched before the last one has ended (programmatic dependent launch) and asks for its first weights.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hybrid_rlhf.kernels.ops import PackedMatrix
+from hybrid_rlhf.core.tensors import PackedMatrix
 from hybrid_rlhf.kernels.triton_attention import Card, card_of, decode_attention
-from hybrid_rlhf.kernels.triton_fused import _activated, rms_norm
+from hybrid_rlhf.kernels.triton_fused import _activated
 
 _MOST_ROWS = 64
 _MOST_TILES = 4096  # of a product whose inputs are split
@@ -26,6 +28,25 @@ _ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "relu": 3}
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _begin(OVERLAPS: tl.constexpr):
+    """Lets the next kernel be launched, and waits for all before this one: nothing of theirs is read or written yet."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _ask_for(weight, columns, size, begin, end, size_in, BITS: tl.constexpr):
+    """Begins to read the first KiB of some outputs' weights into the card's L2 cache, by lines of 128 bytes."""
+    line: tl.constexpr = 64 if BITS == 16 else 128
+    in_one: tl.constexpr = 2 if BITS == 4 else 1  # numbers
+    ahead = tl.minimum(begin // in_one + line * tl.arange(0, 8), end // in_one - 1)
+    places = weight + tl.minimum(columns, size - 1)[:, None] * (size_in // in_one) + ahead[None, :]
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32,
+                              is_pure=False, pack=1)
 
 
 @triton.jit
@@ -116,7 +137,7 @@ def _product(x, low, table, first, second, third, first_scales, second_scales, t
              third_scaling, size_out, part_size,
              BITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOW: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
              IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, NUM_SPLITS: tl.constexpr):
+             BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, NUM_SPLITS: tl.constexpr, OVERLAPS: tl.constexpr):
     """Grid (tiles of BLOCK_N outputs, splits of part_size inputs). out (rows, size_out): x times up to three matrices
     side by side; or, IS_GATED, act(x first^T) * (x second^T). low (rows, low_size): x times the adapters' A."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -135,6 +156,11 @@ def _product(x, low, table, first, second, third, first_scales, second_scales, t
     rows, columns = tl.arange(0, BLOCK_M), at * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = split * part_size
     end = tl.minimum(begin + part_size, size_in)
+    if OVERLAPS:
+        _ask_for(weight, columns, size, begin, end, size_in, BITS)
+        if IS_GATED:
+            _ask_for(second, columns, size, begin, end, size_in, BITS)
+    _begin(OVERLAPS)
     sums, factor = _sums(x, weight, scales, second, second_scales, table, columns, size, begin, end, num_rows, size_in,
                          IS_GATED, BITS, BLOCK_M, BLOCK_N, BLOCK_K)
     is_last = True
@@ -186,6 +212,13 @@ def product_form(rows: int, size_in: int, size_out: int, card: Card, is_gated: b
 
 
 @cache
+def _overlap(device: torch.device) -> dict[str, bool]:
+    """How kernels are launched that may begin before the one before them has ended: from Hopper on."""
+    overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and torch.version.hip is None
+    return dict(OVERLAPS=True, launch_pdl=True) if overlaps else dict(OVERLAPS=False)
+
+
+@cache
 def _counters(device: torch.device) -> Tensor:
     """Zeros, which every product leaves as it found them; recorded steps know their address."""
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
@@ -207,11 +240,10 @@ def product(x: Tensor, matrices: list[Matrix], residual: Tensor | None = None, a
     or all matrices packed alike.
     """
     (rows, size_in), sizes = x.shape, [m.weight.shape[0] for m in matrices]
-    packed = [m.weight for m in matrices if isinstance(m.weight, PackedMatrix)]
-    table = packed[0].table if packed else None
+    spare = 3 - len(matrices)
+    weights, bits = [m.weight for m in (*matrices, *matrices[:1] * spare)], _bits(matrices[0].weight)
     size_out = sizes[0] if is_gated else sum(sizes)
-    form = form or product_form(rows, size_in, size_out, card_of(x.device), is_gated,
-                                _bits(matrices[0].weight))
+    form = form or product_form(rows, size_in, size_out, card_of(x.device), is_gated, bits)
     block_m, block_n, block_k = form.sizes.values()
     tiles = triton.cdiv(size_out, block_n) if is_gated else sum(triton.cdiv(n, block_n) for n in sizes)
     per_split = triton.cdiv(triton.cdiv(size_in, form.splits), block_k) * block_k
@@ -219,22 +251,23 @@ def product(x: Tensor, matrices: list[Matrix], residual: Tensor | None = None, a
     partials = out if form.splits == 1 else x.new_empty(tiles * form.splits * block_m * block_n, dtype=torch.float32)
     downs = [Matrix(m.adapter[0]) for m in matrices if m.adapter]
     low = product(x, downs) if downs else out
-    spare = 3 - len(matrices)
     ranks = [m.adapter[1].shape[1] if m.adapter else 0 for m in matrices]
     _product[tiles, form.splits](
-        x, low, out if table is None else table,
-        *[w.values for w in packed or ()] or [m.weight for m in matrices], *[out] * spare,
-        *[w.scales for w in packed] or [out] * len(matrices), *[out] * spare,
+        x, low, weights[0].table if bits == 4 else out, *map(_numbers, weights),
+        *[w.scales if isinstance(w, PackedMatrix) else out for w in weights],
         *[out if m.bias is None else m.bias for m in matrices], *[out] * spare,
         *[m.adapter[1] if m.adapter else out for m in matrices], *[out] * spare,
         out if residual is None else residual, out, partials, _counters(x.device), rows, size_in, low.shape[1],
         *sizes, *[0] * spare, *ranks, *[0] * spare, *[m.adapter[2] if m.adapter else 0.0 for m in matrices],
-        *[0.0] * spare, size_out, per_split,
-        BITS=_bits(matrices[0].weight), HAS_BIAS=matrices[0].bias is not None, HAS_LOW=bool(downs),
+        *[0.0] * spare, size_out, per_split, BITS=bits, HAS_BIAS=matrices[0].bias is not None, HAS_LOW=bool(downs),
         HAS_RESIDUAL=residual is not None, IS_GATED=is_gated, ACTIVATION=_ACTIVATIONS[activation],
         BLOCK_R=max(16, triton.next_power_of_2(max(ranks))) if downs else 16, NUM_SPLITS=form.splits, **form.sizes,
-        **form.launch)
+        **form.launch, **_overlap(x.device))
     return out
+
+
+def _numbers(weight: Tensor | PackedMatrix) -> Tensor:
+    return weight.values if isinstance(weight, PackedMatrix) else weight
 
 
 def _bits(weight: Tensor | PackedMatrix) -> int:
@@ -245,16 +278,24 @@ def _bits(weight: Tensor | PackedMatrix) -> int:
 
 
 @triton.jit
-def _layer_norm(x, weight, bias, out, size, eps, BLOCK: tl.constexpr):
-    """Grid (rows,): LayerNorm (1607.06450) of a row."""
+def _norm_row(x, weight, bias, out, size, eps, HAS_BIAS: tl.constexpr, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr,
+              OVERLAPS: tl.constexpr):
+    """Grid (rows,): RMSNorm of a row; HAS_BIAS: LayerNorm (1607.06450)."""
     dims = tl.arange(0, BLOCK)
     inside, places = dims < size, tl.program_id(0) * size + dims
-    wide = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    centred = tl.where(inside, wide - tl.sum(wide, 0) / size, 0.0)
-    scaled = centred * tl.rsqrt(tl.sum(centred * centred, 0) / size + eps)
     w = tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(bias + dims, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + places, (scaled * w + b).to(out.dtype.element_ty), mask=inside)
+    _begin(OVERLAPS)
+    wide = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        wide = tl.where(inside, wide - tl.sum(wide, 0) / size, 0.0)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    if HAS_BIAS:
+        result = scaled * w + tl.load(bias + dims, mask=inside, other=0.0).to(tl.float32)
+    elif ADDS_ONE:
+        result = scaled * (1.0 + w)
+    else:
+        result = scaled.to(out.dtype.element_ty).to(tl.float32) * w
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -271,11 +312,13 @@ def _half(x, weight, dims, inside, factor, kind: tl.constexpr, HAS_NORM: tl.cons
 
 @triton.jit
 def _place_heads(x, query_weight, key_weight, cosines, sines, num_queries, row_size, half, angle_b, eps,
-                 HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_ANGLES: tl.constexpr, BLOCK: tl.constexpr):
+                 HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_ANGLES: tl.constexpr, BLOCK: tl.constexpr,
+                 OVERLAPS: tl.constexpr):
     """Grid (rows, query and key heads): norm and rotation of one head, in place. Halves are paired."""
     row, head, dims = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     kind: tl.constexpr = x.dtype.element_ty
     inside, base = dims < half, x + row * row_size + head * 2 * half + dims
+    _begin(OVERLAPS)
     a = tl.load(base, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(base + half, mask=inside, other=0.0).to(tl.float32)
     weight = query_weight
@@ -308,8 +351,7 @@ class DecodeLayer:
         matrices = [w if w is None else Matrix(w, b, a) for w, b, a in zip(weights, biases, adapters, strict=True)]
         if not card_of(norms[0].device).has_matrix_units:
             raise ValueError("a card without matrix units that Triton uses")
-        if not all(t.is_contiguous() for m in matrices if m
-                   for t in (getattr(m.weight, "values", m.weight), *(m.adapter or ())[:2])):
+        if not all(t.is_contiguous() for m in matrices if m for t in (_numbers(m.weight), *(m.adapter or ())[:2])):
             raise ValueError("weights that are not dense")
         self._heads, self._output, self._down = matrices[:3], matrices[3:4], matrices[6:]
         self._inner = [m for m in matrices[4:6] if m]
@@ -337,11 +379,10 @@ class DecodeLayer:
 
     def _norm(self, index: int, x: Tensor) -> Tensor:
         weight, bias = self._norms[index], self._norm_biases[index]
-        if bias is None:
-            return rms_norm(x, weight, self._eps, self._adds_one)
         out, block = torch.empty_like(x), triton.next_power_of_2(x.shape[1])
-        _layer_norm[(len(x),)](x, weight, bias, out, x.shape[1], self._eps, BLOCK=block,
-                               num_warps=min(16, max(4, block // 1024)))
+        _norm_row[(len(x),)](x, weight, out if bias is None else bias, out, x.shape[1], self._eps,
+                             HAS_BIAS=bias is not None, ADDS_ONE=self._adds_one, BLOCK=block,
+                             num_warps=min(16, max(4, block // 1024)), **_overlap(x.device))
         return out
 
     def _place(self, heads: Tensor, num_queries: int, num_keys: int, cosines: Tensor | None, sines: Tensor | None
@@ -358,4 +399,4 @@ class DecodeLayer:
         _place_heads[rows, num_queries + num_keys](
             heads, *norms, *angles, num_queries, row_size, dim // 2, angle_b, self._eps,
             HAS_NORM=query_norm is not None, ADDS_ONE=self._adds_one, HAS_ANGLES=cosines is not None,
-            BLOCK=triton.next_power_of_2(dim // 2), num_warps=1)
+            BLOCK=triton.next_power_of_2(dim // 2), num_warps=1, **_overlap(heads.device))

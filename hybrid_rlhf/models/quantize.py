@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.kernels.ops import PackedMatrix
+from hybrid_rlhf.core.tensors import PackedMatrix
 from hybrid_rlhf.models.lora import plain_linear_layers
 from hybrid_rlhf.models.transformers_compat import is_published_quantised, kept_in_fp32
 

@@ -120,7 +120,7 @@ def test_adapters_are_added_where_the_sums_are(ops, dtype):
 
 def packed(numbers, bits, size_out, size_in):
     """A random matrix in 4 bits (any table of numbers) or 8, and its numbers, multiplied by hand."""
-    from hybrid_rlhf.kernels.ops import PackedMatrix
+    from hybrid_rlhf.core.tensors import PackedMatrix
 
     shape = torch.Size((size_out, size_in))
     places = (numbers(*shape).float().abs() * 1000).long() % (16 if bits == 4 else 255)

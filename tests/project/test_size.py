@@ -16,12 +16,12 @@ ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1258, 10),
     "hybrid_rlhf/commands": (2071, 9),
-    "hybrid_rlhf/core": (3106, 25),
+    "hybrid_rlhf/core": (3120, 25),
     "hybrid_rlhf/data": (3905, 17),
     "hybrid_rlhf/engine": (6117, 42),
     "hybrid_rlhf/environments": (1949, 9),
     "hybrid_rlhf/export": (936, 6),
-    "hybrid_rlhf/kernels": (6046, 36),
+    "hybrid_rlhf/kernels": (6072, 36),
     "hybrid_rlhf/memory_plan": (2009, 14),
     "hybrid_rlhf/models": (5517, 29),
     "hybrid_rlhf/report": (2345, 14),
@@ -33,8 +33,8 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5165, 29),
     "inference": (3666, 27),
-    "tests": (64095, 461),
-    "benchmarks": (7514, 51),
+    "tests": (64343, 463),
+    "benchmarks": (7545, 51),
     ENTRY_POINTS: (1163, 8),
 }
 

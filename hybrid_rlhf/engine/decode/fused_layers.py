@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.memory import is_out_of_memory
+from hybrid_rlhf.core.tensors import PackedMatrix
 from hybrid_rlhf.core.torch_compat import is_hooked
 from hybrid_rlhf.engine.decode.attention import IGNORED_ARGUMENTS
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows, StateRows, Step
 from hybrid_rlhf.kernels.fusions import activation_of, are_close
-from hybrid_rlhf.kernels.ops import PackedMatrix
 from hybrid_rlhf.models.hf_attention import cache_name
 from hybrid_rlhf.models.lora_products import is_only_adapter, plain_adapter
 
