@@ -87,7 +87,7 @@ test: $(STAMP)
 	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(PYTEST_ARGS) || failed=1; exit $$failed
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu" --durations 40 $(PYTEST_ARGS)
 
 # The tests with the lowest releases that setup.py admits, in .venv-oldest; PYTHON=python3.13 chooses the interpreter,
 # UV_TORCH_BACKEND=cpu the small CPU build of torch, PYTEST_ARGS=tests/core a part.
