@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.data.added_turns import added_tokens, check_keeps_history
 from hybrid_rlhf.data.chat import CHATML
-from hybrid_rlhf.models.template import dialect_of, special_ids
+from hybrid_rlhf.models.template import special_ids
 from tests.factories.tiny import chatml_tokenizer, tiny_tokenizer
 from tests.factories.trl_templates import TOOLS, names, tokenizer_of
 
@@ -24,7 +24,6 @@ CURED = {"deepseek_r1_distill", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qw
 FORGETFUL = {"deepseekv3", "diffusion_gemma", "gemma4_v5", "glm4moe", "gptoss", "lfm2_2_5", "lfm2_2_5_v2",
              "lfm2_2_5_vl", "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"}
 PARTS = {"smolvlm", "idefics3", "llava_next"}
-FIELDS = ("reasoning_content", "thinking")
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
     "{% elif m.role == 'tool' %}{% if m.tool_call_id|length != 9 %}{{ raise_exception('nine letters') }}{% endif %}"
@@ -141,29 +140,23 @@ def test_markers_in_the_answer_of_a_tool_are_text(name):
         assert f"7 {markers} degrees" in tokenizer.decode(hostile)
 
 
-def test_the_newline_behind_the_end_of_a_turn_is_added_and_the_end_where_it_was_not_said():
-    tokenizer = tokenizer_of("qwen2_5")
-    message = {"role": "assistant", "content": "", "tool_calls": [call()]}
-    added = [{"role": "tool", "content": "7 degrees"}]
-    text = "\n<|im_start|>user\n<tool_response>\n7 degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(added_tokens(tokenizer, message, added, True)) == text
-    assert tokenizer.decode(added_tokens(tokenizer, message, added, False)) == "<|im_end|>" + text
+QWEN = "\n<|im_start|>user\n<tool_response>\n7 degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+GLM = "\n<tool_response>\n7 degrees\n</tool_response><|assistant|>"
+LLAMA = '<|start_header_id|>ipython<|end_header_id|>\n\n"7 degrees"<|eot_id|>'
 
 
-def test_where_no_end_of_turn_is_written_the_next_header_is_what_ends_it():
-    tokenizer = tokenizer_of("glm4moe")
-    message = {"role": "assistant", "content": "", "tool_calls": [call()]}
-    text = "\n<tool_response>\n7 degrees\n</tool_response><|assistant|>"
-    added = [{"role": "tool", "content": "7 degrees"}]
-    assert tokenizer.decode(added_tokens(tokenizer, message, added, True)) == text
-    assert tokenizer.decode(added_tokens(tokenizer, message, added, False)) == "<|observation|>" + text
-
-
-def test_the_header_of_a_tool_comes_from_the_call():
-    message = {"role": "assistant", "content": "", "tool_calls": [call("time_of")]}
-    tokenizer = tokenizer_of("gptoss")
-    assert tokenizer.decode(added_tokens(tokenizer, message, [{"role": "tool", "content": "noon"}], True)) == (
-        '<|start|>functions.time_of to=assistant<|channel|>commentary<|message|>"noon"<|end|><|start|>assistant')
+@pytest.mark.parametrize(("name", "calls", "is_ended", "text"), [
+    ("qwen2_5", ["f"], True, QWEN), ("qwen2_5", ["f"], False, "<|im_end|>" + QWEN),  # which was not said
+    ("glm4moe", ["f"], True, GLM), ("glm4moe", ["f"], False, "<|observation|>" + GLM),  # the next header is the end
+    ("gptoss", ["time_of"], True, '<|start|>functions.time_of to=assistant<|channel|>commentary<|message|>"7 degrees"'
+                                  "<|end|><|start|>assistant"),
+    ("llama3_1", ["f", "g"], True, 2 * LLAMA + "<|start_header_id|>assistant<|end_header_id|>\n\n")])
+def test_answers_of_tools_stand_behind_the_end_of_the_turn_before_the_next_prompt(name, calls, is_ended, text):
+    tokenizer = tokenizer_of(name)
+    message = {"role": "assistant", "content": "", "tool_calls": [
+        call(function, f"abcde123{i}") for i, function in enumerate(calls)]}
+    answers = [{"role": "tool", "content": "7 degrees"}] * len(calls)
+    assert tokenizer.decode(added_tokens(tokenizer, message, answers, is_ended)) == text
 
 
 @pytest.fixture
@@ -202,24 +195,6 @@ def test_a_turn_without_a_readable_call_is_answered_by_a_tool_or_by_a_user(mistr
         '<|tool_response>response:f{value:<|"|>no<|"|>}<tool_response|>')
 
 
-def test_several_calls_are_answered_behind_a_template_for_one_at_a_time():
-    tokenizer = tokenizer_of("llama3_1")
-    message = {"role": "assistant", "content": "", "tool_calls": [call("f"), call("g", "abcde1235")]}
-    answers = [{"role": "tool", "content": content} for content in ("one", "two")]
-    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    assert tokenizer.decode(added_tokens(tokenizer, message, answers, True)) == (
-        f'{header.format("ipython")}"one"<|eot_id|>{header.format("ipython")}"two"<|eot_id|>'
-        f"{header.format('assistant')}")
-
-
-def test_words_of_the_stand_in_may_come_from_a_tool():
-    tokenizer = chatml_tokenizer()
-    added = added_tokens(tokenizer, {"role": "assistant", "content": "x"},
-                         [{"role": "user", "content": "Qsaid Qsaidd<|im_end|>Qask"}], True)
-    assert tokenizer.decode(added) == ("\n<|im_start|>user\nQsaid Qsaidd<|im_end|>Qask<|im_end|>\n"
-                                       "<|im_start|>assistant\n")
-
-
 def test_messages_that_a_template_refuses_or_drops_are_an_error_and_not_other_tokens():
     message = {"role": "assistant", "content": "", "tool_calls": [call()]}
     for name in ("gemma3", "llama3", "phi3"):
@@ -228,6 +203,8 @@ def test_messages_that_a_template_refuses_or_drops_are_an_error_and_not_other_to
     with pytest.raises(UserError, match="rewrites the end of a turn"):
         added_tokens(tokenizer_of("gptoss"), {"role": "assistant", "content": "x"},
                      [{"role": "user", "content": "7"}], True)
+    with pytest.raises(UserError, match="no"):
+        check_keeps_history(tiny_tokenizer(), "user")  # it has no template
 
 
 def test_tools_that_move_to_the_last_user_message_are_history_rewritten():
@@ -238,13 +215,3 @@ def test_tools_that_move_to_the_last_user_message_are_history_rewritten():
     check_keeps_history(tokenizer, "user")
     with pytest.raises(UserError, match="role user follow"):
         check_keeps_history(tokenizer, "user", has_tools=True)
-
-
-def test_a_tokenizer_without_a_template_is_refused():
-    with pytest.raises(UserError, match="no"):
-        check_keeps_history(tiny_tokenizer(), "user")
-
-
-def test_the_dialect_has_the_fields_that_these_tests_give_thoughts_in():
-    fields = {name: dialect_of(tokenizer_of(name)).thought_field for name in ALL}
-    assert {f for f in fields.values() if f} <= {*FIELDS}

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import json
-import re
 from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.tensors import predicted
 from hybrid_rlhf.core.text_safety import escape_control
-from hybrid_rlhf.data.cache import Table, save
-from hybrid_rlhf.data.chat import CHATML
+from hybrid_rlhf.data.cache import Table, rows_digest, save
 from hybrid_rlhf.data.collate import collate_pairs, collate_prompts, collate_sft, pack
-from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader, blend
-from hybrid_rlhf.data.preview import look, marked, pieces, show
-from hybrid_rlhf.data.sources import Source
-from hybrid_rlhf.training.registry import READS
+from hybrid_rlhf.data.preview import marked, pieces
 from tests.factories.tiny import tiny_tokenizer
 
 EOS = 3
@@ -186,24 +179,6 @@ def test_marked_tokens_stand_in_brackets_and_escapes_of_the_data_do_not_reach_th
     assert escape_control("a\x9bb\u202ec\r\nd\te☃") == "a<U+009B>b<U+202E>c␍\nd\te☃"
 
 
-def test_a_preview_shows_three_examples_and_the_counts(tmp_path):
-    rows = "".join(f"What {i}, yes {i}, no[red]\n" for i in range(5))
-    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\n" + rows)
-    tokenizer, out = tiny_tokenizer(), io.StringIO()
-    tokenizer.chat_template = CHATML
-    config = DataConfig([Source(str(tmp_path / "rows.csv"))], split=None, eval_fraction=0.0,
-                        raw=True, cache_dir=str(tmp_path / "c"))
-    for stage in ("sft", "reward", "ppo"):
-        show(look(config, READS[stage], tokenizer), Console(file=out, width=90))
-    shown = out.getvalue()
-    for line in ("What 0⟦ yes 0<|im_end|>⟧", "What 2⟦ no[red]<|im_end|>⟧", "sft example 3: ",
-                 "ppo example 1: prompt of"):
-        assert line in shown
-    assert "example 4" not in shown
-    assert len(re.findall("│ to train on +│ 5", shown)) == 3
-    assert len(re.findall("│ prompts of plain text kept as they are .* │ 5", shown)) == 3
-
-
 def test_a_changed_row_anywhere_gives_another_fingerprint_whether_rows_are_in_memory_or_on_disk(tmp_path):
     rows = [{"input_ids": [i, i + 1]} for i in range(400)]
     save(rows, tmp_path, "rows")
@@ -230,3 +205,21 @@ def test_a_fingerprint_of_an_earlier_release_tells_its_64_rows():
     assert not is_of([{"n": -1}, *rows[1:]], made.hexdigest()) and not is_of(rows[1:], made.hexdigest())
     assert is_of(rows, Loader(rows, 8, list, seed=0).fingerprint())
     assert not is_of(unseen, Loader(rows, 8, list, seed=0).fingerprint())
+
+
+VALUES = st.one_of(st.integers(-2**70, 2**70), st.floats(allow_nan=False), st.booleans(), st.none(),
+                   st.text(max_size=8), st.lists(st.integers(0, 300_000), max_size=6))
+
+
+@given(rows=st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), min_size=1, max_size=5))
+def test_rows_come_back_as_they_were(rows, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("t")
+    save(rows, folder, "train")
+    found = Table(folder, "train")
+    assert list(found) == rows
+    assert (len(found), found[-1]) == (len(rows), rows[-1])
+    with pytest.raises(IndexError):
+        found[len(rows)]
+    text = (folder / "train.jsonl").read_bytes()
+    assert [json.loads(line) for line in text.splitlines()] == rows
+    assert rows_digest(rows) == rows_digest(found) == hashlib.sha256(text).hexdigest()

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import (
     CHATML,
-    Encoded,
     Rendered,
     SkipRow,
     compose,
+    compose_all,
     compose_messages,
     encode,
     encode_all,
+    encode_first,
     encode_prompt,
     ensure_template,
 )
+from hybrid_rlhf.data.datasets import DataConfig, build
 from hybrid_rlhf.data.turns import render
-from tests.factories.tiny import tiny_tokenizer
+from hybrid_rlhf.models import tokenizer as tokenizers_of_models
+from hybrid_rlhf.training.registry import READS
+from tests.factories.tiny import chatml_tokenizer, tiny_tokenizer
+from tests.factories.trl_templates import names, tokenizer_of
 
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is red?"},
         {"role": "assistant", "content": "A fox."}, {"role": "user", "content": "And cat?"},
@@ -92,21 +100,6 @@ def test_under_any_template_only_answers_are_trained_and_eos_ends_the_sequence_o
         assert (row.ids[-1], row.loss_mask[-1]) == (eos, True)
         assert row.ids[-2] != eos
     assert "A fox." not in text  # the second row: earlier turns belong to the prompt
-
-
-@pytest.mark.parametrize("name", ["chatml", "llama 3"])
-def test_the_prompt_alone_is_the_beginning_of_the_sequence(tokenizer, name):
-    tokenizer.chat_template = TEMPLATES[name]
-    row = encode(tokenizer, CHAT[:4], CHAT[4:])
-    assert encode_prompt(tokenizer, CHAT[:4]) == row.ids[: row.num_prompt_tokens]
-    assert not any(row.loss_mask[: row.num_prompt_tokens])
-    assert all(row.loss_mask[row.num_prompt_tokens :])
-
-
-def test_a_template_that_brings_bos_gives_it_once(tokenizer):
-    tokenizer.chat_template = LLAMA3
-    assert encode(tokenizer, CHAT[:2], CHAT[2:3]).ids.count(tokenizer.bos_token_id) == 1
-    assert encode_prompt(tokenizer, CHAT[:2]).count(tokenizer.bos_token_id) == 1
 
 
 def test_plain_text_gets_the_bos_that_the_tokenizer_adds_by_itself_once():
@@ -233,15 +226,11 @@ def with_bos(tokenizer):
     return tokenizer
 
 
-def test_chatml_for_a_base_that_begins_every_text_with_bos_begins_with_it_too_and_once():
+def test_a_base_that_begins_every_text_with_bos_gets_it_once():
     tokenizer = with_bos(tiny_tokenizer())
     ensure_template(tokenizer)
     ids = encode(tokenizer, CHAT[:2], CHAT[2:3]).ids
     assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
-
-
-def test_a_plain_text_that_was_rendered_already_and_begins_with_bos_gets_no_second_one():
-    tokenizer = with_bos(tiny_tokenizer())
     for prompt in ("What is", "<|endoftext|>What is"):
         row = encode(tokenizer, prompt, " red")
         assert row.ids[0] == tokenizer.bos_token_id and row.ids.count(tokenizer.bos_token_id) == 1
@@ -256,21 +245,142 @@ def test_the_generation_block_of_transformers_is_no_mistake_and_another_unknown_
         ensure_template(tokenizer, "{% think %}")
 
 
-def test_an_end_that_the_tokenizer_puts_behind_whatever_it_reads_is_no_part_of_a_prompt():
-    tokenizer = SimpleNamespace(eos_token_id=3, eos_token="</s>")
-    assert chat._mark(tokenizer, Rendered("hi", [], True), [5, 3], {}) == Encoded([5], [False], 1)
-    for written in (Rendered("hi</s>", [], True), Rendered("hi", [], False)):
-        assert chat._mark(tokenizer, written, [5, 3], {}) == Encoded([5, 3], [False, False], 2)
+# -- A prompt whose last message is the assistant's is continued: no end of turn, no new turn --------------------------
 
 
-def test_the_end_of_a_turn_ends_an_answer_of_messages_and_no_plain_text(monkeypatch):
-    monkeypatch.setattr(chat, "turn_ends", lambda tokenizer: [9])
-    tokenizer, places = SimpleNamespace(eos_token_id=3, eos_token="</s>"), {1: 1, 3: 2}
-    for is_plain, ids, mask in ((False, [4, 5, 9], [False, True, True]),
-                                (True, [4, 5, 9, 3], [False, True, False, True])):
-        found = chat._mark(tokenizer, Rendered("abc", [(1, 3)], is_plain), [4, 5, 9], places)
-        assert found == Encoded(ids, mask, 1)
-    bare = chat._mark(tokenizer, Rendered("abc", [(1, 3)], True), [4, 5], places, False)
-    assert bare == Encoded([4, 5], [False, True], 1)
-    with pytest.raises(UserError, match="no eos_token"):
-        chat._mark(SimpleNamespace(eos_token_id=None), Rendered("abc", [(1, 3)], True), [4, 5], places)
+ASKED = {"role": "user", "content": "What is one and one?"}
+PARTS = ("smolvlm", "idefics3", "llava_next")
+
+
+def begun(text: str) -> list[dict]:
+    return [ASKED, {"role": "assistant", "content": text}]
+
+
+def by_transformers(tokenizer, messages: list[dict]) -> list[int]:
+    return list(tokenizer.apply_chat_template(messages, continue_final_message=True, return_dict=False))
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n not in PARTS])
+def test_a_prompt_is_what_transformers_continues(name):
+    tokenizer = tokenizer_of(name)
+    messages = begun("Step by step.\n<think>")
+    tokenizer.add_tokens(["<think>"], special_tokens=True)
+    assert encode_prompt(tokenizer, messages) == by_transformers(tokenizer, messages)
+    row = encode(tokenizer, messages, [{"role": "assistant", "content": "\nAdd one.\n</think>\n\n2."}])
+    prompt = encode_prompt(tokenizer, messages)
+    assert row.ids[: len(prompt)] == prompt and row.num_prompt_tokens == len(prompt)
+    said = tokenizer.decode(row.ids[len(prompt) :])
+    assert said.startswith("\nAdd one.\n</think>\n\n2.") and all(row.loss_mask[len(prompt) :])
+    whole = encode(tokenizer, [ASKED], "2.").ids  # it ends as every answer does
+    assert row.ids[-1] == whole[-1] and row.ids.count(whole[-1]) == whole.count(whole[-1])
+
+
+@pytest.mark.parametrize(("name", "prompt"), [
+    ("qwen3", "<|im_start|>assistant\n<think>\nSo"), ("qwen3_5_think", "<|im_start|>assistant\n<think>\nSo")])
+def test_a_thought_that_is_begun_stands_where_the_model_writes_one(name, prompt):
+    tokenizer = tokenizer_of(name)
+    text = tokenizer.decode(encode_prompt(tokenizer, begun("<think>\nSo")))
+    assert text.endswith(prompt) and text.count("<think>") == 1
+    row = encode(tokenizer, begun("<think>\nSo"), " it is.\n</think>\n\n2.")
+    assert tokenizer.decode(row.ids[row.num_prompt_tokens :]) == " it is.\n</think>\n\n2.<|im_end|>"
+
+
+def test_turns_behind_a_begun_answer_are_trained_too():
+    tokenizer = chatml_tokenizer()
+    rest = [{"role": "assistant", "content": " two."}, {"role": "user", "content": "And?"},
+            {"role": "assistant", "content": "Three."}]
+    row, = encode_all(tokenizer, compose_all(tokenizer, begun("One,"), rest))
+    text = tokenizer.decode(row.ids)
+    assert "One, two.<|im_end|>" in text and text.endswith("Three.<|im_end|>")
+    assert tokenizer.decode([i for i, m in zip(row.ids, row.loss_mask, strict=True) if m]) == (
+        " two.<|im_end|>Three.<|im_end|>")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma4", "glm4moe", "llama3"])
+def test_an_answer_that_says_nothing_yet_is_not_begun(name):
+    tokenizer = tokenizer_of(name)
+    prompt = list(tokenizer.apply_chat_template([ASKED], add_generation_prompt=True, return_dict=False))
+    assert encode_prompt(tokenizer, begun("")) == encode_prompt(tokenizer, begun(" \n")) == prompt
+    assert encode(tokenizer, begun(" "), "2.") == encode(tokenizer, [ASKED], "2.")
+
+
+# -- Large files and long texts: no more of them is read or tokenized than counts --------------------------------------
+
+
+def wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", clean_up_tokenization_spaces=False)
+
+
+def with_byte_fallback() -> PreTrainedTokenizerFast:
+    """Llama's kind: no pre-tokenizer, so that merges run over the whole text; bytes for what no piece says."""
+    vocab = {"<eos>": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}, "\u2581": 257, "r": 258, "e": 259, "d": 260,
+             "re": 261, "red": 262, "\u2581red": 263, "\u2581" * 2: 264, "\u2581" * 4: 265, "\u2581" * 8: 266}
+    merges = [("r", "e"), ("re", "d"), ("\u2581", "red"), *pairwise(["\u2581", "\u2581"])]
+    merges += [("\u2581" * n, "\u2581" * n) for n in (2, 4)]
+    backend = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<0x00>"))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    return wrapped(backend)
+
+
+def of_words() -> PreTrainedTokenizerFast:
+    """BERT's kind: white space vanishes, and a word that is not known is one token, however long."""
+    backend = Tokenizer(models.WordLevel({"<eos>": 0, "[UNK]": 1, "red": 2, "blue": 3}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return wrapped(backend)
+
+
+TEXTS = {"words": "red blue " * 300, "one letter": "a" * 2000, "white space first": " " * 3000 + "red " * 400,
+         "nothing but white space": "\n " * 900, "bytes": "\U0001f600red" * 300,
+         "an unknown word": "x" * 3000 + " red" * 200, "short": "red", "spaces": (" " * 60 + "red") * 200}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("make", [tiny_tokenizer, with_byte_fallback, of_words])
+def test_the_first_tokens_of_a_cut_text_are_those_of_the_whole(monkeypatch, make, text):
+    monkeypatch.setattr(chat, "_CHARACTERS", 2)
+    monkeypatch.setattr(chat, "_MARGIN", 8)
+    tokenizer, middle = make(), len(text) // 2
+    expected = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = expected["input_ids"] + [tokenizer.eos_token_id], [*expected["offset_mapping"], (0, len(text))]
+    starts_at = next(i for i, (_, end) in enumerate(offsets) if end > middle)
+    for count in (1, 20, 100):
+        found, = encode_first(tokenizer, [Rendered(text, [(middle, len(text))], False)], count)
+        assert found.ids[:count] == ids[:count]
+        assert (len(found.ids) > count) == (len(ids) > count)
+        assert found.loss_mask[:count] == [i >= starts_at for i in range(len(ids))][:count]
+        assert min(found.num_prompt_tokens, count) == min(starts_at, count)
+
+
+def test_no_more_of_a_long_text_is_tokenized_than_counts_and_it_is_counted_as_ever(tmp_path, monkeypatch):
+    lengths, tokenize = [], chat._tokenize_texts
+
+    def recorded(tokenizer, texts, *rest):  # noqa: ANN202
+        lengths.append(sum(map(len, texts)))
+        return tokenize(tokenizer, texts, *rest)
+
+    monkeypatch.setattr(chat, "_tokenize_texts", recorded)
+    long = "red " * 20_000
+    rows = {"sft": [{"text": long}, {"text": "red"}],
+            "reward": [{"prompt": "red", "chosen": long, "rejected": "no"},
+                       {"prompt": "r", "chosen": "e", "rejected": "d"}],
+            "ppo": [{"prompt": long}, {"prompt": "red"}]}
+    for stage, dropped in (("sft", {}), ("reward", {"longer than max_length": 1}),
+                           ("ppo", {"prompt longer than max_prompt_length": 1})):
+        path = tmp_path / f"{stage}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows[stage]))
+        config = DataConfig(sources=[str(path)], eval_fraction=0.0, max_length=30, max_prompt_length=20, raw=True,
+                            cache_dir=str(tmp_path / "cache"))
+        found = build(config, READS[stage], tiny_tokenizer(), 0)
+        assert found.report["dropped"] == dropped
+        assert found.report["truncated"] == (stage == "sft")
+        assert len(found.train) == (2 if stage == "sft" else 1)
+        if stage == "sft":
+            assert found.train[0]["input_ids"] == tiny_tokenizer()(long)["input_ids"][:30]
+    assert max(lengths) < 2000
+
+
+def test_a_tokenizer_is_trained_on_pieces_of_long_texts(monkeypatch):
+    monkeypatch.setattr(tokenizers_of_models, "_PIECE", 4)
+    vocab = tokenizers_of_models.train_tokenizer(["a" * 64, "abc"], 300).get_vocab()
+    assert "aaaa" in vocab
+    assert not any("a" * 5 in token for token in vocab)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.labels import LabelledAnswer, LabelledPair, read_labels, spoken
+from hybrid_rlhf.data.labels import Asked, add, pair_row, read_asked, read_labels
+from hybrid_rlhf.data.schema import detect, read_row
 from hybrid_rlhf.data.sources import Source
 
 
@@ -65,32 +65,69 @@ def test_a_limit_draws_rows_by_the_seed(tmp_path) -> None:
     assert len(labels_of(tmp_path, rows, 40).pairs) == 30
 
 
-TEXT = st.text(max_size=6) | st.lists(st.fixed_dictionaries({
-    "role": st.sampled_from(["user", "assistant"]), "content": st.text(max_size=4)}), max_size=3)
+# -- Responses to be judged, wherever a row has them; and pairs that are read as what they are -------------------------
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.lists(st.one_of(
-    st.fixed_dictionaries({"prompt": TEXT, "chosen": TEXT, "rejected": TEXT}),
-    st.fixed_dictionaries({"prompt": TEXT, "completions": st.lists(TEXT, max_size=4),
-                           "scores": st.lists(st.integers(0, 2), max_size=4)}),
-    st.fixed_dictionaries({"prompt": TEXT, "completion": TEXT, "label": st.sampled_from([True, 0, "yes", "maybe"])})),
-    min_size=1, max_size=5))
-def test_any_rows_are_labels_or_a_user_error_of_one_line(tmp_path_factory, rows) -> None:
-    try:
-        found = labels_of(tmp_path_factory.mktemp("l"), rows)
-    except UserError as error:
-        told = str(error)
-        assert told and "\n" not in told
-        return
-    assert bool(found.pairs) != bool(found.answers)
-    for each in (*found.pairs, *found.answers):
-        assert isinstance(each, LabelledPair | LabelledAnswer) and each.prompt
-        texts = [each.better, each.worse] if isinstance(each, LabelledPair) else [each.answer]
-        assert all(isinstance(text, str) and text.strip() for text in texts) and len(set(texts)) == len(texts)
+def asked_of(folder, rows: list[dict], columns=None, with_responses: bool = True) -> tuple[list[Asked], Counter]:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lost: Counter[str] = Counter()
+    return read_asked([Source(str(folder / "rows.jsonl"))], columns, with_responses, lost), lost
 
 
-def test_what_an_answer_says() -> None:
-    assert spoken("a") == "a" and spoken([{"role": "assistant", "content": "b"}]) == "b"
-    assert spoken([{"role": "user", "content": "b"}]) is None
-    assert spoken([{"role": "assistant", "content": "", "tool_calls": [{}]}]) is None
+def message(text: str) -> list[dict]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(("row", "columns", "responses"), [
+    ({"prompt": "p", "chosen": "a", "rejected": "b"}, None, ["a", "b"]),
+    ({"prompt": "p", "chosen": message("a"), "rejected": "b"}, None, ["a", "b"]),
+    ({"prompt": "p", "completions": ["b", "a", "b"], "scores": [1, 2, 3]}, None, ["b", "a"]),
+    ({"prompt": "p", "responses": ["a", message("b"), {"role": "assistant", "content": "c"}]}, None, ["a", "b", "c"]),
+    ({"prompt": "p", "responses": '["a", "b"]'}, None, ["a", "b"]),  # as a table has it
+    ({"prompt": "p", "responses": "[a, b"}, None, ["[a, b"]),
+    ({"prompt": "p", "mine": "a", "yours": ["b", "c"], "chosen": "x", "rejected": "y"}, ["mine", "yours"],
+     ["a", "b", "c"]),
+    ({"question": "p", "response_j": "a", "response_k": "b"}, None, ["a", "b"]),
+    ({"instruction": "p", "output": "a"}, None, ["a"]),
+    ({"instruction": "p", "completions": [{"response": "a", "fine-grained_score": 1.0}]}, None, ["a"]),
+    ({"prompt": "p", "completion": "a", "label": False}, None, ["a"]),
+    ({"prompt": "p"}, None, []),
+])
+def test_where_a_row_has_its_responses(tmp_path, row, columns, responses) -> None:
+    (found,), _ = asked_of(tmp_path, [row], columns)
+    assert found.responses == responses
+    assert asked_of(tmp_path, [row], None, with_responses=False)[0][0].responses == []
+
+
+def test_rows_of_one_prompt_with_one_response_each_are_put_together(tmp_path) -> None:
+    found, lost = asked_of(tmp_path, [{"prompt": "p", "completion": "a", "by": 1}, {"prompt": "q", "completion": "a"},
+                                      {"prompt": "p", "completion": "b"}, {"prompt": "p", "completion": "a"}])
+    assert [(each.prompt, each.responses) for each in found] == [("p", ["a", "b"]), ("q", ["a"])]
+    assert found[0].columns == {"by": 1} and lost == {"the same response twice": 1}
+
+
+def test_what_cannot_be_judged_is_counted(tmp_path) -> None:
+    turns = [*message("a"), {"role": "user", "content": "b"}]
+    found, lost = asked_of(tmp_path, [{"prompt": "p", "completions": ["a", " ", turns, "a"], "scores": [1, 2, 3, 4]},
+                                      {"prompt": "", "completions": ["a", "b"], "scores": [1, 2]}])
+    assert [each.responses for each in found] == [["a"]]
+    assert lost == {"an empty answer": 1, "an answer of several turns": 1, "the same response twice": 1, "no prompt": 1}
+    add(found[0], ["a", "c", ""], lost)
+    assert found[0].responses == ["a", "c"] and lost["the same response twice"] == 2 and lost["an empty answer"] == 2
+
+
+def test_tools_stay_in_their_column_and_the_prompt_is_as_it_was(tmp_path) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    prompt = [{"role": "user", "content": "p"}]
+    (found,), _ = asked_of(tmp_path, [{"prompt": prompt, "chosen": "a", "rejected": "b", "tools": tools}])
+    row = pair_row(found, "b", "a", {"score_chosen": 1.0})
+    assert row == {"prompt": prompt, "chosen": message("b"), "rejected": message("a"), "tools": tools,
+                   "score_chosen": 1.0}
+    assert read_row(row, detect(row, "x"), "x").tools == tools
+
+
+def test_what_has_no_prompts_or_no_such_column_is_one_line(tmp_path) -> None:
+    with pytest.raises(UserError, match="which has no prompts"):
+        asked_of(tmp_path, [{"text": "a"}])
+    with pytest.raises(UserError, match=r"has no column replies; it has prompt, said"):
+        asked_of(tmp_path, [{"prompt": "p", "said": "a"}], ["replies"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from hybrid_rlhf.data import cache
 from hybrid_rlhf.data.added_turns import added_tokens
 from hybrid_rlhf.data.chat import encode_prompt, ensure_template
 from hybrid_rlhf.data.datasets import DataConfig, build
-from hybrid_rlhf.data.examples import KWARGS_UNREAD
 from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.models import template
 from hybrid_rlhf.models.template_kwargs import _literal, names_read
@@ -123,12 +121,6 @@ def test_rows_of_messages_have_variables_too_and_json_text_of_them_is_read(tmp_p
     for value in (OFF, json.dumps(OFF), {**OFF, "other": None}):
         data = rows(tmp_path, qwen, "demonstration", {"messages": messages, "chat_template_kwargs": value})
         assert data.train[0]["input_ids"][: len(wanted)] == wanted
-
-
-def test_rows_whose_variables_are_not_read_are_counted(tmp_path, qwen):
-    plain = {"messages": [*ASKED, {"role": "assistant", "content": "A fox."}]}
-    data = rows(tmp_path, qwen, "demonstration", plain, {**plain, "chat_template_kwargs": {"thinking": True}})
-    assert Counter(data.report["rendered"])[KWARGS_UNREAD] == 1
 
 
 def test_the_next_turn_of_an_episode_has_the_variables_of_its_prompt(qwen):

@@ -7,13 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import compose_messages, encode_all, ensure_template
-from hybrid_rlhf.data.datasets import DataConfig, build, describe, raw_texts, summary
+from hybrid_rlhf.data.datasets import DataConfig, build, describe, summary
 from hybrid_rlhf.data.examples import KWARGS_UNREAD, TOOLS_LEFT_OUT
-from hybrid_rlhf.data.preview import look, show
 from hybrid_rlhf.data.schema import detect, read_row
 from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.data.turns import SkipRow, render
@@ -146,22 +144,19 @@ def test_a_result_that_is_no_text_is_shown_as_json(built, tokenizer, content, sh
     assert f"<tool_response>\n{shown}\n</tool_response>" in text and said == SAID
 
 
-@pytest.mark.parametrize("arguments", ["Oslo", "[1]", '"Oslo"', [1], 5])
+@pytest.mark.parametrize("arguments", ["Oslo", "[1]", 5])
 def test_arguments_that_are_no_object_drop_the_row_and_are_counted(built, arguments):
     data = built([calling(tool_calls=[{**FLAT, "arguments": arguments}]), ROW])
     assert data.report["dropped"] == {"a tool call whose arguments are not a JSON object": 1} and len(data.train) == 1
 
 
 def test_what_is_no_call_no_tool_and_no_text_is_said_in_one_line_or_counted():
-    for calls, why in (([7], "a tool call must be an object, not int"),
-                       (["x"], "a tool call must be an object, not str"),
+    for calls, why in ((["x"], "a tool call must be an object, not str"),
                        ([{"type": "function"}], "a tool call needs the name of its function"),
-                       ([{"function": {"name": None}}], "a tool call needs the name of its function"),
-                       ("x", "tool_calls must be a list of tool calls, not str"),
                        (7, "tool_calls must be a list of tool calls, not int")):
         with pytest.raises(UserError, match=f"^here: messages: {why}; fix the row$"):
             read(calling(tool_calls=calls))
-    for tools in ("hammer", [7], {"name": "f"}, 7):
+    for tools in ("hammer", [7]):
         with pytest.raises(UserError, match=r"^here: tools must be a list of tool schemas, not "):
             read({**ROW, "tools": tools})
     assert read({"text": "a", "tools": "hammer"}).tools == []  # rendered already: nothing is read beside it
@@ -196,17 +191,6 @@ def test_a_template_that_cannot_show_tools_drops_such_rows_and_says_so_in_one_li
         built([ROW], tokenizer=tokenizer)
 
 
-def test_the_preview_shows_what_is_trained_of_a_tool_conversation(tmp_path, tokenizer):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(ROW))
-    console = Console(record=True, width=200, force_terminal=False)
-    show(look(config_of(path, tmp_path), READS["sft"], tokenizer), console)
-    shown = " ".join(line.strip("│ ") for line in console.export_text().splitlines())
-    assert ('assistant ⟦<tool_call> {"name": "weather_of", "arguments": {"city": "Oslo"}} </tool_call><|im_end|>⟧ '
-            "<|im_start|>user <tool_response> 7 degrees </tool_response><|im_end|> "
-            "<|im_start|>assistant ⟦It is cold.<|im_end|>⟧") in shown
-
-
 def test_no_part_of_a_tool_conversation_makes_a_special_token_or_holds_a_lone_surrogate(built, tokenizer):
     bad = "<|im_end|>\ud800"
     tool = {"type": "function", "function": {"name": "f", "description": bad, "parameters": {
@@ -218,13 +202,6 @@ def test_no_part_of_a_tool_conversation_makes_a_special_token_or_holds_a_lone_su
     plain, = built([ROW]).train
     assert [i for i in row["input_ids"] if i in special] == [i for i in plain["input_ids"] if i in special]
     assert trained(tokenizer, row).count("<|im_end|>\ufffd") == 3
-
-
-def test_a_tokenizer_that_is_trained_on_the_rows_reads_tools_and_calls(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(ROW))
-    found = "\n".join(raw_texts(config_of(path, tmp_path), READS["sft"]))
-    assert '"name": "weather_of", "arguments": {"city": "Oslo"}' in found and "Tells the weather." in found
 
 
 def test_the_template_of_the_example_shows_tools_and_writes_history_as_it_was_said():

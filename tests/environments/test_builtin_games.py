@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.environments.builtin import BUILTINS
 from hybrid_rlhf.environments.builtin.games import (
     WORDS,
     GuessNumber,
@@ -17,6 +16,7 @@ from hybrid_rlhf.environments.builtin.games import (
     number_rows,
     word_rows,
 )
+from hybrid_rlhf.environments.open import open_environments
 
 
 def said(text: str) -> list[dict]:
@@ -45,14 +45,6 @@ def test_a_game_ends_after_the_last_guess_and_can_be_played_again():
         assert game.reset(secret=3) is None
         assert answer(game, "") == ("Say a number from 0 to 9.", False, -0.05)
         assert answer(game, "1e999") == ("lower", True, -0.05)
-
-
-@given(st.integers(1, 1000), st.text(max_size=50))
-def test_no_message_makes_a_game_longer(secret, text):
-    game = GuessNumber(high=1000, max_guesses=3)
-    game.reset(secret=secret)
-    ends = [answer(game, text)[1] for _ in range(3)]
-    assert ends[-1] is True
 
 
 @given(st.integers(0, 10**6))
@@ -116,17 +108,11 @@ def test_a_seed_draws_this_number():
 
 @pytest.mark.parametrize("make, message", [
     (lambda: GuessNumber(low=3, high=2), "low must not be above high"),
-    (lambda: GuessNumber(max_guesses=0), "at least 1"),
-    (lambda: GuessNumberTool(low=3, high=2), "low must not be above high"),
-    (lambda: WordGame(words=[]), "of one length"),
-    (lambda: WordGame(words=["a", "bc"]), "of one length"), (lambda: WordGame(words=["a b"]), "of one length"),
-    (lambda: WordGame(max_guesses=0), "at least 1"), (lambda: GuessNumber().reset(), "neither a secret nor a seed"),
+    (lambda: GuessNumber(max_guesses=0), "at least 1"), (lambda: WordGame(words=["a", "bc"]), "of one length"),
+    (lambda: GuessNumber().reset(), "neither a secret nor a seed"),
     (lambda: GuessNumberTool().reset(prompt="x"), "neither a secret nor a seed"),
     (lambda: GuessNumber().reset(secret=101), "from 1 to 100"),
-    (lambda: GuessNumber().reset(secret="5"), "from 1 to 100"),
-    (lambda: GuessNumber().reset(seed=1, low=9, high=8), "low must not be above"),
     (lambda: WordGame().reset(), "neither a secret nor a seed"),
-    (lambda: WordGame().reset(secret="two words"), "one word"),
 ])
 def test_what_cannot_be_played_is_one_line(make, message):
     with pytest.raises(UserError, match=message) as caught:
@@ -134,6 +120,51 @@ def test_what_cannot_be_played_is_one_line(make, message):
     assert "\n" not in str(caught.value)
 
 
-def test_the_games_are_built_in():
-    assert [BUILTINS[name] for name in ("guess_number", "guess_number_tool", "word_game")] == [
-        GuessNumber, GuessNumberTool, WordGame]
+# -- What is built in, opened as the settings name it: by its tools' schemas and through a whole episode ---------------
+
+
+URL = {"url": "http://localhost:1"}
+
+
+def test_the_tools_are_shown_with_one_text_each_and_called():
+    kind = open_environments(None, ["builtin:calculator", "builtin:python_expression"], {}).kinds[0]
+    shapes = {s["function"]["name"]: s["function"]["parameters"] for s in kind.schemas}
+    assert {name: (list(s["properties"]), s["required"]) for name, s in shapes.items()} == {
+        "calculator": (["expression"], ["expression"]), "python_expression": (["code"], ["code"])}
+    assert all(p["type"] == "string" and p["description"] for s in shapes.values() for p in s["properties"].values())
+    tools = kind.new()
+    assert tools.call("calculator", {"expression": "6*7"}) == "42"
+    assert tools.call("python_expression", {"code": "[1, 2][::-1]"}) == "[2, 1]"
+
+
+@pytest.mark.parametrize("name, options, tools", [
+    ("guess_number", {}, []), ("guess_number_tool", {"high": 9}, ["guess"]), ("word_game", {"words": ["cat",
+    "dog"]}, []),
+    ("openenv", URL, []), ("reasoning_gym", {"task": "chain_sum"}, []),
+])
+def test_an_environment_has_no_tools_but_those_it_means(name, options, tools):
+    if name == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
+    [kind] = open_environments(f"builtin:{name}", [], options).kinds
+    assert kind.tool_names == tools and kind.has_step is (not tools) and kind.has_reward is bool(tools)
+
+
+def test_a_whole_game_through_the_contract():
+    game = open_environments("builtin:guess_number", [], {"high": 9, "cost": 0.5}).kinds[0].new()
+    assert "from 1 to 9" in game.reset({"prompt": "Play.", "secret": 4, "environment": None})
+    said = [{"role": "assistant", "content": "5"}]
+    assert game.step(said) == ([{"role": "user", "content": "lower"}], False, -0.5)
+    assert game.step([{"role": "assistant", "content": "4"}]) == ([{"role": "user", "content": "right"}], True, 1.0)
+    tool = open_environments("builtin:guess_number_tool", [], {}).kinds[0].new()
+    tool.reset({"secret": 4})
+    assert tool.call("guess", {"number": 5}) == "lower" and tool.reward() == -0.05
+
+
+@pytest.mark.parametrize("name, options, message", [
+    ("guess_numbers", {}, "did you mean guess_number"), ("word_game", {"max_guess": 1}, "did you mean max_guesses"),
+    ("openenv", {}, "needs url"), ("reasoning_gym", {}, "needs task"), ("word_game", {"words": []}, "of one length"),
+])
+def test_what_cannot_be_opened_is_one_line(name, options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        open_environments(f"builtin:{name}", [], options)
+    assert "\n" not in str(caught.value)

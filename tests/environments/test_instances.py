@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-import time
 
 import numpy as np
 import pytest
+import torch
 
+from hybrid_rlhf.algorithms.shaping import shape_rewards
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.environments.calls import CallError
-from hybrid_rlhf.environments.contract import Instance, environment_of
+from hybrid_rlhf.environments.contract import Environment, Environments, Instance, environment_of
+from hybrid_rlhf.environments.open import EnvironmentSource, source_of
+from hybrid_rlhf.rewards import part_scores
+from hybrid_rlhf.rewards.mixture import Mixture, Part
+from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout.episode_record import Episode
 
 
 def answer_of(value):
@@ -100,12 +106,10 @@ def test_what_is_answered_now_or_later_is_the_same_contract():
 @pytest.mark.parametrize(("name", "arguments", "says"), [
     ("ad", {}, r"there is no tool ad \(did you mean add\?\); there are add, keep, wait"),
     ("reset", {}, "there is no tool reset"), ("__init__", {}, "there is no tool __init__"),
-    ("get_reward", {}, "there is no tool get_reward"), (3, {}, "there is no tool 3"), (None, {}, "no tool None"),
+    ("get_reward", {}, "there is no tool get_reward"),
     ("add", {}, r"add: missing a required argument: 'a'; its parameters are a \(number\), b \(number, optional\)"),
     ("add", {"a": 1, "c": 2}, "add: got an unexpected keyword argument 'c'; its parameters are a"),
-    ("add", {"a": 1, "self": 2}, "add: got an unexpected keyword argument 'self'"),
     ("add", [1], r"the arguments of add must be a JSON object; its parameters are a \(number\)"),
-    ("add", None, "the arguments of add must be a JSON object"),
     ("add", {"a": "x"}, r"add raised TypeError: can only concatenate str .*\(test_instances.py line \d+\); its param"),
     ("wait", {"seconds": 0.01}, r"wait raised ValueError: too long \(test_instances.py line \d+\)$"),
     ("wait", {}, "wait: missing a required argument: 'seconds'")])
@@ -115,22 +119,10 @@ def test_a_wrong_call_is_one_line_that_says_what_would_fit(name, arguments, says
     assert "\n" not in str(wrong.value)
 
 
-def test_a_tool_that_raises_stop_iteration_fails_as_others_do():
-    class Stops(Counter):
-        def stop(self):
-            """Stop."""
-            next(iter(()))
-
-    with pytest.raises(CallError, match="stop raised StopIteration"):
-        instance(Stops).call("stop", {})
-
-
 @pytest.mark.parametrize(("answer", "says"), [
     (None, "a NoneType, where"), (([], True), r"a tuple, where \(messages, done, reward\)"),
-    (({}, True, 1.0), "not a list of"), (([{"role": "assistant", "content": "a"}], True, 1.0), "not a list of"),
-    (([{"role": "user"}], True, 1.0), "not a list of"), (([], "no", 1.0), "done as a str"),
-    (([], False, 1.0), "no message"),
-    (([], True, math.nan), "reward nan"), (([], True, "1"), "reward '1'"), (([], True, math.inf), "reward inf")])
+    (([{"role": "assistant", "content": "a"}], True, 1.0), "not a list of"), (([], "no", 1.0), "done as a str"),
+    (([], False, 1.0), "no message"), (([], True, math.nan), "reward nan"), (([], True, "1"), "reward '1'")])
 def test_a_step_that_answers_something_else_is_told_what_is_needed(answer, says):
     class Game:
         def step(self, messages):
@@ -189,52 +181,6 @@ def test_an_instance_makes_one_call_at_a_time_and_plain_tools_are_free():
     assert not own.is_busy and own.reset({}) is None
 
 
-def test_a_coroutine_holds_its_instance_only_while_it_runs():
-    own = instance()
-    first = own.call("wait", {"seconds": 0})
-    assert not own.is_busy  # it has not begun
-
-    async def twice():
-        running = asyncio.ensure_future(own.call("wait", {"seconds": 1}))
-        await asyncio.sleep(0.01)
-        with pytest.raises(CallError, match="wait still runs"):
-            own.call("add", {"a": 1})
-        running.cancel()
-        await asyncio.wait([running])
-        return await first
-
-    assert asyncio.run(twice()) == "waited" and not own.is_busy
-
-
-def test_a_decorated_tool_is_known_by_the_name_that_the_class_has_for_it():
-    def timed(function):
-        def timed_call(self, a: int) -> int:
-            """Do.
-
-            Args:
-                a: it
-            """
-            time.monotonic()
-            return function(self, a)
-
-        return timed_call
-
-    class Timed:
-        def reset(self): ...
-
-        @timed
-        def one(self, a):
-            return a + 1
-
-        @timed
-        def two(self, a):
-            return a + 2
-
-    own = instance(Timed)
-    assert own.environment.tool_names == ["one", "two"]
-    assert (own.call("one", {"a": 1}), own.call("two", {"a": 1})) == (2, 3)
-
-
 def test_a_constructor_that_raises_later_is_the_users_to_fix():
     made = []
 
@@ -250,3 +196,67 @@ def test_a_constructor_that_raises_later_is_the_users_to_fix():
     kind.new()
     with pytest.raises(UserError, match="environment few: its constructor raised ConnectionError: no more of them"):
         kind.new()
+
+
+# -- What environments themselves reward is a source beside others, under the name of the class ------------------------
+
+
+def rollout_of(*episodes: Episode) -> Rollout:
+    """Responses of five tokens, of which the third was not sampled."""
+    size = len(episodes)
+    rollout = Rollout.from_responses(Prompts([[1]] * size, ["a"] * size), [[5, 6, 7, 8, 9]] * size, [True] * size, 0,
+                                     ["b"] * size, [[True, True, False, True, True]] * size)
+    rollout.episodes = list(episodes)
+    return rollout
+
+
+def test_an_episode_without_a_reward_of_its_own_is_skipped():
+    rollout = rollout_of(Episode(reward=1.0), Episode(), Episode(reward=-0.5))
+    first, second, third = part_scores(EnvironmentSource("Shop"), rollout).tolist()
+    assert (first, third) == (1.0, -0.5) and math.isnan(second)
+
+
+def test_what_a_turn_earned_stands_at_its_last_token_weighted_with_the_rest():
+    """Turns that end behind 2 and 5 tokens and earned .5 and 1, beside .25 for the whole; of weight 2, and a constant
+    beside it: 2 * 1.75 + 3 in all, of which 1 and 2 stand at columns 1 and 4."""
+    class Constant:
+        name = "constant"
+
+        def score(self, rollout: Rollout) -> list[float]:
+            return [3.0] * len(rollout)
+
+    rollout = rollout_of(Episode(turn_ends=[2, 5], turn_rewards=[0.5, 1.0], reward=0.25))
+    source = Mixture([Part(EnvironmentSource("Game"), 2.0), Part(Constant())])
+    assert source.score(rollout) == [6.5]
+    assert rollout.token_scores.tolist() == [[0, 1, 0, 0, 2]]
+    rewards = shape_rewards(torch.tensor([6.5]), torch.zeros(1, 5), 0.0, rollout.action_mask, rollout.token_scores)
+    assert rewards.tolist() == [[0, 1, 0, 0, 5.5]]
+
+
+def test_a_turn_that_earned_nothing_is_marked_as_one_that_earned_and_so_are_the_steps_of_another_source():
+    class Middle:
+        name = "middle"
+
+        def score(self, rollout: Rollout) -> list[float]:
+            rollout.token_scores = torch.tensor([[0, 0, 0, 0.5, 0]])
+            rollout.step_ends = rollout.token_scores > 0
+            return [0.5]
+
+    rollout = rollout_of(Episode(turn_ends=[2, 5], turn_rewards=[0.0, 1.0]))
+    assert Mixture([Part(EnvironmentSource("Game")), Part(Middle(), 4.0)]).score(rollout) == [3.0]
+    assert rollout.token_scores.tolist() == [[0, 0, 0, 2, 1]]
+    assert rollout.step_ends.tolist() == [[False, True, False, True, True]]
+    plain = rollout_of(Episode(turn_ends=[2, 5], reward=1.0))  # no turn has a reward of its own
+    assert EnvironmentSource("Game").score(plain) == [1.0] and not plain.step_ends.any()
+
+
+def kind(name: str, has_step: bool = False, has_reward: bool = False) -> Environment:
+    return Environment(name, [], has_step, has_reward)
+
+
+def test_the_source_has_the_name_of_the_only_environment_that_rewards():
+    assert source_of(Environments([kind("Shop")], False)) is None
+    assert source_of(Environments([kind("Shop", has_reward=True)], False)) == EnvironmentSource("Shop")
+    assert source_of(Environments([kind("Shop"), kind("Game", has_step=True)], True)) == EnvironmentSource("Game")
+    two = Environments([kind("Shop", has_reward=True), kind("Game", has_step=True)], True)
+    assert source_of(two) == EnvironmentSource("environment")

@@ -1,20 +1,35 @@
 """Loading, adapters and heads: what other systems got wrong."""
 
+from __future__ import annotations
+
 import json
-import logging
 
 import pytest
 import torch
+from transformers import (
+    CpmAntConfig,
+    CpmAntForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ProphetNetConfig,
+    ProphetNetForCausalLM,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
+from hybrid_rlhf.inference.conversation import check_can_chat
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models import tokenizer as tokenizer_of
 from hybrid_rlhf.models.backbone import check_head, hidden_states, own_head, packing_is_exact
+from hybrid_rlhf.models.dropout import check_trains_as_it_evaluates, disable_dropout
 from hybrid_rlhf.models.heads import ScalarModel
-from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.load import ModelConfig, check_folder, load_causal_lm
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
-from hybrid_rlhf.models.saving import share_as
+from hybrid_rlhf.models.merging import plain_weights
+from hybrid_rlhf.models.saving import save, share_as
+from hybrid_rlhf.training import builders
 from tests.factories.merged import merged_state_dict
 from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 from tests.simulated_card import simulated_card
@@ -72,11 +87,6 @@ def test_packing_is_found_exact_for_llama_and_leaking_for_mamba_and_bloom():
     assert packing_is_exact(tiny_causal_lm())
     assert not packing_is_exact(tiny_causal_lm(kind="mamba", state_size=8))
     assert not packing_is_exact(tiny_causal_lm(kind="bloom"))
-
-
-def test_a_lora_target_that_matches_nothing_is_an_error_naming_the_layers():
-    with pytest.raises(UserError, match=r"query_key_value.*q_proj"):
-        add_lora(tiny_causal_lm(), LoraConfig(r=4, target_modules=["query_key_value"]))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -153,24 +163,6 @@ def test_memory_that_runs_out_while_weights_are_quantised_is_told_as_that(tmp_pa
         load.load_causal_lm(ModelConfig(folder, load_in_4bit=True))
 
 
-def test_a_model_for_a_card_is_read_onto_it_and_on_a_cpu_as_ever(tmp_path, monkeypatch):
-    """Tensor by tensor: else all of it is in the computer's memory before it is moved."""
-    import transformers
-
-    given, read = [], transformers.AutoModelForCausalLM.from_pretrained
-
-    def noted(*places, **named):
-        given.append(named.pop("device_map", None))
-        return read(*places, **named)
-
-    folder = save_tiny(tmp_path / "model")
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", noted)
-    monkeypatch.setattr(torch.nn.Module, "to", lambda module, _device: module)
-    for device in (torch.device("cuda", 1), torch.device("cpu")):
-        load.load_causal_lm(ModelConfig(folder), device)
-    assert given == [{"": torch.device("cuda", 1)}, None]
-
-
 def test_a_model_on_a_card_has_the_weights_and_tables_of_one_on_a_cpu_and_all_of_them_there(tmp_path):
     folder = save_tiny(tmp_path / "model")
     plain = load.load_causal_lm(ModelConfig(folder))
@@ -203,14 +195,97 @@ def test_attention_scores_that_are_capped_are_capped_in_training_too(tmp_path):
     assert load.named_attention(ModelConfig(model_name_or_path="x"), settings) == {}
 
 
-def test_a_text_longer_than_the_tokenizers_own_limit_is_not_warned_of_twice(tmp_path, caplog):
-    """transformers' line names a limit that is not the run's; what is too long a stage says itself."""
-    save_tiny(tmp_path)
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 4}))
-    logging.getLogger("transformers").addHandler(caplog.handler)
-    try:
-        assert len(tokenizer_of.load_tokenizer(str(tmp_path))("a long text, much longer than four")["input_ids"]) > 4
-    finally:
-        logging.getLogger("transformers").removeHandler(caplog.handler)
-    assert "longer than" not in caplog.text
+# -- What a model must be to be trained here ---------------------------------------------------------------------------
+
+
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                                        num_attention_heads=2))
+
+
+MODELS = {
+    "with the tokens behind it": [
+        lambda: XLNetLMHeadModel(XLNetConfig(vocab_size=64, d_model=16, n_layer=2, n_head=2, d_inner=32,
+                                             initializer_range=0.3)),
+        lambda: CpmAntForCausalLM(CpmAntConfig(vocab_size=64, hidden_size=16, num_attention_heads=2, dim_head=8,
+                                               dim_ff=32, num_hidden_layers=2, prompt_length=4, prompt_types=4,
+                                               segment_types=4))],
+    "not a function of its last hidden states": [
+        lambda: ProphetNetForCausalLM(ProphetNetConfig(vocab_size=64, hidden_size=16, num_decoder_layers=2,
+                                                       num_decoder_attention_heads=2, decoder_ffn_dim=32,
+                                                       max_position_embeddings=64, ngram=2, is_decoder=True))],
+}
+
+
+@pytest.mark.parametrize("line, make", [(line, make) for line, makes in MODELS.items() for make in makes])
+def test_a_model_that_does_not_predict_the_next_token_is_refused(line, make):
+    torch.manual_seed(0)
+    with pytest.raises(UserError, match=f"{line}.*cannot be trained here"):
+        check_head(make())
+
+
+def test_a_llama_is_taken_and_keeps_its_mode():
+    model = llama().train()
+    check_head(model)
+    assert model.training
+
+
+# -- A model that is sampled computes the same in training, whatever its authors call their dropout --------------------
+
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
+# where each keeps rates: modules, float attributes of modules, the configuration that its forward reads
+KINDS = {"opt": dict(ffn_dim=64, dropout=0.5, attention_dropout=0.5),
+         "gpt_bigcode": dict(n_inner=64, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5),
+         "starcoder2": dict(residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5),
+         "bloom": dict(hidden_dropout=0.5, attention_dropout=0.5),
+         "falcon": dict(hidden_dropout=0.5, attention_dropout=0.5, alibi=False),
+         "persimmon": dict(hidden_dropout=0.5, attention_dropout=0.5),
+         "gptj": dict(rotary_dim=4, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5),
+         "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=4, num_layers=2, num_heads=4,
+                         attention_dropout=0.5, resid_dropout=0.5, embed_dropout=0.5)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_trains_as_it_evaluates_once_its_dropout_is_off(kind):
+    model = tiny_causal_lm(kind=kind, **KINDS[kind])
+    evaluated = model(IDS).logits
+    assert not torch.allclose(model.train()(IDS).logits, evaluated, atol=1e-3)
+    disable_dropout(model)
+    assert torch.allclose(model(IDS).logits, evaluated, atol=1e-6)
+    assert torch.equal(model(IDS).logits, model(IDS).logits)
+
+
+def test_what_trains_otherwise_than_it_evaluates_is_refused_in_one_line_that_names_its_type():
+    noisy = dict(kind="mixtral", num_local_experts=2, num_experts_per_tok=1, router_jitter_noise=0.5)
+    with pytest.raises(UserError, match="a model of type mixtral computes otherwise in training") as caught:
+        check_trains_as_it_evaluates(disable_dropout(tiny_causal_lm(**noisy)))
+    assert "\n" not in str(caught.value)
+    check_trains_as_it_evaluates(disable_dropout(tiny_causal_lm(**noisy | {"router_jitter_noise": 0.0})))
+
+
+def test_a_policy_is_opened_without_dropout_or_with_it_as_the_stage_wants(tmp_path):
+    folder, tokenizer = save_tiny(tmp_path, kind="gpt_bigcode", **KINDS["gpt_bigcode"]), tiny_tokenizer()
+    quiet, noisy = (builders.open_policy(ModelConfig(folder), tokenizer, 0, dropout=dropout).train()
+                    for dropout in (False, True))
+    assert torch.equal(quiet(IDS).logits, quiet(IDS).logits)
+    assert not torch.equal(noisy(IDS).logits, noisy(IDS).logits)
+
+
+def test_a_saved_model_keeps_the_rates_that_its_authors_gave_it(tmp_path):
+    model = disable_dropout(load_causal_lm(ModelConfig(save_tiny(tmp_path / "a", kind="falcon", **KINDS["falcon"]))))
+    save(model, plain_weights(model), tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["hidden_dropout"] == 0.5
+    assert model.config.hidden_dropout == 0.0
+
+
+# -- A model as llama.cpp has it is named as such, wherever a model is asked for ---------------------------------------
+
+
+@pytest.mark.parametrize("check", [check_folder, check_can_chat])
+def test_a_gguf_is_named_and_what_it_was_made_from_asked_for(tmp_path, check):
+    (tmp_path / "m-q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"\(m-q4.gguf\) is llama.cpp's GGUF, which is not read here; give the folder"):
+        check(str(tmp_path))
+    with pytest.raises(UserError, match=r"m-q4.gguf is llama.cpp's GGUF, which"):
+        check_folder(str(tmp_path / "m-q4.gguf"))

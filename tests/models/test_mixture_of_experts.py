@@ -105,17 +105,6 @@ def test_the_sft_gradient_is_that_of_transformers_loss_of_the_whole_batch_howeve
         torch.testing.assert_close(scale * found[f"model.{name}"], parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_pairs_cut_into_micro_batches_have_the_router_s_loss_of_all_of_them():
-    metrics = []
-    for max_tokens in (8192, 1):
-        policy = actor(mixture(), max_tokens)
-        loss = lambda logprobs, index: (-logprobs.sum(), {})  # noqa: E731
-        metrics.append(policy.fit_sequences(BATCH, torch.tensor([[0], [1], [2]]), loss).compute())
-    assert metrics[0]["micro_batch_tokens"] == 8192 and metrics[1]["micro_batch_tokens"] == 1
-    assert metrics[1]["aux_loss"] == pytest.approx(metrics[0]["aux_loss"], rel=1e-5)
-    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-5)
-
-
 def test_a_micro_batch_that_is_split_for_memory_keeps_the_router_s_loss_of_the_minibatch():
     plain, short = actor(mixture()), actor(mixture())
     with little_memory(short.engine.model, "backward", lambda n: n > 9):
@@ -144,30 +133,17 @@ def test_a_model_with_a_router_loss_of_another_kind_keeps_its_own_and_says_so(ca
         3 * balance(mixture(), BATCH.input_ids, BATCH.attention_mask).item(), rel=1e-5)
 
 
-def test_checkpointing_changes_nothing_and_a_model_without_experts_has_no_router_loss():
-    plain, saving = actor(mixture()), actor(mixture())
-    saving.engine.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    one, two = (SFTTrainer(policy).step(BATCH).compute() for policy in (plain, saving))
-    kept = [name for name in one if not name.startswith("memory/")]
-    assert {name: two[name] for name in kept} == pytest.approx({name: one[name] for name in kept}, rel=1e-5)
-    dense = tiny_causal_lm()
-    assert router_coefficient(dense) == 0 and router_coefficient(mixture()) == 0.1
-    assert "aux_loss" not in SFTTrainer(actor(dense)).step(BATCH).compute()
-
-
-@pytest.mark.parametrize("max_tokens", [8192, 40], ids=["whole", "in parts"])
 @pytest.mark.parametrize("kind, changes", [("doge", dict(is_moe=False)), ("qwen3_moe", dict(mlp_only_layers=[0, 1]))])
-def test_layers_without_experts_train_in_a_type_that_has_them(kind, changes, max_tokens, caplog):
+def test_layers_without_experts_train_in_a_type_that_has_them(kind, changes, caplog):
     model = random_model(kind, dict(changes, vocab_size=300, num_experts_per_tok=2))
-    assert router_coefficient(model) == 0.001
+    assert router_coefficient(model) == 0.001 and router_coefficient(tiny_causal_lm()) == 0
     assert hidden_states_and_router_logits(model, BATCH)[1] in ((), None)
-    assert "aux_loss" not in SFTTrainer(actor(model, max_tokens)).step(BATCH).compute()
+    assert "aux_loss" not in SFTTrainer(actor(model, 40)).step(BATCH).compute()
     assert not caplog.records
 
 
-@pytest.mark.parametrize("saves", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("max_tokens", [8192, 1])
-@pytest.mark.parametrize("packing_length", [None, 24])
+@pytest.mark.parametrize(("packing_length", "max_tokens", "saves"), [
+    (None, 8192, False), (None, 8192, True), (None, 1, False), (24, 8192, False), (24, 1, True)])
 def test_shared_prefixes_and_packed_rows_keep_the_router_s_loss(packing_length, max_tokens, saves, monkeypatch):
     """A token that stands for several rows counts as several, padding for none; the same however it is cut."""
     rows = [{"input_ids": [5, 6, 7, 8, 9, 10 + i, 20 + i], "loss_mask": [0] * 5 + [1] * 2} for i in range(6)]
@@ -191,27 +167,17 @@ def test_shared_prefixes_and_packed_rows_keep_the_router_s_loss(packing_length, 
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sft_overfits_a_batch_and_the_experts_stay_in_balance(kind):
-    trainer = SFTTrainer(actor(mixture(kind), rate=1e-2))
-    seen = [trainer.step(BATCH).compute() for _ in range(25)]
-    assert seen[-1]["loss"] < 0.2 < 4 < seen[0]["loss"]
-    assert seen[-1]["aux_loss"] < seen[0]["aux_loss"] + 0.1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_reward_model_with_experts_tells_its_pairs_apart(kind):
+def test_a_reward_model_with_experts_tells_its_pairs_apart():
     rows = [{"chosen_ids": [5, 6, 7, 3], "rejected_ids": [5, 6, 8, 9, 10, 3], "num_prompt_tokens": 2},
             {"chosen_ids": [11, 12, 13, 14, 3], "rejected_ids": [11, 3], "num_prompt_tokens": 1},
             {"chosen_ids": [15, 16, 3], "rejected_ids": [15, 17, 18, 3], "num_prompt_tokens": 1}]
-    trainer = RewardTrainer(Reward(trained(scalar(kind=kind, **KINDS[kind]), 1e-2), 14))
+    trainer = RewardTrainer(Reward(trained(scalar(kind="mixtral", **KINDS["mixtral"]), 1e-2), 14))
     seen = [trainer.step(collate_pairs(rows, 0)).compute() for _ in range(20)]
     assert seen[-1]["loss"] < 0.1 < seen[0]["loss"] and seen[-1]["accuracy"] == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_adapters", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "has_adapters"), [("mixtral", True), ("qwen3_moe", False)], ids=["lora", "full"])
 def test_ppo_learns_to_say_rewarded_tokens_by_a_model_with_experts(kind, has_adapters):
     model = mixture(kind, initializer_range=0.3 if has_adapters else 0.02)  # adapters cannot widen a narrow head
     reference = Reference(HybridEngine(PolicyModule(copy.deepcopy(model)), pad_id=0))

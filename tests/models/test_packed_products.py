@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.core import torch_compat
-from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.memory_plan.live_bytes import LiveBytes
 from hybrid_rlhf.models import load, quantize
@@ -19,10 +18,6 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
 from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.models.quantize import RowScaled
-from hybrid_rlhf.roles import Actor, PolicyModule, Roles
-from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.rollout.collect import collect
-from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 from tests.factories.tiny import save_tiny, tiny_tokenizer
 
 KINDS = ("4bit", "8bit")
@@ -144,17 +139,13 @@ def test_on_a_card_decode_steps_take_the_fused_4_bit_product_and_training_and_sc
     assert operations.seen["bitsandbytes.dequantize_4bit"] == 14 + 14 + 11
 
 
-def test_on_a_cpu_nothing_is_fused(folder):
-    with Operations() as operations:
-        sampled(quantised(folder, "4bit"))
-    assert "bitsandbytes.gemm_4bit" not in operations.seen
-
-
 def test_the_fused_product_says_what_the_dequantised_one_does(folder, as_on_a_card, caplog):
     ours = sampled(quantised(folder, "4bit"))
     assert not caplog.text
     quantize.FUSED_ON = ()
-    assert ours == sampled(quantised(folder, "4bit"))
+    with Operations() as operations:
+        assert ours == sampled(quantised(folder, "4bit"))
+    assert "bitsandbytes.gemm_4bit" not in operations.seen
 
 
 def fails(*_given, **_named):
@@ -163,7 +154,6 @@ def fails(*_given, **_named):
 
 @pytest.mark.parametrize("change, said", [
     (lambda real: lambda *given, **named: real(*given, **named) * 1.001, "differs by 0.001 of the largest number"),
-    (lambda real: lambda *given, **named: real(*given, **named) * torch.nan, "differs by nan"),
     (lambda real: fails, "fails (no kernel image is available)")])
 def test_a_fused_product_that_is_another_is_refused_at_load_in_one_line(change, said, folder, as_on_a_card, caplog,
                                                                         monkeypatch):
@@ -175,39 +165,6 @@ def test_a_fused_product_that_is_another_is_refused_at_load_in_one_line(change, 
     assert "bitsandbytes.gemm_4bit" not in operations.seen
 
 
-def test_the_check_at_load_draws_no_number_of_the_run_s(folder, as_on_a_card):
-    torch.manual_seed(5)
-    quantised_at = torch.get_rng_state()
-    load.load_causal_lm(ModelConfig(folder, dtype="float32", load_in_4bit=True))
-    on_card = torch.get_rng_state()
-    torch.manual_seed(5)
-    quantize.FUSED_ON = ()
-    load.load_causal_lm(ModelConfig(folder, dtype="float32", load_in_4bit=True))
-    assert torch.equal(on_card, torch.get_rng_state()) and quantised_at.shape == on_card.shape
-
-
-class Length:
-    name = "length"
-
-    def score(self, rollout):
-        return rollout.action_mask.sum(1).float()
-
-
-def test_what_the_fused_product_rounds_otherwise_is_seen_by_the_drift_gate(folder, as_on_a_card, monkeypatch):
-    model = quantised(folder, "4bit")
-    real, off_by = bitsandbytes.matmul_4bit, []
-    monkeypatch.setattr(bitsandbytes, "matmul_4bit", lambda *given, **named: real(*given, **named) * off_by[-1])
-    actor = Actor(HybridEngine(PolicyModule(model), model, eos_ids=[3], pad_id=0), tiny_tokenizer())
-    gate, drifts = OldLogprobs("auto", max_drift=1e-4), []
-    for factor in (1.0, 1.05):
-        off_by.append(factor)
-        metrics = Metrics()
-        collect(Prompts(PROMPTS, [""] * 3), Roles(actor), Length(), SamplingConfig(max_new_tokens=8), 3, metrics, gate)
-        drifts.append(metrics.compute()["engine/logprob_drift"])
-    assert drifts[0] < 1e-5 and drifts[1] > 1e-4
-    assert metrics.compute()["engine/logprobs_recomputed"] == 1.0
-
-
 # -- adapters over them ------------------------------------------------------------------------------------------------
 
 def run(model, x, pull, block):
@@ -215,27 +172,13 @@ def run(model, x, pull, block):
     (layer,) = [m for n, m in lora_layers(model).items() if n.endswith("layers.0.mlp.up_proj")]
     model.zero_grad()
     x = x.clone().requires_grad_()
-    with block, Operations() as operations:
+    with block(), Operations() as operations:
         out = layer(x)
         out.backward(pull)
     parts = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
-    with block, torch.no_grad():
+    with block(), torch.no_grad():
         unrecorded = layer(x)
     return [out.detach(), unrecorded, x.grad, *(p.grad.clone() for p in parts)], operations.seen
-
-
-class Reusable:
-    """A block that may be entered again."""
-
-    def __init__(self, make):
-        self._make = make
-
-    def __enter__(self):
-        self._block = self._make()
-        self._block.__enter__()
-
-    def __exit__(self, *error):
-        return self._block.__exit__(*error)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -248,26 +191,14 @@ def test_an_adapter_over_a_quantised_layer_and_its_gradients_are_peft_s(kind, dt
         base.bias = nn.Parameter(torch.randn(128, dtype=model.dtype), requires_grad=False)
     x, pull = torch.randn(2, 3, 64, dtype=model.dtype), torch.randn(2, 3, 128, dtype=model.dtype)
     assert {p.dtype for n, p in model.named_parameters() if ".lora_" in n} == {model.dtype}
-    theirs, before = run(model, x, pull, nullcontext())
-    ours, after = run(model, x, pull, Reusable(lambda: fused_adapters(model)))
+    theirs, before = run(model, x, pull, nullcontext)
+    ours, after = run(model, x, pull, lambda: fused_adapters(model))
     for found, wanted in zip(ours, theirs, strict=True):
         assert found.shape == wanted.shape and found.dtype == wanted.dtype
         assert relative(found, wanted.double()) < (1e-6 if dtype == "float32" else 8e-3)
     assert after["aten.addmm_"] == 2 and not after["aten.add.Tensor"] and not after["aten.clone"]
     passes = ("aten.add.Tensor", "aten.mul.Tensor", "aten.clone", "aten.add_.Tensor", "aten.mul_.Tensor")
     assert sum(after[name] for name in passes) < sum(before[name] for name in passes)
-
-
-def test_a_decode_step_over_a_4_bit_base_is_the_base_s_product_and_two_more(folder, as_on_a_card):
-    model = quantised(folder, "4bit")
-    layer = model.model.layers[0].mlp.up_proj
-    products = ("aten.mm", "aten.addmm_", "bitsandbytes.gemm_4bit")
-    computing = ("aten.mul", "aten.add", "aten.clone", "aten.mm", "aten.addmm", "bitsandbytes")
-    with torch.no_grad(), fused_adapters(model), quantize.sampling_products(model), Operations() as operations:
-        layer(torch.randn(3, 1, 64))
-    assert [operations.seen[name] for name in products] == [1, 1, 1]
-    assert sum(count for name, count in operations.seen.items() if name.startswith(computing)
-               and not name.startswith("bitsandbytes.dequantize")) == 3  # which the CPU's form of the fused one calls
 
 
 def test_the_fused_product_s_rounding_over_many_layers_does_not_turn_the_engine_off(folder, as_on_a_card):
@@ -287,24 +218,6 @@ def test_the_fused_product_s_rounding_over_many_layers_does_not_turn_the_engine_
         assert said["path"] == "native" and said["not_native"] is None and not calls
         engine.generate([[5, 6, 7]], SamplingConfig(max_new_tokens=3), seed=0)
     assert calls  # which is what samples
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_steps_over_a_quantised_base_are_those_of_peft(kind, folder):
-    ids = torch.tensor([[5, 6, 7, 42, 99, 3]])
-    losses = []
-    for is_ours in (False, True):
-        model = quantised(folder, kind)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        with fused_adapters(model) if is_ours else nullcontext():
-            losses.append([])
-            for _ in range(4):
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])
-                loss.backward()
-                optimizer.step()
-                losses[-1].append(float(loss.detach()))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][-1] < losses[0][0]
 
 
 @pytest.mark.parametrize("shape", [(48, 32), (32, 64), (3, 40)])  # rows of half a block, of one; no whole blocks at all

@@ -8,12 +8,11 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.models import load, shapes
-from hybrid_rlhf.models.backbone import causal_part, check_head, hidden_states, own_head, text_backbone, towers
+from hybrid_rlhf.models.backbone import check_head, hidden_states, own_head, towers
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, load_scalar_model
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
 from hybrid_rlhf.models.quantize import quantized_layers
-from hybrid_rlhf.models.shared_prefix import sharing_is_exact
 from tests.factories import checkpoints
 from tests.factories.releases import transformers_before
 
@@ -107,10 +106,6 @@ def test_in_4_bits_the_towers_stay_as_they_are(folder):
     assert layers and all(n.startswith("model.language_model.layers") for n in layers)
 
 
-def test_prefixes_are_shared_in_the_text_part(folder):
-    assert sharing_is_exact(load_causal_lm(ModelConfig(folder("gemma3"))))
-
-
 @pytest.mark.parametrize("name, kept", [("qwen3_5", "mtp."), ("glm4_6", "model.layers.92."), ("gemma3", None)])
 def test_tensors_that_a_class_does_not_read_are_listed_for_the_export(name, kept, folder):
     unread = load_causal_lm(ModelConfig(folder(name))).unread_tensors
@@ -145,11 +140,6 @@ def test_a_reward_model_of_llama_4_is_refused_in_one_line(folder):
         load_scalar_model(ModelConfig(folder("llama4")))
 
 
-def test_the_head_of_llama_4_is_that_of_the_causal_model_inside(folder):
-    model = load_causal_lm(ModelConfig(folder("llama4")))
-    assert causal_part(model) is model.language_model and text_backbone(model) is model.language_model.model
-
-
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "llama4"])
 def test_a_plan_counts_the_checkpoint_s_own_class(name, folder):
     config = ModelConfig(folder(name))
@@ -159,15 +149,6 @@ def test_a_plan_counts_the_checkpoint_s_own_class(name, folder):
     assert sum(p.numel() for p in empty.parameters()) == sum(p.numel() for p in load_causal_lm(config).parameters())
     with shapes.without_memory(torch.device("cpu")):
         assert shapes.cache_bytes(shapes.on_device(empty))[0] > 0
-
-
-@pytest.mark.parametrize("kind", ["codegen", "rwkv"])
-def test_types_without_a_padding_token_in_their_configuration_are_planned(kind):
-    from transformers import AutoConfig
-
-    small = dict(n_layer=1, n_embd=16, n_head=4, rotary_dim=4, hidden_size=16, num_hidden_layers=1, vocab_size=50)
-    settings = AutoConfig.for_model(kind, **{k: v for k, v in small.items() if kind == "codegen" or "_h" in k})
-    assert shapes.empty_model(settings, ModelConfig(), torch.device("cpu"), is_scalar=False) is not None
 
 
 def test_fp8_weights_are_their_numbers_times_their_block_s_scale(folder, caplog):
@@ -196,16 +177,3 @@ def test_a_tekken_tokenizer_alone_is_refused_with_the_cure(folder):
 
     with pytest.raises(UserError, match=r"tokenizer as tekken.json, .* by model.tokenizer_name_or_path"):
         load_tokenizer(folder("mistral_small_3_2"))
-
-
-@pytest.mark.skipif(transformers_before("5.23"), reason="no class for sequence classification, which is said")
-@pytest.mark.parametrize("kind, settings", [("codegen", dict(n_layer=1, n_embd=16, n_head=4, rotary_dim=4)),
-                                            ("llama4_text", dict(attention_chunk_size=4, num_local_experts=2))])
-def test_a_head_of_ours_stands_where_the_type_s_own_backbone_does(kind, settings, tmp_path):
-    from tests.factories.architectures import random_model
-
-    causal = random_model(kind, settings)
-    causal.save_pretrained(tmp_path)
-    model = load_scalar_model(ModelConfig(str(tmp_path)))
-    batch = SequenceBatch(IDS, MASK, MASK)
-    torch.testing.assert_close(hidden_states(model.eval(), batch), hidden_states(causal, batch))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from functools import cache
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.models.template import dialect_of
 from hybrid_rlhf.models.tool_calls import check_tools, parse_turn
+from hybrid_rlhf.models.tool_schema import schema_of
 from tests.factories.tiny import chatml_tokenizer, tiny_tokenizer
 from tests.factories.trl_templates import names, tokenizer_of
 
@@ -189,7 +192,7 @@ def test_any_arguments_come_back_from_calls_in_python(name, city, days, metric, 
     assert found.errors == [] and functions(found.message) == [{"name": "weather_of", "arguments": arguments}]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=st.lists(st.one_of(WORDS, HOSTILE, PIECES), max_size=12).map("".join),
        name=st.sampled_from(["qwen2_5", "llama3_1", "qwen3_6", "lfm2_v2", "gptoss", "gemma4", "mistral",
                              "mistral_named", "glm4moe"]))
@@ -205,17 +208,10 @@ def test_whatever_is_said_is_a_message_with_calls_or_with_errors_in_one_line(nam
 HERMES = '<tool_call>\n{"name": "time_of", "arguments": {"zone": "CET"}}\n</tool_call>'
 MALFORMED = {
     '<tool_call>\n{"name": "time_of", "arguments": {"zone": CET}}\n</tool_call>': "JSON is wrong (Expecting value at",
-    '<tool_call>\n{"name": "time_of", "arguments": {"zone": "CET"}\n</tool_call>': "JSON is wrong",
     '<tool_call>\n{"arguments": {"zone": "CET"}}\n</tool_call>': "names no function",
-    '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>': "names no function",
     '<tool_call>\n{"name": "time_of", "arguments": "CET"}\n</tool_call>': "arguments are not an object",
-    '<tool_call>\n{"name": "time_of", "arguments": null}\n</tool_call>': "arguments are not an object",
-    '<tool_call>\n{"name": "time_of", "parameters": {}}\n</tool_call>': "arguments are not an object",
     '<tool_call>\n{"name": "time_of", "arguments": {"zone": "CET"}}': "has no end",
-    '<tool_call>\n{"name": "time_of", "argum': "has no end",
-    "<tool_call>\n\n</tool_call>": "JSON is wrong",
     '<tool_call>\n"time_of"\n</tool_call>': "not a JSON object",
-    "<tool_call>" + "[" * 100_000: "has no end",
     "<tool_call>" + "[" * 100_000 + "</tool_call>": "nested too deeply",
 }
 
@@ -240,22 +236,15 @@ def test_each_malformed_call_has_its_line_and_none_of_the_turn_is_made():
 @pytest.mark.parametrize(("name", "text", "reason"), [
     ("qwen3_6", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "does not go on as a call"),
     ("qwen3_6", "<tool_call>\n<function=now>\n<parameter=a>\n1\n</function>\n</tool_call>", "is not an argument"),
-    ("qwen3_6", "<tool_call>\n<function=now>\n</function>", "has no end"),
     ("glm4moe", "<tool_call>now\n<arg_key>a</arg_key>\n</tool_call>", "is not an argument"),
     ("lfm2_v2", "<|tool_call_start|>[now(1)]<|tool_call_end|>", "each argument needs its name"),
     ("lfm2_v2", "<|tool_call_start|>[now(a=open('x'))]<|tool_call_end|>", "open('x') is not a plain value"),
-    ("lfm2_v2", "<|tool_call_start|>[now(]<|tool_call_end|>", "cannot be read"),
-    ("lfm2_v2", "<|tool_call_start|>[now()]", "has no end"),
-    ("llama3_1", '{"name": "now", "parameters": {"a": 1}', "JSON is wrong"),
     ("llama3_1", '{"name": "now", "parameters": 1}', "its parameters are not an object"),
-    ("llama3_1", "<|python_tag|>print(1)", "JSON is wrong"),
     ("gptoss", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{<|call|>", "JSON is wrong"),
     ("gptoss", " to=functions.now {}<|call|>", "does not go on as a call"),
     ("gemma4", "<|tool_call>call:now{a:<tool_call|><|tool_response>", "cannot be read"),
     ("mistral", '[TOOL_CALLS][{"name": "now"]</s>', "JSON is wrong"),
-    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}, 1]</s>', "not a JSON object"),
     ("mistral_named", "[TOOL_CALLS]now{}</s>", "does not go on as a call"),
-    ("mistral_named", "[TOOL_CALLS]now[ARGS][]</s>", "arguments are not an object"),
 ])
 def test_malformed_calls_of_other_formats(name, text, reason):
     found = read(name, text)
@@ -287,16 +276,6 @@ def test_what_models_write_and_templates_do_not():
         assert [c.get("id") for c in found["tool_calls"]] == ["abcde1234" if "abcde1234" in text else None]
     two = read("llama3_1", '{"name": "now", "parameters": {}}; {"name": "time_of", "parameters": {"zone": "CET"}}')
     assert functions(two.message) == [{"name": "now", "arguments": {}}, time_of]
-
-
-def test_arguments_may_be_missing_and_unknown_tools_are_none_of_the_parsers_business():
-    assert functions(read("qwen2_5", '<tool_call>{"name": "other"}</tool_call>').message) == [
-        {"name": "other", "arguments": {}}]
-
-
-def test_half_a_character_in_an_argument_is_replaced():
-    found = read("qwen2_5", '<tool_call>{"name": "f", "arguments": {"\\ud800": ["a\\udfff"]}}</tool_call>')
-    assert functions(found.message) == [{"name": "f", "arguments": {"\ufffd": ["a\ufffd"]}}]
 
 
 def test_a_prompt_may_open_the_thought_and_a_turn_may_never_end_it():
@@ -357,12 +336,75 @@ def test_spaces_before_punctuation_stay():
     assert functions(parse_turn(found, ids, []).message)[0]["arguments"] == {"a": "x , y ."}
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_6", "llama3_1", "gptoss", "lfm2_v2", "nemotron_3_nano",
-                                  "mistral_named"])
-@pytest.mark.parametrize("text", ["<" * 30_000, '{"name": ' * 4_000, "<tool_call>" * 3_000, " " * 30_000,
-                                  "<parameter=a>" * 2_500, "[TOOL_CALLS]" * 3_000, "to=functions.f " * 2_000])
+@pytest.mark.parametrize(("name", "text"), [
+    ("qwen2_5", "<tool_call>" * 3_000), ("qwen3_6", "<parameter=a>" * 2_500), ("llama3_1", '{"name": ' * 4_000),
+    ("gptoss", "to=functions.f " * 2_000), ("lfm2_v2", " " * 30_000), ("mistral_named", "[TOOL_CALLS]" * 3_000)])
 def test_long_turns_are_read_in_time_that_grows_with_their_length(name, text):
     ids = tokenizer(name)(text, add_special_tokens=False)["input_ids"]
     begun = time.perf_counter()
     parse_turn(tokenizer(name), ids, TOOLS)
     assert time.perf_counter() - begun < 5
+
+
+# -- What a model is shown of a function, and the one line for each function that no model could be shown --------------
+
+
+def find(word: str, place: Literal["title", "text"] = "text", limit: int | None = None) -> list[str]:
+    """Find pages.
+
+    Args:
+        word: what to look for
+        place: where to look
+        limit: how many at most,
+            all of them without it
+
+    Returns:
+        The pages' names.
+    """
+    return [word, place, str(limit)]
+
+
+def test_a_schema_has_the_types_and_descriptions_that_were_written():
+    assert schema_of(find, "find") == {"type": "function", "function": {
+        "name": "find", "description": "Find pages.",
+        "parameters": {"type": "object", "required": ["word"], "properties": {
+            "word": {"type": "string", "description": "what to look for"},
+            "place": {"type": "string", "enum": ["title", "text"], "description": "where to look"},
+            "limit": {"type": "integer", "nullable": True, "description": "how many at most, all of them without it"}}},
+        "return": {"type": "array", "items": {"type": "string"}, "description": "The pages' names."}}}
+
+
+def no_docstring(a: int) -> int:
+    return a
+
+
+def no_hint(a):
+    """Do. \n\nArgs:\n    a: it"""
+
+
+def undescribed(a: int, b: int):
+    """Do. \n\nArgs:\n    a: it"""
+
+
+def many(*values: int):
+    """Do. \n\nArgs:\n    values: them"""
+
+
+def unknown_type(a: Missing):  # noqa: F821 - the fault
+    """Do. \n\nArgs:\n    a: it"""
+
+
+def parts(a: int):
+    """Do. \n\nArgs:\n    a: it"""
+    yield a
+
+
+@pytest.mark.parametrize(("function", "says"), [
+    (no_docstring, "has no docstring"), (no_hint, "parameter a has no type hint; .* a: str"),
+    (undescribed, "does not describe the parameter b; .*'b: what it means'"), (many, r"takes \*values"),
+    (unknown_type, "'Missing' is not defined"), (parts, "yields its answer in parts"),
+    (functools.partial(find, word="a"), "is a partial; a function is needed"), (3, "is a int; a function is needed")])
+def test_what_no_schema_can_show_is_one_line_that_names_the_function(function, says):
+    with pytest.raises(UserError, match=f"^environment.tools: x.*{says}") as refused:
+        schema_of(function, "environment.tools: x")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500

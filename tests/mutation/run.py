@@ -64,8 +64,7 @@ PARTS = {
     "chat": Part(
         ["hybrid_rlhf/data/chat.py"],
         ["tests/data/test_added_turns.py", "tests/data/test_batches.py", "tests/data/test_chat_template.py",
-         "tests/data/test_large_input.py", "tests/data/test_literal_tokens.py", "tests/data/test_stage_rows.py",
-         "tests/data/test_tool_rows.py", "tests/data/test_trl_masks.py", "tests/data/test_trl_templates.py",
+         "tests/data/test_stage_rows.py", "tests/data/test_tool_rows.py", "tests/data/test_trl_templates.py",
          "tests/data/test_turns.py"]),
     "accumulate": Part(
         ["hybrid_rlhf/engine/train/accumulate.py"],

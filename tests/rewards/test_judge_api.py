@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,7 +12,6 @@ import pytest
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.judge import JudgeConfig, open_judge
-from hybrid_rlhf.rewards.judge.asking import Failure
 from tests.factories.judges import ONE, judge_server, said
 
 YES, NO = said('fine\n{"ok": "yes"}'), said('{"ok": "no"}')
@@ -49,13 +46,6 @@ def test_each_response_is_a_chat_completion_and_answers_come_back_in_order(serve
     assert "seed" not in asked and [m["role"] for m in asked["messages"]] == ["system", "user"]
 
 
-@pytest.mark.parametrize("end", ["", "/", "/chat/completions"])
-def test_the_address_may_be_given_with_or_without_its_path(server, end):
-    server.answers = [(200, YES)]
-    assert judge(server, url=server.url + end).grade(["p"], ["x"])[0].score == 1
-    assert server.paths == ["/v1/chat/completions"]
-
-
 def test_requests_go_out_so_many_at_a_time_and_no_more(server):
     server.answers = [(200, lambda body: time.sleep(0.1) or YES)]
     began = time.monotonic()
@@ -76,9 +66,10 @@ def test_a_folder_keeps_answers_for_the_next_process_and_a_torn_line_costs_one_q
     assert [g.score for g in judge(server, cache=str(tmp_path)).grade(["p"] * 2, ["good", "bad"])] == [1, 0]
     again = judge(server, cache=str(tmp_path))
     assert [g.score for g in again.grade(["p"] * 2, ["bad", "good"])] == [0, 1] and len(server.asked) == 2
-    other = judge(server, cache=str(tmp_path), rubric={"items": [{"name": "ok", "question": "Another?"}]})
+    other = judge(server, url=f"{server.url}/chat/completions", cache=str(tmp_path),
+                  rubric={"items": [{"name": "ok", "question": "Another?"}]})
     other.grade(["p"], ["good"])
-    assert len(server.asked) == 3
+    assert len(server.asked) == 3 and set(server.paths) == {"/v1/chat/completions"}  # given with or without its path
     file = tmp_path / "judge.jsonl"
     lines = file.read_text().splitlines()
     assert len(lines) == 3 and oct(file.stat().st_mode & 0o777) == "0o600"
@@ -123,43 +114,25 @@ def test_a_half_answer_and_one_too_late_are_asked_for_again(server):
     assert judge(server, http_retries=1).grade(["p"], ["x"]) == [None] and len(server.asked) == 2
 
 
-@pytest.mark.parametrize("answer, what", [
-    ("no json", "answered no JSON"), ([1], "no choices"), ({"choices": []}, "no choices"),
-    ({"choices": "x"}, "no choices"),
-    ({"choices": [{"message": {"content": "a"}}] * 2}, "answered 2 choices, and one was asked for"),
-    (said(None), "a choice without text"), (said(["x"]), "without text"), ({"choices": [3]}, "no choices"),
-    ({"choices": [{"text": "x"}]}, "without text"), ("{" * 5000 + "}", "no JSON"), (b"\xff{}", "not UTF-8"),
-    (b'{"choices": "' + b"x" * (5 << 20) + b'"}', "more than 4 MiB"),
+@pytest.mark.parametrize("status, answer, what", [
+    (200, "no json", "answered no JSON"), (200, {"choices": []}, "no choices"), (200, said(None), "without text"),
+    (200, {"choices": [{"message": {"content": "a"}}] * 2}, "answered 2 choices, and one was asked for"),
+    (200, {"choices": [{"message": {"content": None, "reasoning_content": "So"}, "finish_reason": "length"}]},
+     "nothing within reward.judge.max_new_tokens"),  # the thoughts took all
+    (400, {"object": "error", "message": "no field seed", "code": 400}, "no field seed"),  # vLLM
+    (400, {"detail": [{"loc": ["body", "seed"], "msg": "no field seed"}]}, "no field seed"),  # FastAPI, Mistral
+    (400, b"<p>no field\n\x1b[31m seed</p>", "status 400"),
 ])
-def test_an_answer_that_is_no_completion_is_a_counted_failure_of_that_response(server, answer, what, capsys):
-    server.answers = [(200, answer), (200, YES)]
+def test_an_answer_that_is_no_completion_is_a_counted_failure_of_that_response(server, status, answer, what, capsys):
+    server.answers = [(status, answer), (200, YES)]
     source = judge(server, concurrency=1)
     assert [g and g.score for g in source.grade(["p"] * 2, ["x", "y"])] == [None, 1] and source.asker.counts.failed == 1
-    assert what in capsys.readouterr().err and len(server.asked) == 2
-
-
-def test_a_response_that_is_too_long_for_the_address_fails_alone_with_its_words(server, capsys):
-    server.answers = [(400, {"error": {"message": "maximum context\nlength is 10 tokens"}}), (200, YES)]
-    assert [g and g.score for g in judge(server, concurrency=1).grade(["p"] * 2, ["x", "y"])] == [None, 1]
-    assert "status 400 (Bad Request): maximum context length is 10 tokens" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("body", [
-    {"object": "error", "message": "no field seed", "code": 400},  # vLLM
-    {"detail": [{"loc": ["body", "seed"], "msg": "no field seed"}]},  # FastAPI, Mistral
-    [{"error": {"code": 400, "message": "no field seed"}}],  # Google
-    b"<p>no field\n\x1b[31m seed</p>",
-])
-def test_what_an_address_says_of_a_request_is_told_in_whatever_form(server, body, capsys):
-    server.answers = [(400, body)]
-    assert judge(server).grade(["p"], ["x"]) == [None]
     line = capsys.readouterr().err
-    assert "status 400" in line and "seed" in line and "\x1b" not in line and line.count("\n") == 1
+    assert what in line and len(server.asked) == 2 and line.count("\n") == 1 and "\x1b" not in line
 
 
 @pytest.mark.parametrize("answer", [
-    (400, {"error": {"message": "x" * 140 + KEY}}), (200, {"error": "x" * 65 + KEY}),
-    (200, {"choices": [{"text": "x" * 65 + KEY}]})])
+    (400, {"error": {"message": "x" * 140 + KEY}}), (200, {"error": "x" * 65 + KEY})])
 def test_no_half_of_a_key_is_told_where_a_message_is_cut(server, answer, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server.answers = [answer]
@@ -167,7 +140,7 @@ def test_no_half_of_a_key_is_told_where_a_message_is_cut(server, answer, monkeyp
     assert "x" * 60 in (line := capsys.readouterr().err) and KEY[:4] not in line
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 405])
+@pytest.mark.parametrize("status", [401, 404])
 def test_a_status_that_says_never_ends_the_run_in_one_line(server, status, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server.answers = [(status, {"error": {"message": f"wrong key {KEY}"}})]
@@ -175,7 +148,7 @@ def test_a_status_that_says_never_ends_the_run_in_one_line(server, status, monke
                                         rf"{status}.*; .* then run the same command again") as caught:
         judge(server, api_key_env="JUDGE_KEY", concurrency=2).grade(["p"] * 20, [f"x{i}" for i in range(20)])
     assert len(server.asked) <= 3 and KEY not in str(caught.value) and "\n" not in str(caught.value)
-    assert ("api_key_env" in str(caught.value)) == (status in (401, 403))
+    assert ("api_key_env" in str(caught.value)) == (status == 401)
 
 
 def test_an_address_where_nobody_is_ends_the_run_in_one_line():
@@ -194,13 +167,6 @@ def test_an_address_that_never_answers_costs_its_timeouts_and_is_counted(server)
     began = time.monotonic()
     assert judge(server, timeout=0.1, http_retries=1).grade(["p"] * 3, ["x", "y", "z"]) == [None] * 3
     assert time.monotonic() - began < 2
-
-
-def test_an_answer_that_drips_ends_at_the_timeout(server):
-    """A byte comes before every wait of the socket is over, so that only the time of the whole ends it."""
-    server.answers = [(200, [bytes([byte]) for byte in json.dumps(YES).encode()])]
-    began = time.monotonic()
-    assert judge(server, timeout=0.5, http_retries=0).grade(["p"], ["x"]) == [None] and time.monotonic() - began < 2
 
 
 def test_the_key_goes_into_the_header_and_nowhere_else(server, monkeypatch, tmp_path, capsys):
@@ -223,8 +189,7 @@ def test_a_key_is_not_sent_where_the_address_points_elsewhere(server, monkeypatc
         assert other.headers == []
 
 
-@pytest.mark.parametrize("value, what", [(None, "is not set"), ("", "is not set"), ("two words", "holds no key"),
-                                         ("kéy", "holds no key"), ("a\nb", "holds no key")])
+@pytest.mark.parametrize("value, what", [(None, "is not set"), ("two words", "holds no key")])
 def test_a_key_that_is_missing_or_none_is_said_without_it(monkeypatch, value, what):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     if value is not None:
@@ -234,8 +199,7 @@ def test_a_key_that_is_missing_or_none_is_said_without_it(monkeypatch, value, wh
     assert "two words" not in str(caught.value) and "JUDGE_KEY" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x/y", "file:///etc/passwd", "http:///v1",
-                                 "https://me:secret@host/v1"])
+@pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", "https://me:secret@host/v1"])
 def test_an_address_that_is_none_is_refused_at_the_start_and_no_password_shown(url):
     with pytest.raises(UserError, match=r"reward\.judge\.url is not an http address") as caught:
         open_judge(JudgeConfig(url=url))
@@ -273,34 +237,6 @@ def test_requests_in_flight_pass_the_bound_of_the_money_by_less_than_one(server,
     assert source.budget.cost == pytest.approx(0.012) and len(server.asked) == 5 and server.busy > 1
 
 
-def test_a_bound_that_is_far_keeps_nobody_waiting(server):
-    server.answers = [(200, lambda body: time.sleep(0.1) or YES)]
-    judge(server, concurrency=4, max_cost=1.0, cost_per_1m_input=2.0, cost_per_1m_output=40.0).grade(
-        ["p"] * 8, [f"x{i}" for i in range(8)])
-    assert server.busy == 4
-
-
-def test_replies_are_kept_as_they_come_and_a_kill_costs_those_in_flight_alone(server, tmp_path):
-    def fourth(body):
-        if len(server.asked) == 4:
-            time.sleep(0.3)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(0.3)
-        return YES
-
-    server.answers = [(200, fourth)]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever an earlier test has left there
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            judge(server, concurrency=1, cache=str(tmp_path)).grade(["p"] * 6, [f"x{i}" for i in range(6)])
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert len((tmp_path / "judge.jsonl").read_text().splitlines()) == 3
-    server.answers = [(200, YES)]
-    judge(server, cache=str(tmp_path)).grade(["p"] * 6, [f"x{i}" for i in range(6)])
-    assert len(server.asked) == 4 + 3  # and nobody went on asking behind it
-
-
 def test_tokens_that_nobody_counts_are_a_quarter_of_the_characters(server):
     server.answers = [(200, {"choices": YES["choices"]})]
     source = judge(server)
@@ -325,9 +261,6 @@ def test_a_probability_is_of_the_words_among_the_likeliest_tokens(server):
 
 @pytest.mark.parametrize("answer, what", [
     (YES, "without top_logprobs"), (tops(("maybe", 0.9)), "none of Yes, No is likely"),
-    ({"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "Yes", "logprob": "x"}]}]}}]}, "top_logprobs"),
-    ({"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "Yes", "logprob": math.nan}]}]}}]},
-     "not a number"),
 ])
 def test_an_address_without_probabilities_is_a_counted_failure(server, answer, what, capsys):
     server.answers = [(200, answer)]
@@ -349,17 +282,6 @@ def test_a_small_a_is_not_the_letter_of_a_response(server):
     assert found.orders == pytest.approx((0.5, 0.5))
 
 
-def test_thoughts_that_took_all_tokens_are_said_to_have(server, capsys):
-    server.answers = [(200, {"choices": [{"message": {"content": None, "reasoning_content": '{"ok": "yes"}'},
-                                          "finish_reason": "length"}]})]
-    assert judge(server).grade(["p"], ["x"]) == [None]
-    assert "nothing within reward.judge.max_new_tokens" in capsys.readouterr().err
-
-
 def test_probabilities_of_0_to_10_are_for_a_model_here():
     with pytest.raises(UserError, match=r"make every item of the rubric yes_no, or take reward.judge.model"):
         open_judge(JudgeConfig(url="http://localhost:1", score="probability"))
-
-
-def test_a_failure_is_known_by_its_kind():
-    assert not Failure("x").is_fatal

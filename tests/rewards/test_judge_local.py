@@ -11,9 +11,44 @@ from hybrid_rlhf.rewards.judge.asking import Budget, Failure, correction
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend, other_tokens
 from tests.factories.chats import without_end
 from tests.factories.judges import in_order
-from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_causal_lm, tiny_scalar_model
+from tests.factories.tiny import TEXTS, chatml_tokenizer, save_tiny, tiny_causal_lm, tiny_scalar_model
 from tests.factories.trl_templates import tokenizer_of
-from tests.factories.worded import byte_level_tokenizer, sentencepiece_tokenizer
+
+# so often that all of them become one token each; YES and NO stand at the beginning of a line only, as in real texts
+WORDS = ["Yes\nyes\nYES\nNo\nno\nNO\nA\nB\n", "so Yes or No, yes or no, A or B.",
+         "Nothing. Note: nobody knows. Yesterday."] * 40
+
+
+def byte_level_tokenizer():
+    """Byte-level BPE, as of GPT-2, Llama 3 and Qwen: a word behind a space is a token of its own, written with G dotted
+    for the space."""
+    from hybrid_rlhf.data.chat import CHATML
+    from hybrid_rlhf.models.tokenizer import train_tokenizer
+
+    made = train_tokenizer([*TEXTS, *WORDS], 420)
+    made.chat_template = CHATML
+    return made
+
+
+def sentencepiece_tokenizer():
+    """BPE with sentencepiece's pieces, as of Llama 2 and Mistral: a space is \u2581, unknown letters are bytes, and
+    where a template ends without one the reply's first word begins with it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Metaspace(prepend_scheme="never")])
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, special_tokens=[
+        "<pad>", "<s>", "<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256))])
+    backend.train_from_iterator([*TEXTS, *WORDS], trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+                                   unk_token="<unk>", clean_up_tokenization_spaces=False)
+    made.chat_template = ("{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}</s>"
+                          "{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}")
+    return made
+
 
 CHATS = [[{"role": "user", "content": text}] for text in ("say cat", "the moon is red", "a", "once upon a time there")]
 
@@ -115,13 +150,10 @@ def test_yes_counts_however_the_tokenizer_writes_it_at_the_beginning(tmp_path, m
     (["Y", "es", "N", "o", "yes", "no"], ["Yes", "No"], [[0, 1], [2, 3]], [[4], [5]]),
     # no begins the other word, nothing
     (["no", "thing", "Ġno", "Ġnothing"], ["no", "nothing"], [[0], [0, 1]], [[2], [3]]),
-    (["no", "thing", "No", "Nothing", "nothing"], ["No", "Nothing"], [[2], [0, 1]], [[], [3]]),
-    # a letter is no other letter, and us no US
+    # a letter is no other letter
     (["A", "B", "a", "b", "▁A", "▁B"], ["A", "B"], [[0], [1]], [[4], [5]]),
-    (["us", "US"], ["us", "US"], [[0], [1]], [[], []]),
     # 1 and 10: both behind a space
-    (["1", "0", "10", "Ġ1", "Ġ0", "Ġ10"], ["1", "10"], [[0], [2]], [[3], [5]]),
-    (["1", "0", "Ġ1"], ["1", "10"], [[0], [0, 1]], [[], []])])
+    (["1", "0", "10", "Ġ1", "Ġ0", "Ġ10"], ["1", "10"], [[0], [2]], [[3], [5]])])
 def test_which_tokens_are_all_of_a_word(vocab, words, scored, wanted):
     assert other_tokens({piece: i for i, piece in enumerate(vocab)}, words, scored) == wanted
 
@@ -188,7 +220,7 @@ def test_what_is_no_judge_is_refused_in_one_line(tmp_path):
         open_judge(JudgeConfig(model=bare)).open()
 
 
-@pytest.mark.parametrize("name", ["deepseek_r1_distill", "qwen3", "qwen3_5_think", "glm4moe"])
+@pytest.mark.parametrize("name", ["deepseek_r1_distill", "qwen3"])
 def test_a_judge_that_thinks_is_asked_again_and_not_the_end_of_the_run(folder, name):
     """Its template leaves out what an earlier turn thought, which is not what was said."""
     pytest.importorskip("trl")
@@ -200,13 +232,3 @@ def test_a_judge_that_thinks_is_asked_again_and_not_the_end_of_the_run(folder, n
     for reply in ("So it is.\n</think>\n\nYes", "<think>\nSo it is.\n</think>\n\nYes", "<think>\nSo it"):
         rows, _ = backend_of._rows([correction(question, reply, "no JSON")], 8)
         assert "So it" not in backend_of.tokenizer.decode(rows[0])
-
-
-def test_a_reply_that_the_template_leaves_out_fails_alone(folder):
-    judge = backend(folder)
-    judge.open()
-    judge.tokenizer.chat_template = judge.tokenizer.chat_template.replace(
-        "message['content']", "('' if message['role'] == 'assistant' else message['content'])")
-    found = in_order(judge.complete([correction(CHATS[0], "Hm", "no JSON"), CHATS[1]], 2, seed=0))
-    assert isinstance(found[0], Failure) and "cannot be shown" in found[0].what and not found[0].is_fatal
-    assert isinstance(found[1], str)

@@ -75,6 +75,15 @@ def test_a_grade_is_the_weighted_mean_of_its_items_and_each_item_has_a_figure_of
     assert rollout.rows(torch.tensor([1])).remarks == ["so so"] and (rollout + rollout).remarks == ["so so"] * 4
 
 
+class Plain:
+    """1 for the second of two responses."""
+
+    name = "plain"
+
+    def score(self, rollout) -> list[float]:
+        return [0.0, 1.0]
+
+
 def test_an_item_is_not_paid_for_where_its_weight_is_0_or_the_judge_s():
     rubric = {"items": [RUBRIC["items"][0], {"name": "short", "question": "Short?", "weight": 0}]}
     for weight, unpaid in ((2.0, {"judge/short"}), (0.0, {"judge", "judge/right", "judge/short"})):
@@ -106,24 +115,6 @@ def test_what_was_answered_before_a_backend_died_is_not_asked_again(tmp_path):
         source, backend = scripted_judge(**ways, cache=str(tmp_path / name), **more)
         assert len(source.grade(["p"] * 5, answers)) == 5
         assert [texts(chat) for chat in backend.asked] == [["four"], ["five"]]
-
-
-def test_replies_that_cannot_be_read_are_asked_about_in_the_order_of_the_questions():
-    """Whichever came first."""
-    source, backend = scripted_judge(lambda chat: "hm" if len(chat) == 2 else '{"ok": "yes"}')
-    complete = backend.complete
-    backend.complete = lambda *given: (each for each in reversed(list(complete(*given))))
-    assert [grade.score for grade in source.grade(["p"] * 3, ["a", "b", "c"])] == [1, 1, 1]
-    assert [texts(chat) for chat in backend.asked[3:]] == [["a"], ["b"], ["c"]]
-
-
-class Plain:
-    """1 for the second of two responses."""
-
-    name = "plain"
-
-    def score(self, rollout) -> list[float]:
-        return [0.0, 1.0]
 
 
 def test_both_orders_are_asked_and_a_judge_that_goes_by_the_place_gives_a_tie():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.rewards.judge import JudgeConfig, judge_prompts, open_judge
+from hybrid_rlhf.rewards.judge import JudgeConfig, open_judge
 from hybrid_rlhf.rewards.judge.asking import correction
 from hybrid_rlhf.rewards.judge.judge_prompts import FOLDER, read_rubric, tag_for
 from hybrid_rlhf.rewards.judge.verdicts import Preference, Unreadable, read_better, read_grade, read_ranking
@@ -35,30 +34,17 @@ def test_the_last_object_of_a_reply_is_the_verdict_and_what_stands_before_it_the
 
 
 @pytest.mark.parametrize("reply, what", [
-    ("", "no JSON object"), ("yes", "no JSON object"), ('{"right": "yes", "clear": 5', "no JSON object"),
-    ('["yes", 5]', "no JSON object"), ('{"right": "yes"}', "has no clear"),
+    ("yes", "no JSON object"), ('{"right": "yes", "clear": 5', "no JSON object"), ('{"right": "yes"}', "has no clear"),
     ('{"right": "yes", "clear": 5, "more": 1}', '"more", which was not asked for'),
     ('{"right": "yes", "clear": 5} I think', "words behind"),
     ('{"right": "maybe", "clear": 5}', '"right" is "maybe"; it must be "yes" or "no"'),
-    ('{"right": 1, "clear": 5}', '"right" is 1;'), ('{"right": "yes", "clear": 11}', '"clear" is 11; .* from 0 to 10'),
-    ('{"right": "yes", "clear": -1}', '"clear" is -1'), ('{"right": "yes", "clear": "5"}', '"clear" is "5"'),
+    ('{"right": "yes", "clear": 11}', '"clear" is 11; .* from 0 to 10'),
     ('{"right": "yes", "clear": true}', '"clear" is true'), ('{"right": "yes", "clear": NaN}', "no JSON object"),
-    ('{"right": "yes", "clear": Infinity}', "no JSON object"),
-    ('{"right": "no", "right": "yes", "clear": 5}', "no JSON"), ('{"right": "yes", "clear": null}', '"clear" is null'),
-    ('{"right": "yes", "clear": 5, "reason": 3}', '"reason" is 3'),
-    ('{"a": {"right": "yes", "clear": 5}}', "has no right"), ('{"clear":' * 5000, "no JSON object"),
-    ('{"right": "yes", "clear": ' + "9" * 5000 + "}", "no JSON object|number too long"),
+    ('{"right": "no", "right": "yes", "clear": 5}', "no JSON"),
 ])
 def test_what_is_no_verdict_is_refused_in_words_that_the_judge_is_told(reply, what):
     with pytest.raises(Unreadable, match=what):
         read_grade(reply, TWO)
-
-
-@given(st.text(alphabet='{}[]":,0123456789 yesnorightclear\\', max_size=60) | st.text(max_size=40))
-def test_no_reply_breaks_the_reader(text):
-    for read in (lambda: read_grade(text, TWO), lambda: read_better(text), lambda: read_ranking(text, "AB")):
-        with suppress(Unreadable):
-            read()
 
 
 def is_plain(text: str) -> bool:
@@ -93,17 +79,14 @@ def test_a_preference_is_both_orders_together(orders, share, winner, consistent)
 
 @pytest.mark.parametrize("given_, message", [
     ({"items": [{"name": "a", "question": "?", "weight": 0}]}, "weights of its items sum to nothing.*; give one"),
-    ({"items": []}, "items must be a list of 1 to 32"), ({}, "items must be"), ({"item": []}, "no item .did you mean"),
+    ({"items": []}, "items must be a list of 1 to 32"), ({"item": []}, "no item .did you mean"),
     ({"items": [{"name": "a b", "question": "?"}]}, "item 1: name is 'a b'; it must be one word"),
     ({"items": [{"name": "reason", "question": "?"}]}, "not reason or better"),
     ({"items": [{"name": "a", "question": " "}]}, "question is ' '"),
     ({"items": [{"name": "a", "question": "?", "kind": "1-5"}]}, "kind is '1-5'; choose yes_no or 0-10"),
     ({"items": [{"name": "a", "question": "?", "weight": -1}]}, "weight is -1; it must be 0 or positive"),
-    ({"items": [{"name": "a", "question": "?", "weight": float("nan")}]}, "weight is nan"),
-    ({"items": [{"name": "a", "question": "?", "weight": True}]}, "weight is True"),
     ({"items": [{"name": "a", "question": "?"}] * 2}, "two items are called a"),
-    ({"items": ["a"]}, "item 1 is 'a'"), ({"items": [{"name": "a", "question": "?", "wait": 1}]}, "mean weight"),
-    ({"items": [{"name": "a", "question": "?"}], "instructions": 3}, "instructions is int"),
+    ({"items": [{"name": "a", "question": "?", "wait": 1}]}, "mean weight"),
 ])
 def test_a_rubric_that_asks_nothing_is_one_line(given_, message):
     with pytest.raises(UserError, match=message) as caught:
@@ -160,23 +143,6 @@ def test_a_response_is_material_between_tags_that_it_cannot_write(mode):
     assert "[system] Be kind.\n[user] Hi" in text
 
 
-def test_the_tag_is_made_of_the_texts_and_stands_in_none_of_them():
-    assert tag_for(["a", "b"]) == tag_for(["a", "b"]) != tag_for(["a", "c"])
-
-
-def test_a_text_that_holds_its_own_tag_gets_another(monkeypatch):
-    """Which nobody can write on purpose: here the hash is one that counts."""
-    class Counting:
-        def __init__(self, *_: bytes) -> None:
-            self.number = b""
-
-        copy = update = lambda self, number=b"": setattr(self, "number", number) or self
-        hexdigest = lambda self: self.number.decode() * 8  # noqa: E731 - three lines would say no more
-
-    monkeypatch.setattr(judge_prompts.hashlib, "sha256", Counting)
-    assert tag_for(["x"]) == "text-00000000" and tag_for(["x", "a text-00000000 b"]) == "text-11111111"
-
-
 def test_a_template_can_be_changed_and_what_does_not_serve_is_said_at_the_start(tmp_path):
     file = tmp_path / "mine.jinja"
     file.write_text("[user]\nQ: {{ prompt }} A: {{ responses[0].text }} {{ items[0].question }}")
@@ -209,26 +175,7 @@ def test_what_a_judge_thinks_is_neither_its_verdict_nor_its_reason(thought):
     """With R1 and Qwen3.5 the template opens the thought, and the reply has its end alone."""
     grade = read_grade(thought + 'It is.\n{"right": "yes", "clear": 10}', TWO)
     assert grade.score == 1.0 and grade.reason == "It is."
-    with pytest.raises(Unreadable, match="ends in its thoughts"):
-        read_grade(thought, TWO)
+    for cut in (thought, '<think>\nPerhaps {"right": "yes", "clear": 10}'):
+        with pytest.raises(Unreadable, match="ends in its thoughts"):
+            read_grade(cut, TWO)
     assert correction([], thought + "Yes.", "no")[0]["content"] == "Yes."
-
-
-def test_a_draft_in_a_thought_that_was_cut_off_is_no_verdict():
-    reply = '<think>\nPerhaps {"right": "yes", "clear": 10}'
-    with pytest.raises(Unreadable, match="ends in its thoughts"):
-        read_grade(reply, TWO)
-    assert correction([], reply, "no")[0]["content"] == "(nothing)"
-
-
-def test_a_template_is_compiled_once_and_not_for_every_question(monkeypatch):
-    """It took 9 ms of each question: half a minute of a step with 64 groups of eight, compared two by two."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    compiled, compile_ = [], ImmutableSandboxedEnvironment.compile
-    monkeypatch.setattr(ImmutableSandboxedEnvironment, "compile",
-                        lambda self, source, *rest, **more: compiled.append(source) or compile_(self, source, *rest,
-                                                                                                **more))
-    prompter = open_judge(JudgeConfig(url="http://localhost:1")).prompter
-    told = [prompter.chat("p", [text])[1]["content"] for text in ("one", "two", "three")]
-    assert ["one" in told[0], "two" in told[1], "three" in told[2]] == [True] * 3 and len(compiled) <= 2

@@ -44,13 +44,6 @@ def test_whatever_way_a_number_is_written_it_is_read_back(value, currency, has_c
     assert last_number(text) == value
 
 
-@given(st.text())
-def test_any_text_has_a_number_or_none_and_never_an_error(text):
-    number = last_number(text)
-    assert number is None or number.is_finite()
-    assert number is not None or not any(c in "0123456789" for c in text)
-
-
 def test_numeric_match_by_hand():
     said = ["so 1,200 it is", "1200.0", "the answer is 12", "no idea", [{"role": "assistant", "content": "$1200"}], "1"]
     wanted = ["5 * 240 = 1200\n#### 1,200", 1200, 1200.0, "1200", "1200", None]

@@ -9,23 +9,18 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.rewards import BadAnswer, BadScore, checked_scores
-from hybrid_rlhf.rewards.functions import FunctionSource
+from hybrid_rlhf.rewards import BadAnswer, BadScore, checked_scores, user_code
+from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.rewards.mixture import Mixture, Part, Scale
 from tests.factories.rollouts import rollout
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def lengths(completions, **_):
@@ -73,6 +68,12 @@ def test_async_functions_are_awaited_together_in_a_running_loop_and_out_of_one()
         return checked_scores(source, rollout()).tolist()
 
     assert asyncio.run(notebook()) == [3.0, 8.0, 3.0]
+
+
+def test_scores_may_be_an_array_or_a_tensor():
+    for answer in (np.array([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 3.0]), (1, 2, 3)):
+        source = FunctionSource("f", lambda answer=answer, **_: answer)
+        assert checked_scores(source, rollout()).tolist() == [1.0, 2.0, 3.0]
 
 
 def test_the_weighted_sum_by_hand_with_a_skip_and_a_scale():
@@ -152,14 +153,6 @@ def waits_on(completions, **_):
     return [0.0] * len(completions)
 
 
-def never_gives_up(completions, **_):
-    while True:
-        try:
-            time.sleep(0.01)
-        except BaseException:
-            continue
-
-
 def switches_it_off(completions, **_):
     signal.setitimer(signal.ITIMER_REAL, 0)
     time.sleep(0.3)
@@ -175,21 +168,6 @@ def backtracks(completions, **_):
     return [float(bool(re.match(r"(a+)+$", "a" * 40 + "b" if c == "sun" else c))) for c in completions]
 
 
-class Unsayable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no")
-
-    __repr__ = __str__
-
-
-def raises_unsayable(**_):
-    raise Unsayable
-
-
-def raises_generator_exit(**_):
-    raise GeneratorExit
-
-
 NUMBER = "where a finite number or None is needed"
 
 
@@ -202,20 +180,10 @@ NUMBER = "where a finite number or None is needed"
     (switches_it_off, "no answer within 0.2 s .* for response 0 of 3: 'red'"),
     (lambda **_: [0.0, float("nan"), 1.0], f"score nan for response 1, {NUMBER}: 'blue cat'"),
     (lambda **_: [0.0, 1.0, float("-inf")], f"score -inf for response 2, {NUMBER}: 'sun'"),
-    (lambda **_: torch.tensor([0.0, 1.0, float("inf")]), "score inf for response 2"),
-    (lambda **_: [0.0, 10**400, 1.0], f"score 1000+ for response 1, {NUMBER}: 'blue cat'"),  # no float is as large
     (lambda **_: [0.0, 1.0], r"2 scores for 3 responses \(response 2 is the first without"),
-    (lambda **_: [0.0] * 4, r"4 scores for 3 responses \(response 3 is"),
     (lambda **_: ["0.5", 1.0, 1.0], f"score '0.5' for response 0, {NUMBER}: 'red'"),
-    (lambda **_: "abc", r"answered 'abc' \(str\) for responses 0 to 2; a list of numbers"),
     (lambda **_: None, r"answered None \(NoneType\)"),
-    (lambda **_: [10**400, 1.0, 1.0], f"score 1000.* for response 0, {NUMBER}: 'red'"),
-    (lambda **_: [0.0, 10**5000, 1.0], f"score of more digits than can be shown for response 1, {NUMBER}: 'blue cat'"),
-    (lambda **_: 10**5000, r"answered of more digits than can be shown \(int\)"),
     (lambda **_: {"red": 1.0, "blue": 2.0, "sun": 3.0}, r"answered {'red': 1.0.* \(dict\) for responses 0 to 2"),
-    (raises_unsayable, r"raised Unsayable: its message cannot be shown \(.*\) for response 0 of 3: 'red'"),
-    (raises_generator_exit, r"raised GeneratorExit: .* for response 0 of 3: 'red'"),
-    (lambda **_: 1.0, r"answered 1.0 \(float\)"),
     (lambda **_: [[0.0], [1.0], [2.0]], r"score \[0.0\] for response 0"),
 ])
 def test_every_way_to_fail_names_the_source_and_the_response(function, message):
@@ -224,15 +192,6 @@ def test_every_way_to_fail_names_the_source_and_the_response(function, message):
         checked_scores(FunctionSource("bad", function, timeout=0.2), rollout())
     assert isinstance(caught.value, UserError) and isinstance(caught.value, BadScore)
     assert "\n" not in str(caught.value) and time.monotonic() - before < 3
-
-
-def test_a_function_that_catches_everything_is_ended():
-    """In a process of its own: the signals that end it also reach pytest's hooks."""
-    code = ("from tests.rewards.test_reward_functions import *\n"
-            "try:\n    checked_scores(FunctionSource('bad', never_gives_up, timeout=0.2), rollout())\n"
-            "except BadAnswer as error:\n    print(error)")
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
-    assert re.search("reward source bad: no answer within 0.2 s .* for response 0 of 3: 'red'", out)
 
 
 def test_a_hanging_function_is_left_behind_in_a_thread_too():
@@ -248,13 +207,6 @@ def test_a_hanging_function_is_left_behind_in_a_thread_too():
     thread.start()
     thread.join()
     assert "bad: no answer within 0.1 s" in caught[0]
-
-
-def test_a_process_without_responses_calls_nothing():
-    source = FunctionSource("bad", fails_at_blue)
-    empty = rollout().rows(torch.tensor([], dtype=torch.long))
-    empty.scores = checked_scores(Mixture([Part(source)]), empty)
-    assert empty.scores.shape == (0,) and "rewards/bad/mean" not in empty.metrics().compute()
 
 
 def test_what_a_function_does_to_its_inputs_is_seen_by_nobody_else():
@@ -278,15 +230,6 @@ def test_what_a_function_does_to_its_inputs_is_seen_by_nobody_else():
     assert checked_scores(mixture, made).tolist() == [2.0, 2.0]
     assert made.prompts.columns == {"prompt": [[{"role": "user", "content": "q"}]] * 2, "answer": ["red", "sun"],
                                     "tags": [["a"], ["b"]]} and options == {"known": [1, 2]}
-
-
-def test_the_culprit_is_looked_for_with_the_inputs_as_they_were():
-    def reverses(completions, **_):
-        completions.reverse()
-        return [1 / (c != "red") for c in completions]
-
-    with pytest.raises(BadAnswer, match=r"raised ZeroDivisionError.* for response 0 of 3: 'red'"):
-        checked_scores(FunctionSource("reverses", reverses), rollout())
 
 
 def test_a_child_that_comes_back_from_the_function_is_ended_and_trains_nothing(capfd):
@@ -366,3 +309,69 @@ def test_a_function_that_seeds_or_draws_repeats_nothing_of_training_s_and_one_th
             column = [row[kind] for row in found]
             assert len(set(column)) == len(column) and of_zero[kind] not in column
     assert steps(seeds) == seeded  # as ever, all of it follows from the seed
+
+
+# -- Reward functions by name: opened from a file or of the built-in ones, and what cannot be opened -------------------
+
+
+FILE = """
+from dataclasses import dataclass
+
+@dataclass
+class Kept:
+    size: int
+
+def lengths(completions, factor: float = 1.0, **columns):
+    return [Kept(len(c)).size * factor for c in completions]
+
+def strict(completions):
+    return [0.0] * len(completions)
+"""
+
+
+def test_functions_are_opened_from_a_file_and_named_apart(tmp_path):
+    path = tmp_path / "pay.py"
+    path.write_text(FILE)
+    found = open_functions([f"{path}:lengths", f"{path}:lengths", "builtin:repetition_penalty"],
+                           {"lengths_2": {"factor": -1.0}}, 5.0)
+    assert [f.name for f in found] == ["lengths", "lengths_2", "repetition_penalty"]
+    assert checked_scores(found[0], rollout()).tolist() == [3, 8, 3]
+    assert checked_scores(found[1], rollout()).tolist() == [-3, -8, -3]
+    path.write_text(FILE.replace("factor for", "factor + 1 for"))  # as long a file, in the same second
+    again = open_functions([f"{path}:lengths"], {}, 5.0)
+    assert checked_scores(again[0], rollout()).tolist() == [4, 9, 4]
+    assert not list(tmp_path.glob("__pycache__"))
+
+
+@pytest.mark.parametrize("given, options, message", [
+    ("lengths", {}, "'lengths' names no function or class; give path.py:name"),
+    ("PLACE/none.py:lengths", {}, "none.py is not a Python file"),
+    ("PLACE/pay.py:length", {}, r"has no function length \(did you mean lengths"),
+    ("PLACE/pay.py:strict", {"strict": {"x": 1}}, "takes no x"),
+    ("PLACE/pay.py:strict", {"strickt": {}}, r"strickt is none of reward.functions \(strict\) \(did you mean strict"),
+    ("PLACE/torn.py:f", {}, r"torn.py line 2 cannot be run: SyntaxError"),
+    ("PLACE/raises.py:f", {}, r"raises.py line 3 cannot be run: ModuleNotFoundError: No module named 'no_such_thing'"),
+    ("builtin:numeric_mach", {}, r"no builtin:numeric_mach \(did you mean numeric_match"),
+    ("builtin:format", {"format": {"patern": "x"}}, r"there is no patern \(did you mean pattern"),
+    ("builtin:format", {"format": {"pattern": "("}}, r"pattern '\(' is not a regular expression"),
+    ("builtin:length_penalty", {"length_penalty": {"max_tokens": 5, "buffer": 9}}, "buffer is 9"),
+])
+def test_what_cannot_be_opened_is_one_line_of_the_user_s(tmp_path, given, options, message):
+    (tmp_path / "pay.py").write_text(FILE)
+    (tmp_path / "torn.py").write_text("\ndef f(:\n")
+    (tmp_path / "raises.py").write_text("\n\nimport no_such_thing\n")
+    with pytest.raises(UserError, match=message) as caught:
+        open_functions([given.replace("PLACE", str(tmp_path))], options, 5.0)
+    assert "\n" not in str(caught.value)
+
+
+# -- What a reward function does to the process around it, and when its time is up, takes the place of no answer -------
+
+
+def test_a_setting_that_cannot_be_read_changes_no_answer(monkeypatch):
+    """torch 2.13 refuses to tell a precision in the older way once it was set in the newer one."""
+    def refuse(*_given):
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(user_code, "_SETTINGS", user_code._SETTINGS | {"unread": (refuse, refuse)})
+    assert checked_scores(FunctionSource("good", lengths), rollout()).tolist() == [3.0, 8.0, 3.0]

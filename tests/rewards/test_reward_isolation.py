@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.function_worker import parameters_of
 from hybrid_rlhf.rewards import BadAnswer, checked_scores, part_scores
 from hybrid_rlhf.rewards.functions import handed_over, open_functions
 from hybrid_rlhf.rewards.isolation import IsolatedFunction
-from hybrid_rlhf.rewards.user_code import Overdue
 from tests.factories.rollouts import rollout
 
 FILE = """
@@ -49,9 +45,6 @@ def hangs_at_blue(completions, **_):
             pass
     return [0.0] * len(completions)
 
-def backtracks(completions, **_):
-    return [re.match("(a+)+$", "a" * 60 + "b") for c in completions]
-
 def dies_at_sun(completions, how="SIGSEGV", **_):
     if "sun" in completions:
         os._exit(7) if how == "exit" else os.kill(os.getpid(), getattr(signal, how))
@@ -70,19 +63,6 @@ def forks(completions, **_):
 
 def answers(completions, what, **_):
     return [eval(what), *([0.0] * (len(completions) - 1))]
-
-def all_answers(completions, what, **_):
-    import collections, numpy as np, torch
-    return eval(what[0])
-
-async def leaves_a_task(completions, **_):
-    global task
-    task = asyncio.create_task(asyncio.sleep(60))
-    await asyncio.sleep(0)
-    return [0.0] * len(completions)
-
-def has_ended(completions, **_):
-    return [task.cancelled()] * len(completions)
 """
 
 
@@ -109,16 +89,6 @@ def test_scores_are_those_of_the_same_functions_in_this_process(pay):
     assert part_scores(apart[2], made).tolist() == [2.0] * 3  # the process keeps what the file keeps
 
 
-def test_what_a_function_needs_is_told_at_the_start(pay):
-    source(pay, "lengths").check_columns(["answer"])
-    with pytest.raises(UserError, match="lengths needs a column answer, and the data has label"):
-        source(pay, "lengths").check_columns(["label"])
-    with pytest.raises(UserError, match=r"lengths in .*pay.py takes no fctor .did you mean factor"):
-        source(pay, "lengths", fctor=2)
-    with pytest.raises(UserError, match=r"has no function length .did you mean lengths"):
-        source(pay, "length")
-
-
 def test_a_call_that_nothing_interrupts_is_killed_and_the_culprit_named(pay):
     began = time.monotonic()
     with pytest.raises(BadAnswer, match=r"no answer within 0.5 s .* for response 1 of 3: 'blue cat'"):
@@ -128,7 +98,7 @@ def test_a_call_that_nothing_interrupts_is_killed_and_the_culprit_named(pay):
     assert len(pids) == 2 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-@pytest.mark.parametrize("how, said", [("SIGSEGV", "SIGSEGV"), ("SIGKILL", "SIGKILL"), ("exit", "exit code 7")])
+@pytest.mark.parametrize("how, said", [("SIGSEGV", "SIGSEGV"), ("exit", "exit code 7")])
 def test_a_function_that_ends_its_process_is_one_line(pay, how, said):
     paying = source(pay, "dies_at_sun", how=how)
     with pytest.raises(BadAnswer, match=rf"dies_at_sun: ended its process \({said}\) for response 2 of 3: 'sun'"):
@@ -137,7 +107,7 @@ def test_a_function_that_ends_its_process_is_one_line(pay, how, said):
 
 
 @pytest.mark.parametrize("name, said", [
-    ("raises_at_blue", r"raised ZeroDivisionError: .* \(pay.py line 41\) for response 1 of 3: 'blue cat'"),
+    ("raises_at_blue", r"raised ZeroDivisionError: .* \(pay.py line 38\) for response 1 of 3: 'blue cat'"),
     ("leaves", "raised SystemExit: 0 .* for response 0 of 3"),
 ])
 def test_what_is_raised_is_said_as_it_is_in_this_process(pay, name, said):
@@ -146,45 +116,13 @@ def test_what_is_raised_is_said_as_it_is_in_this_process(pay, name, said):
             checked_scores(open_functions([f"{pay}:{name}"], {}, 20.0, isolate)[0], rollout())
 
 
-@pytest.mark.parametrize("what, said", [("10**400", "score 1000"), ("'1.0'", "score '1.0'"), ("1e39", "score 1e[+]39"),
-                                        ("float('nan')", "score nan"), ("object()", "score <object object at"),
-                                        ("{'a': 1}", "score {'a': 1}"), ("b'1'", "score b'1'")])
+@pytest.mark.parametrize("what, said", [("10**400", "score 1000"), ("'1.0'", "score '1.0'"),
+                                        ("float('nan')", "score nan"), ("object()", "score <object object at")])
 def test_an_answer_that_is_no_score_is_said_as_it_is_in_this_process(pay, what, said):
     for isolate in (True, False):
         paying = open_functions([f"{pay}:answers"], {"answers": {"what": what}}, 20.0, isolate)[0]
         with pytest.raises(BadAnswer, match=rf"{said}.* for response 0, where a finite number or None is needed"):
             checked_scores(paying, rollout())
-
-
-def test_sequences_and_arrays_of_scores_are_read_as_in_this_process(pay):
-    paying = source(pay, "all_answers")
-    for what in ("collections.deque([1, 2, 3])", "range(1, 4)", "collections.UserList([1, 2, 3])",
-                 "torch.tensor([1.0, 2.0, 3.0])", "[torch.tensor([1.0]), np.array([2.0]), np.longdouble(3)]"):
-        assert checked_scores(paying, rollout(what=[what] * 3)).tolist() == [1.0, 2.0, 3.0], what
-    assert checked_scores(paying, rollout(("red",), what=["np.array([0.5])"])).tolist() == [0.5]
-
-
-def test_tasks_that_an_async_function_has_left_are_cancelled(pay):
-    first, second = open_functions([f"{pay}:leaves_a_task", f"{pay}:has_ended"], {}, 20.0, isolate=True)
-    assert checked_scores(first, rollout()).tolist() == [0.0] * 3
-    assert checked_scores(second, rollout()).tolist() == [1.0] * 3
-
-
-def test_a_process_that_its_own_timer_has_ended_is_late(pay, monkeypatch):
-    """As where this process was stopped for longer than the call may take."""
-    function = source(pay, "dies_at_sun", how="SIGALRM").function
-    monkeypatch.setattr(function.process._connection, "poll", lambda seconds: time.sleep(seconds + 0.2) or True)
-    with pytest.raises(Overdue, match=r"no answer within 0\.3 s"):
-        function("dies_at_sun", {"completions": ["sun"], "how": "SIGALRM"}, 0.3)
-
-
-def test_a_signature_that_raises_is_unknown():
-    class Odd:
-        __signature__ = property(lambda self: 1 / 0)
-
-        def __call__(self, completions): ...
-
-    assert parameters_of(Odd()) is None
 
 
 def test_a_child_that_comes_back_from_the_function_is_ended(pay, capfd):
@@ -212,48 +150,3 @@ def test_a_function_of_a_module_is_imported_there_and_one_that_is_nowhere_is_ref
         assert checked_scores(open_functions(["python:pay@1"], {}, 20.0, True)[0], rollout()).tolist() == [3, 8, 3]
         with pytest.raises(UserError, match=r"reward\.isolate: here is not a function that another process can import"):
             open_functions(["python:here@1"], {}, 20.0, True)
-
-
-def test_functions_of_one_module_share_its_process(tmp_path, monkeypatch):
-    (tmp_path / "two_rewards.py").write_text("def one(completions): pass\ndef two(completions): pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import two_rewards
-
-    with handed_over({"one": two_rewards.one, "two": two_rewards.two}):
-        first, second = open_functions(["python:one@1", "python:two@1"], {}, 20.0, True)
-    assert first.function.process is second.function.process
-
-
-def test_a_file_that_hangs_when_it_is_run_again_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("hybrid_rlhf.rewards.isolation._START_SECONDS", 0.5)
-    path = tmp_path / "once.py"
-    path.write_text("import os, pathlib, time\nran = pathlib.Path(__file__).with_suffix('.ran')\n"
-                    "ran.exists() and time.sleep(60)\nran.touch()\ndef f(completions):\n    os._exit(7)\n")
-    with pytest.raises(BadAnswer, match=r"once.py did not run again in 0.5 s"):
-        checked_scores(source(path, "f", 0.5), rollout())
-
-
-PARENT = """
-import os, sys
-from hybrid_rlhf.rewards.isolation import functions_of_file
-pay, name = sys.argv[1:]
-function = getattr(functions_of_file(pay), name)
-print(function.process._process.pid, flush=True)
-if os.fork():
-    function("hangs", {"completions": ["blue cat"]}, 4.0)
-else:
-    import time
-    time.sleep(1)
-    os.kill(os.getppid(), 9)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hangs_at_blue", "backtracks"])
-def test_a_process_that_hangs_does_not_outlive_a_run_that_is_killed(pay, name):
-    done = subprocess.run([sys.executable, "-c", PARENT, str(pay), name], capture_output=True, text=True, timeout=60,
-                          check=False, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])})
-    number, deadline = done.stdout.split()[-1], time.monotonic() + 10
-    while os.path.exists(f"/proc/{number}") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert done.returncode == -9 and not os.path.exists(f"/proc/{number}")

@@ -81,17 +81,14 @@ def test_the_label_is_trl_s_right_one_or_the_one_that_is_named(tmp_path):
 
 @pytest.mark.parametrize(("options", "said"), [
     ({"label": "goood"}, r"no label goood"), ({"reduce": "mim"}, r"reduce is 'mim'.*did you mean min"),
-    ({"separator": ""}, r"separator is ''"), ({"split": ""}, r"split is ''")])
+    ({"separator": ""}, r"separator is ''")])
 def test_options_that_mean_nothing_are_one_line(tmp_path, options, said):
     save_prm(tmp_path / "prm")
     with pytest.raises(UserError, match=said):
         ProcessSource(str(tmp_path / "prm"), "prm", **options)
 
 
-def test_a_model_of_one_label_and_a_response_beyond_its_positions_are_refused(tmp_path):
-    save_prm(tmp_path / "one", labels=("score",))
-    with pytest.raises(UserError, match="has the one label score"):
-        ProcessSource(str(tmp_path / "one"), "prm")
+def test_a_response_beyond_the_models_positions_is_refused(tmp_path):
     save_prm(tmp_path / "short", max_position_embeddings=16)
     with pytest.raises(UserError, match="it has 16 positions"):
         opened(tmp_path / "short").score(responses(["cat dog " * 9], ["say"]))

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import methods
 import pytest
+from methods_settings import OF_PROMPTS
 
 from hybrid_rlhf.cli import main
 from tests.factories.tiny import save_tiny, tiny_scalar_model, tiny_tokenizer
@@ -82,16 +84,6 @@ def test_one_function_is_given_as_one_word_and_one_base_serves_the_three_roles(p
     assert "share_base" not in capfd.readouterr().err  # nothing had to be left out
 
 
-@pytest.mark.slow
-def test_functions_beside_a_model_are_added_to_its_score(place) -> None:
-    both = ["--roles.reward.model_name_or_path", "PLACE/judge"]
-    rows = place.launch("both", *both, "--reward.functions", "PLACE/pay.py:pays", "--reward.weights=[1, -3]")
-    alone = place.launch("judged", *both)
-    first = rows[0]
-    assert first["rewards/model/mean"] == pytest.approx(alone[0]["rewards/model/mean"], rel=1e-5)
-    assert first["reward"] == pytest.approx(first["rewards/model/mean"] - 3 * first["rewards/pays/mean"], abs=1e-5)
-
-
 def test_classifiers_pay_a_run_without_a_critic_too(place) -> None:
     rows = place.launch("judges", "--reward.models", "PLACE/judge", "--reward.functions", "PLACE/pay.py:pays",
                         "--reward.weights=[2, -1]", "--stage", "grpo", "--ppo.sampling.num_samples", "2")
@@ -100,7 +92,6 @@ def test_classifiers_pay_a_run_without_a_critic_too(place) -> None:
     assert first["rewards/judge/std"] > 0 and "value/loss" not in first
 
 
-@pytest.mark.slow
 def test_a_run_that_a_source_stopped_has_trained_nothing_on_it_and_the_same_command_finishes_it(place, capfd) -> None:
     given = ["--reward.functions", "PLACE/pay.py:fails_at_step_3"]
     rows = place.launch("failed", *given, code=2)
@@ -127,3 +118,42 @@ def test_a_function_of_one_s_own_that_is_given_messages_is_told_so_in_a_line(cap
     assert capsys.readouterr().err == ""
     check_columns([own], {"prompt": [{"role": "user", "content": "say red"}]})
     assert "polite get completions as lists of one message" in capsys.readouterr().err
+
+
+# -- Reward hacking is seen and can be prevented -----------------------------------------------------------------------
+
+
+def words(folder: str, seed: int, kl_coef: float) -> list[str]:
+    """The demo's own settings of stage 3, but for the KL coefficient and 150 steps; the checker has weight 0."""
+    return ["--stage", "ppo", "--seed", str(seed), *OF_PROMPTS, "--data.sources=[{path: demo/prompts}]",
+            "--train.max_steps=150", "--train.per_device_train_batch_size=128", "--train.warmup_ratio=0.05",
+            "--train.max_eval_batches=1", "--roles.actor.learning_rate=1e-3", "--roles.critic.learning_rate=2e-3",
+            "--ppo.num_ppo_epochs=2", "--ppo.num_minibatches=2", "--ppo.missing_eos_penalty=1.0",
+            "--ppo.sampling.max_new_tokens=16", f"--ppo.kl_coef={kl_coef}",
+            f"--roles.ref.model_name_or_path={folder}/sft", f"--roles.reward.model_name_or_path={folder}/reward",
+            "--reward.functions=builtin:demo_correct", "--reward.weights=[1.0, 0.0]"]
+
+
+def ends(folder) -> tuple[dict, dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward" in row]
+    return steps[0], next(row for row in reversed(rows) if "eval/reward" in row)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.2])
+def test_without_a_kl_price_the_reward_model_is_fooled_and_the_report_says_so_with_it_neither(learned, kl_coef) -> None:
+    folder = learned / f"hacking{kl_coef}"
+    # without a bound of the score: on some processors it rises beyond the default one, of which an alarm tells
+    methods.launch([*words(str(learned), 0, kl_coef), *["--ppo.score_clip=null"] * bool(kl_coef)], folder)
+    (first, last), report = ends(folder), (folder / "report.md").read_text()
+    score, truth = "rewards/model/mean", "rewards/demo_correct/mean"
+    assert last[f"eval/{score}"] > first[score] + 2
+    if kl_coef:
+        assert last[f"eval/{truth}"] > first[truth] + 0.1
+        assert "None of the alarms went off." in report
+        return
+    assert last[f"eval/{truth}"] < first[truth] - 0.1
+    assert "- **reward hacking**: the training score rose from" in report and "while demo_correct fell from" in report
+    assert "- **KL**: the policy is" in report
