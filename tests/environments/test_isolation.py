@@ -239,7 +239,7 @@ from hybrid_rlhf.environments.isolated import open_isolated
 from hybrid_rlhf.environments.open import EnvironmentConfig
 path = sys.argv[1]
 if __name__ == "__main__":
-    (kind,) = open_isolated(EnvironmentConfig(factory=f"{path}:Count", timeout=4, num_workers=2, isolate=True)).kinds
+    (kind,) = open_isolated(EnvironmentConfig(factory=f"{path}:Count", timeout=8, num_workers=2, isolate=True)).kinds
     pool, own, other = CallPool(2, 300), kind.new(), kind.new()
     pool.start(0, partial(own.reset, {}), lane=own.lane)
     pool.start(1, partial(other.reset, {}), lane=other.lane)
@@ -250,6 +250,7 @@ if __name__ == "__main__":
     pool.start(0, partial(other.call, "where", {}), lane=other.lane)
     pids += [outcome.value for _, outcome in pool.finished(wait=True)]
     pool.start(0, partial(own.call, "crash", {"how": "regex"}), lane=own.lane)
+    pool.start(1, partial(other.call, "wait", {"seconds": 100}), lane=other.lane)
     time.sleep(0.3)
     print(*pids, flush=True)
     time.sleep(100)
@@ -267,4 +268,5 @@ def test_the_end_of_a_run_that_is_killed_leaves_no_process(path, tmp_path):
     run.kill()
     run.wait(20)
     run.stdout.close()
-    wait_for(lambda: not any(map(is_alive, pids)))
+    wait_for(lambda: not is_alive(pids[1]), 5)  # Python's code ends with the run; compiled code at its timeout
+    wait_for(lambda: not is_alive(pids[0]), 20)
