@@ -1,7 +1,6 @@
-"""What two processes run for test_orphans.py: the loop on a trainer that only counts and waits, by the entry point.
+"""What two processes run for test_processes.py: the loop on a trainer that only counts and waits, by the entry point.
 
-torchrun tests/crash/rank_loop.py FOLDER SECONDS [TIMEOUT [POLL]]: 200 steps of so many seconds; of a collective,
-TIMEOUT; the main process looks after the others every POLL seconds.
+torchrun tests/crash/rank_loop.py FOLDER SECONDS: 200 steps of so many seconds.
 """
 
 from __future__ import annotations
@@ -9,28 +8,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch.distributed as dist
-
 from hybrid_rlhf import cli
-from hybrid_rlhf.core import failure
 from hybrid_rlhf.core.distributed import rank
 from hybrid_rlhf.training import announce
 from tests.factories.counting import runner
 
 if __name__ == "__main__":
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
-    if len(sys.argv) > 3:
-        joined = dist.init_process_group
-        dist.init_process_group = lambda backend, **_: joined(
-            backend, timeout=timedelta(seconds=float(sys.argv[3])))
-    if len(sys.argv) > 4 and rank() == 0:
-        failure._POLL_SECONDS = float(sys.argv[4])
 
     def run(config: object, command: str) -> None:
         def step() -> None:

@@ -1,22 +1,26 @@
-"""Two processes that die and are started again end as two that did not, at every ZeRO stage."""
+"""Two processes that die and are started again end as two that did not; where one dies, none trains on."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.run import checkpoint
-from tests.crash.place import argv_of, difference, prepare, unlike
+from tests.crash.place import ROOT, argv_of, difference, prepare, unlike
 from tests.factories.processes import launch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 HALF = ["--model.dtype", "bfloat16"]
 LAYOUTS = {"zero0": ["--engine.zero_stage", "0"], "zero1_bf16": ["--engine.zero_stage", "1", *HALF],
-           "zero2": ["--engine.zero_stage", "2"],
            "zero2_offload": ["--engine.zero_stage", "2", "--engine.offload", "[optimizer]"],
-           "zero3": ["--engine.zero_stage", "3"], "zero3_bf16": ["--engine.zero_stage", "3", *HALF]}
+           "zero3_bf16": ["--engine.zero_stage", "3", *HALF]}
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +30,11 @@ def place(tmp_path_factory):
     for stage in ("sft", "reward"):
         assert main(argv_of(folder, stage, stage, 2)) == 0
     clock = {"a": ["--train.save_minutes", "0"], "b": ["--train.save_minutes", "1e-9"]}  # b saves oftener than a
-    runs = {name: [argv_of(folder, "sft", f"{name}_{which}", 6, *save, *clock[which], *more) for which in "ab"]
+    runs = {name: [argv_of(folder, "sft", f"{name}_{which}", 5, *save, *clock[which], *more) for which in "ab"]
             for name, more in LAYOUTS.items()}
     others = ["--roles.reward.model_name_or_path", f"{folder}/reward", "--model.model_name_or_path", f"{folder}/sft"]
     others += ["--engine.zero_stage", "3"]
-    runs["ppo"] = [argv_of(folder, "ppo", f"ppo_{which}", 6, *save, *others) for which in "ab"]
+    runs["ppo"] = [argv_of(folder, "ppo", f"ppo_{which}", 5, *save, *others) for which in "ab"]
     steps = {name: [(straight, None), (broken, 4), (broken, None)] for name, (straight, broken) in runs.items()}
     (folder / "runs.json").write_text(json.dumps(steps))
     started = launch("tests/factories/rank_runs.py", f"{folder}/runs.json")
@@ -56,16 +60,53 @@ def test_what_all_processes_hold_is_written_once(place):
 
     first, second = sizes("zero0")
     assert second < 0.2 * first
-    first, second = sizes("zero3")
+    first, second = sizes("zero3_bf16")
     assert 0.8 * first < second < 1.2 * first
 
 
-def test_one_process_with_the_rows_of_two_is_told_what_to_give(place, capsys):
-    """The run is finished; made unfinished, it is found to be of two, with 3 rows each."""
-    record = place / "zero2_b" / "run.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"status": "stopped"}))
-    argv = argv_of(place, "sft", "zero2_b", 6, "--train.save_steps", "2", "--train.per_device_train_batch_size", "3",
-                   *LAYOUTS["zero2"])
-    assert main(argv) == 2
-    assert "was made by 2 processes and this run has 1: a step took 6 rows from all processes and would take 3; give " \
-           "--train.per_device_train_batch_size 6" in capsys.readouterr().err
+# --- one of them dies, or their launcher: none trains on, and one line says why
+
+def is_there(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(is_so, seconds: float = 60.0) -> bool:  # noqa: ANN001
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_so()
+
+
+def begun(folder: Path) -> tuple[subprocess.Popen, list[int]]:
+    """The launcher, and the numbers of its two processes, in their third step or so."""
+    started = launch(str(ROOT / "tests/crash/rank_loop.py"), str(folder), "0.2")
+    files = [folder / f"rank{i}" for i in (0, 1)]
+    assert wait_for(lambda: all(f.exists() and f.read_text() for f in files))
+    time.sleep(0.5)
+    return started, [int(f.read_text()) for f in files]
+
+
+def record(folder: Path) -> dict:
+    return json.loads((folder / "run" / "run.json").read_text())
+
+
+def test_processes_whose_launcher_is_killed_save_and_end(tmp_path):
+    launcher, numbers = begun(tmp_path)
+    launcher.kill()
+    assert wait_for(lambda: not any(map(is_there, numbers)), 30)
+    said = launcher.communicate(timeout=30)[1]
+    assert said.count("the launcher has died") == 1 and "\ngo on: by the same launcher with 2 processes: " in said
+    assert record(tmp_path)["status"] == "stopped" and len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_when_one_process_is_killed_the_other_says_so_and_ends(tmp_path, which):
+    launcher, numbers = begun(tmp_path)
+    os.kill(numbers[which], signal.SIGKILL)
+    assert wait_for(lambda: not any(map(is_there, numbers)), 10)
+    said = [line for line in launcher.communicate(timeout=60)[1].splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and f"process {which} has died" in said[0]
+    assert (record(tmp_path)["status"], record(tmp_path)["error"]) == ("failed", said[0])

@@ -21,7 +21,7 @@ ADAMW = OptimizerConfig(learning_rate=RATE, max_grad_norm=BOUND, adam_epsilon=EP
 def check_adapters() -> dict:
     """bfloat16 adapters by AdamW at every stage, against torch's on fp32 masters; and dropout."""
     out: dict = {"masks": masks(), "8 bits": check_8_bits()}
-    for stage in (None, 1, 2, 3):
+    for stage in (None, 1, 3):
         model = adapted_model()
         engine = HybridEngine(PolicyModule(model))
         engine.prepare_training(ADAMW, lambda step: 1.0, ZeroConfig(stage))
@@ -43,7 +43,7 @@ def check_adapters() -> dict:
 def check_8_bits() -> dict:
     """bitsandbytes' Adam on each process's part of the weights, beside torch's on its part."""
     out = {}
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         ends = []
         for optim in ("adamw", "adamw_8bit"):
             model = tiny_causal_lm()

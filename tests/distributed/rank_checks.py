@@ -36,6 +36,7 @@ from tests.factories.shortage import failing
 from tests.factories.tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
 RATE = 0.5
+KINDS = (0, 1, 3)  # stages 1 and 2 are one optimizer of DeepSpeed's
 LAYOUTS = {
     "zero 1, optimizer offloaded": {"zero_stage": 1, "offload": ["optimizer"]},
     "zero 2, all activations offloaded": {"zero_stage": 2, "offload": ["optimizer", "activations"]},
@@ -113,9 +114,10 @@ def check_layouts() -> dict:
         out["zero 3, logits in chunks"] = compare(*trained("sgd", 1e9, zero_stage=3), plain)
     for stage in range(4):
         out[f"zero {stage}"] = compare(*trained("sgd", 0.5, zero_stage=stage), clipped)
+    for stage in KINDS:
         out[f"zero {stage}, checkpointing"] = compare(*trained("sgd", 1e9, checkpointing=True, zero_stage=stage), plain)
         out[f"zero {stage}, adamw"] = compare(*trained("adamw", 0.5, zero_stage=stage), adam)
-    for stage in (1, 2, 3):
+    for stage in KINDS[1:]:
         out[f"zero {stage}, bfloat16"] = compare_masters(
             *trained("sgd", 1e9, dtype=torch.bfloat16, zero_stage=stage), plain)
     return out
@@ -127,15 +129,6 @@ def end_short_of_memory() -> None:
         trained("sgd", 1e9, full_at=5 if rank() == 1 else None, zero_stage=3)
     except UserError as error:
         failure.fail(2, f"error: {error}")
-
-
-def check_memory() -> dict:
-    """The second process runs out of memory and the first does not."""
-    plain, out = plain_run("sgd", 1e9), {}
-    for stage in range(4):
-        actor, measured = trained("sgd", 1e9, full_at=30 if rank() == 1 else None, zero_stage=stage)
-        out[str(stage)] = compare(actor, measured, plain) | {"learnt": actor.engine.oom_limits.get("update")}
-    return out
 
 
 def compare_masters(actor: Actor, found: dict, plain: dict) -> dict:
@@ -242,10 +235,9 @@ def check_stages(argv_of: dict[str, list[str]]) -> dict:
 def run(out: Path, stages: Path) -> None:
     failure.join()
     results, seconds = {}, {}
-    checks = {"layouts": check_layouts, "experts": check_experts, "memory": check_memory, "adapters": check_adapters,
+    checks = {"layouts": check_layouts, "experts": check_experts, "adapters": check_adapters,
               "inference": check_inference, "shards": check_shards, "state": check_state, "rewards": check_rewards,
-              "teachers": check_teachers,
-              "stages": lambda: check_stages(json.loads(stages.read_text()))}
+              "teachers": check_teachers, "stages": lambda: check_stages(json.loads(stages.read_text()))}
     for name, check in checks.items():
         start = time.perf_counter()
         results[name] = gather_over_ranks(check())

@@ -12,8 +12,7 @@ from tests.factories.tiny import save_tiny
 
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book", "wind"]
 RUNS = {"sft": "sft", "reward": "reward", "ppo": "ppo", "lora_reward": "reward", "lora_ppo": "ppo", "grpo": "grpo",
-        "dpo": "dpo", "online_dpo": "online_dpo", "rejection": "rejection", "distill": "distill",
-        "distill_parts": "distill"}  # run -> stage
+        "dpo": "dpo", "rejection": "rejection", "distill": "distill"}  # run -> stage
 # what cannot be the same: the clock's figures, a process's own cache, and the budget that is given
 CLOCKED = ("time/", "memory/", "engine/tokens_per_second", "engine/kv_bytes", "engine/kept_bytes", "micro_batch_tokens",
            "value/micro_batch_tokens")
@@ -33,8 +32,6 @@ def argv_of(folder: Path, runs: dict[str, str], where: str, batch: int, *more: s
             f"--reward.functions=['{folder}/pay.py:odd']"]
     ppo = [*ppo, "--roles.critic.learning_rate", "0.05", "--ppo.ema", "true", "--ppo.ptx_coef", "0.5",
            "--ppo.ptx_scale", "relative"]
-    distill = ["--distill.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "0.05",
-               "--roles.teacher.model_name_or_path", f"{folder}/teacher"]
     lora = ["--model.model_name_or_path", f"{folder}/{where}/sft", "--model.lora.r", "4"]
     extra = {"sft": ["--model.model_name_or_path", f"{folder}/base"], "reward": [], "ppo": ppo,
              "lora_reward": [*lora, "--train.learning_rate", "0.5"],
@@ -43,12 +40,12 @@ def argv_of(folder: Path, runs: dict[str, str], where: str, batch: int, *more: s
                           "--engine.micro_batch_tokens", "1000",
                           "--roles.reward.model_name_or_path", f"{folder}/{where}/lora_reward",
                           "--roles.share_base", "true"], "grpo": grpo, "dpo": [],
-             "online_dpo": ["--online.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "0.05"],
              "rejection": ["--rejection.sampling.max_new_tokens", "6", "--rejection.sampling.num_samples", "3",
                            "--rejection.num_minibatches", "2", "--roles.actor.learning_rate", "0.05"],
-             "distill": [*distill, "--distill.lmbda", "0.5", "--distill.num_minibatches", "2",
-                         "--roles.teacher.zero_stage", "0"],
-             "distill_parts": [*distill, "--distill.top_k", "20"]}  # its weights are cut as engine.zero_stage says
+             # the teacher's weights are cut as engine.zero_stage says
+             "distill": ["--distill.sampling.max_new_tokens", "6", "--distill.lmbda", "0.5", "--distill.top_k", "20",
+                         "--distill.num_minibatches", "2", "--roles.actor.learning_rate", "0.05",
+                         "--roles.teacher.model_name_or_path", f"{folder}/teacher"]}
     texts = {"ppo": f", {{path: '{folder}/sft.jsonl', stages: [ptx]}}",
              "distill": f", {{path: '{folder}/sft.jsonl', stages: [distill_data]}}"}
     return {name: ["--stage", stage, "--output_dir", f"{folder}/{where}/{name}",
@@ -62,7 +59,7 @@ def write_data(folder: Path) -> None:
     rows = {"sft": [{"prompt": f"say {w} {i}", "completion": w} for i in range(3) for w in WORDS],
             "reward": [{"prompt": f"say {w} {i}", "chosen": w, "rejected": "no no"} for i in range(3) for w in WORDS],
             "ppo": [{"prompt": f"say {w} {i}"} for i in range(3) for w in WORDS]}
-    rows |= {"dpo": rows["reward"]} | dict.fromkeys(("grpo", "online_dpo", "rejection", "distill"), rows["ppo"])
+    rows |= {"dpo": rows["reward"]} | dict.fromkeys(("grpo", "rejection", "distill"), rows["ppo"])
     (folder / "pay.py").write_text("def odd(completions, **_):\n    return [float(len(c) % 2) for c in completions]\n")
     for name, table in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
