@@ -27,35 +27,12 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def rows(name: str) -> list[dict]:
-    return [json.loads(line) for line in (EXAMPLE / f"{name}.jsonl").read_text().splitlines()]
-
-
 def test_the_judge_asks_for_the_capital_the_wish_and_one_short_sentence() -> None:
     good = load("judge").good
     said = ["Lima is the capital of Peru, have a good trip!", "Lima.", "Oslo, have a good trip!", "",
             "I am not sure. " * 6 + "have a good trip!"]
     assert good(said, capital=["Lima"] * 5) == pytest.approx([1, 2 / 3, 2 / 3, 0, 1 / 3])
     assert good([[{"role": "assistant", "content": said[0]}]], capital=["Lima"]) == [1]
-
-
-def test_what_is_asked_at_the_end_names_no_country_of_the_sixty_rows() -> None:
-    talks, pairs, questions, held_out = map(rows, ("conversations", "preferences", "questions", "held_out"))
-    assert len(talks) == len(pairs) == len(questions) == 60 and len(held_out) == 30
-    trained = " ".join([r["messages"][0]["content"] for r in talks] + [r["prompt"] for r in pairs + questions]).lower()
-    for row in held_out:
-        asked = row["prompt"].removesuffix("?").removesuffix(". What is the capital")
-        country = asked.split(" to " if " to " in asked else " of ")[1]
-        assert country.lower() not in trained
-    assert all(r["chosen"] != r["rejected"] for r in pairs)
-
-
-def test_the_chosen_answers_are_those_that_the_judge_likes_and_the_rejected_are_not() -> None:
-    judge = load("judge")
-    for row in rows("preferences"):
-        capital = row["chosen"].split(" is the capital")[0]
-        assert judge.good([row["chosen"]], capital=[capital]) == [1]
-        assert judge.good([row["rejected"]], capital=[capital])[0] < 1
 
 
 def test_the_commands_are_those_of_the_readme() -> None:

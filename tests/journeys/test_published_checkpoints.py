@@ -1,5 +1,5 @@
 """Checkpoints exactly as published, tiny: a sample is trained two steps with adapters and saved; the commands of
-`benchmarks/checkpoints.py` on the others are slow. Plain transformers and peft judge (`checkpoints.differences`).
+`benchmarks/checkpoints.py` on more of them are slow. Plain transformers and peft judge (`checkpoints.differences`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from tests.factories.trainers import SFT_ROWS, trained
 SAMPLE = ["qwen3_5", "gemma3", "gemma4", "llama4", "mistral_small_3_1", "gpt_oss", "llama3_2_bnb_4bit"]
 DEQUANTISED = ["ministral3_fp8", "gpt_oss_mxfp4", "deepseek_v3"]  # saved as plain ones: not as they were
 REFUSED = {"mistral_small_3_2": "tekken.json", "qwen2_5_awq": "awq", "qwen2_5_gptq": "gptq"}
-SLOW = [name for name in CHECKPOINTS if name not in (*SAMPLE, *REFUSED)]
+# experts, images, fused projections and layers with a state: what is not among the others; all by `make checkpoints`
+SLOW = ["qwen3_5_moe", "gemma4_unified", "qwen3_vl", "glm4_6", "phi4_mini", "granite4_h", "lfm2", "nemotron_h",
+        "falcon_h1"]
 
 
 def write(name: str, folder: Path, monkeypatch) -> None:
@@ -91,7 +93,7 @@ def test_a_checkpoint_that_cannot_be_trained_is_refused_in_one_line(name, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_others_go_through_sft_and_grpo_by_the_benchmark(tmp_path):
+def test_others_go_through_sft_and_grpo_by_the_benchmark(tmp_path):
     pytest.importorskip("trl", reason="its chat templates")
     command = [sys.executable, published.__file__, "--cases", *SLOW, "--stages", "sft", "grpo", "--json",
                f"{tmp_path}/rows.json", "--page", f"{tmp_path}/page.md"]  # in a process without threads: it forks

@@ -1,7 +1,7 @@
 """The commands of README and docs, executed in one folder with the files that they name; training is cut to two steps.
 
-Blocks marked `needs: gpu|hub|hosts` are parsed only (test_docs.py). `make` is asked what it would do: test_demo.py runs
-the demo, test_packaging.py installs.
+Blocks marked `needs: gpu|hub|hosts` are parsed only (test_docs.py). `make` is asked what it would do: test_journeys.py
+runs the demo, test_packaging.py installs.
 """
 
 from __future__ import annotations
