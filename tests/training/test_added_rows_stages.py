@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.models import added_rows
 from tests.factories.tiny import TEXTS, tiny_causal_lm
 
 
@@ -81,14 +80,6 @@ def test_sft_with_adapters_teaches_a_base_without_a_template_to_end_its_answers(
     indices = config["trainable_token_indices"]
     assert (indices if isinstance(indices, list) else indices["lm_head"]) == sorted(
         tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]))
-
-
-def test_without_those_rows_no_answer_ends_and_the_report_says_so(place, monkeypatch, tmp_path):
-    monkeypatch.setattr(added_rows, "add_rows", lambda *_: None)
-    assert run(place, "sft", "--output_dir", str(tmp_path / "sft")) == 0
-    _, after = answers(tmp_path / "sft")
-    assert not any(r["ended"] for r in after)
-    assert "endless answers" in (tmp_path / "sft" / "report.md").read_text()
 
 
 @pytest.mark.slow

@@ -28,9 +28,8 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint_models")
     said = [[{"role": "user", "content": f"say {w} {i}"}, {"role": "assistant", "content": w}]
             for i in range(3) for w in WORDS]
-    rows = {"sft": [{"messages": m} for m in said], "grpo": [{"prompt": m[:1]} for m in said],
+    rows = {"sft": [{"messages": m} for m in said], "ppo": [{"prompt": m[:1]} for m in said],
             "reward": [{"prompt": m[:1], "chosen": m[1:], "rejected": [m[1] | {"content": "no"}]} for m in said]}
-    rows |= {"dpo": rows["reward"], "ppo": rows["grpo"], "online_dpo": rows["grpo"]}
     for name, table in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
     (folder / "count.py").write_text("def score(completions, **_):\n"
@@ -66,7 +65,6 @@ def same_files(one: Path, other: Path) -> None:
 
 
 TRAINED = {
-    "sft": ("sft", [*RATE, *BOUNDED], {}),
     "sft that begins at random": ("sft", [*RATE, *BOUNDED, "--model.preset", "tiny"], {}),
     "sft by adapters, a base without a template": ("sft", [*RATE, *BOUNDED, *LORA], {"base": "plain"}),
     "sft in bfloat16": ("sft", [*RATE, *BOUNDED, "--model.dtype", "bfloat16"], {}),
@@ -74,22 +72,13 @@ TRAINED = {
     "sft with a part frozen": ("sft", [*RATE, *BOUNDED, "--model.freeze", "[embed_tokens]"], {}),
     "sft, ZeRO 1": ("sft", [*RATE, *BOUNDED, "--engine.zero_stage", "1"], {}),
     "sft, ZeRO 3": ("sft", [*RATE, *BOUNDED, "--engine.zero_stage", "3"], {}),
-    "dpo by adapters": ("dpo", [*RATE, *BOUNDED, *LORA], {}),
     "reward": ("reward", [*RATE, *BOUNDED], {}),
-    "reward by adapters": ("reward", [*RATE, *BOUNDED, *LORA], {}),
-    "grpo": ("grpo", [], {"section": "ppo.sampling"}),
     "ppo by adapters on one base for all": ("ppo", [*LORA, "--roles.critic.learning_rate", "1e-2"],
-                                            {"section": "ppo.sampling"}),
-    "online_dpo by adapters": ("online_dpo", LORA, {"section": "online.sampling"}),
-}
-
-
-QUICK = ("sft by adapters, a base without a template", "reward", "ppo by adapters on one base for all")
+                                            {"section": "ppo.sampling"})}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-                                  for name in TRAINED])
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_checkpoint_gives_the_model_of_a_run_that_ends_there(name, place, tmp_path) -> None:
     stage, more, how = TRAINED[name]
     if section := how.get("section"):

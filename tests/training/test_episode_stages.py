@@ -98,8 +98,7 @@ def metrics_of(folder: Path) -> dict[str, float]:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-@pytest.mark.parametrize("stage", ["grpo", "rejection", "distill", pytest.param("ppo", marks=pytest.mark.slow),
-                                   pytest.param("online_dpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", ["grpo", "rejection", "distill"])
 def test_a_stage_samples_episodes(place, stage, capsys):
     code = main(words(place, stage, stage, f"--environment.tools=[{place}/acts.py:times]",
                       f"--reward.functions=[{place}/acts.py:right]"))
@@ -116,19 +115,12 @@ def test_a_stage_samples_episodes(place, stage, capsys):
 
 
 @pytest.mark.slow
-def test_an_environment_brings_its_own_reward(place, capsys):
-    code = main(words(place, "grpo", "own", f"--environment.factory={place}/acts.py:Game"))
-    assert code == 0, capsys.readouterr().err[-2000:]
-    found = metrics_of(place / "own")
-    assert found["rewards/Game/mean"] == found["reward"] == found["tools/call_frequency"]
-
-
-@pytest.mark.slow
-def test_an_environment_and_functions_are_weighted(place, capsys):
+def test_an_environment_brings_its_own_reward_weighted_beside_functions(place, capsys):
     code = main(words(place, "grpo", "both", f"--environment.factory={place}/acts.py:Game",
                       f"--reward.functions=[{place}/acts.py:right]", "--reward.weights=[2.0, 0.5]"))
     assert code == 0, capsys.readouterr().err[-2000:]
     found = metrics_of(place / "both")
+    assert found["rewards/Game/mean"] == found["tools/call_frequency"]
     assert found["reward"] == pytest.approx(2.5 * found["tools/call_frequency"])
 
 
@@ -151,17 +143,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypa
     assert main(words(place, "grpo", "parts", *more)) == 0
     whole, parts = ((place / name / "model/model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert whole == parts != (place / "model/model.safetensors").read_bytes()
-
-
-@pytest.mark.slow
-def test_an_environment_in_a_process_of_its_own_trains_to_the_same_bits(place, capsys):
-    more = [f"--environment.factory={place}/acts.py:Game", "--environment.num_workers=0",
-            "--roles.actor.learning_rate=1e-4"]
-    for name, isolate in (("apart", "true"), ("here", "false")):
-        code = main(words(place, "grpo", name, *more, f"--environment.isolate={isolate}"))
-        assert code == 0, capsys.readouterr().err[-2000:]
-    apart, here = ((place / name / "model/model.safetensors").read_bytes() for name in ("apart", "here"))
-    assert apart == here != (place / "model/model.safetensors").read_bytes()
 
 
 def test_signal_is_measured_on_episodes(place, capsys):

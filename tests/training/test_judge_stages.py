@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards.judge import JudgeConfig
 from hybrid_rlhf.roles.sharing import RoleConfig, RolesConfig
@@ -93,8 +92,6 @@ def test_a_judge_behind_an_address_is_the_reward_and_its_words_are_beside_the_sa
 @pytest.mark.parametrize(("stage", "more"), [
     ("grpo", ["--reward.judge.score", "probability"]),
     ("online_dpo", ["--reward.judge.mode", "pairwise", "--reward.judge.score", "probability"]),
-    ("rejection", ["--reward.judge.score", "probability", "--reward.functions", "builtin:repetition_penalty",
-                   "--reward.options", "{repetition_penalty: {n: 2}}"]),
 ])
 def test_a_judge_that_is_loaded_here_judges_any_stage_that_samples(place, stage, more):
     out = f"{stage}-local"
@@ -103,7 +100,6 @@ def test_a_judge_that_is_loaded_here_judges_any_stage_that_samples(place, stage,
     row = figures(place, out)[-1]
     assert 0 < row["rewards/judge/mean"] < 1 and row["judge/word_mass"] > 0
     assert ("judge/order_changed" in row) == (stage == "online_dpo")
-    assert ("rewards/repetition_penalty/mean" in row) == (stage == "rejection")
 
 
 def test_a_judge_that_answers_nonsense_ends_the_run_in_one_line_before_anything_is_learnt(place, capfd):
@@ -165,20 +161,11 @@ def test_a_server_s_key_given_in_place_of_its_name_is_not_shown(place, capfd):
     assert KEY not in "".join(capfd.readouterr())
 
 
-def test_all_stages_refuse_a_judge_that_compares_one_response_before_they_train(place):
-    from hybrid_rlhf.training.reward_sources import check_groups
-
-    config = RewardConfig(judge=JudgeConfig(url="http://localhost:1", mode="ranking"))
-    with pytest.raises(UserError, match="compares the responses to a prompt"):
-        check_groups(config, 1, "ppo.sampling.num_samples")
-    check_groups(config, 2, "ppo.sampling.num_samples")
-
-
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(500)
 def test_two_processes_each_judge_their_own_responses_and_get_what_one_gets(place):
-    """The same four prompts a step, two on each; both write to one cache, which then answers one process alone."""
+    """The same four prompts a step, two on each; both write to one cache."""
     more = ["--reward.judge.model", f"{place}/judge", "--reward.judge.dtype", "float32", "--reward.judge.score",
             "probability", "--train.optim", "sgd"]
     assert main([*words(place, "grpo", "one", *more), "--train.per_device_train_batch_size", "4"]) == 0
@@ -190,5 +177,3 @@ def test_two_processes_each_judge_their_own_responses_and_get_what_one_gets(plac
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
     lines = (place / "of_two" / "judge.jsonl").read_text().splitlines()
     assert len(lines) == len({json.loads(line)["key"] for line in lines}) > 6
-    assert main([*words(place, "grpo", "of_cache", *cached), "--train.per_device_train_batch_size", "4"]) == 0
-    assert figures(place, "of_cache")[-1]["judge/calls"] == 0

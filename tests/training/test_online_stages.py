@@ -10,7 +10,6 @@ import torch
 import yaml
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.training.registry import STAGES
 from tests.factories.stage_options import COMMON, WORDS, used
 from tests.factories.tiny import own_cache, save_tiny
 
@@ -41,13 +40,7 @@ def launch(folder: Path, stage: str, *more: str, data: str = "ppo") -> Path:
     return out
 
 
-ESTIMATOR_OF = {"grpo": "grpo", "dr_grpo": "dr_grpo", "process_grpo": "process_grpo", "rloo": "rloo",
-                "reinforce_pp": "reinforce_pp", "reinforce_pp_baseline": "reinforce_pp_baseline", "gspo": "grpo",
-                "cispo": "grpo"}
-
-
-def test_every_variant_of_ppo_is_tried_here():
-    assert {name for name, row in STAGES.items() if row.base == "ppo"} == ESTIMATOR_OF.keys()
+ESTIMATOR_OF = {"grpo": "grpo", "reinforce_pp": "reinforce_pp", "gspo": "grpo"}  # groups, tokens, another loss
 
 
 @pytest.mark.slow
@@ -80,22 +73,6 @@ def test_a_name_of_a_variant_is_ppo_with_its_settings(place) -> None:
     assert json.loads((given / "run.json").read_text())["stage"] == "ppo"
     for name in ("reward", "policy/loss", "kl", "grad_norm"):
         assert [r.get(name) for r in numbers[0]] == [r.get(name) for r in numbers[1]]
-
-
-@pytest.mark.slow
-def test_a_run_of_a_variant_is_found_finished_and_a_later_stage_starts_from_it(place, capsys) -> None:
-    named = launch(place, "grpo", *GROUPS)
-    capsys.readouterr()
-    assert launch(place, "grpo", *GROUPS) == named
-    assert "this grpo run is finished; nothing to do" in capsys.readouterr().err
-    assert main(["--stage", "rloo", "--config", f"{named}/config.yaml", "--output_dir", f"{place}/runs/other"]) == 2
-    assert "give --stage grpo" in capsys.readouterr().err
-    after = place / "runs" / "after"
-    assert main(["--stage", "rejection", "--output_dir", str(after), *used("rejection", COMMON),
-                 "--model.model_name_or_path", str(named),
-                 f"--data.sources=[{{path: {place}/ppo.jsonl}}]", "--train.max_steps", "1",
-                 "--rejection.sampling.max_new_tokens", "4",
-                 "--roles.reward.model_name_or_path", f"{place}/runs/reward"]) == 0
 
 
 def test_yaml_may_name_the_variant_and_change_what_it_presets(place, tmp_path, capsys) -> None:
@@ -134,3 +111,99 @@ def test_grpo_with_a_function_needs_neither_a_reward_model_nor_a_critic(place, b
     assert built[0].critic is None and (out / "model" / "model.safetensors").exists()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert "rewards/short/mean" in rows[0] and "refill/rounds" in rows[0]
+
+
+# --- --stage online_dpo and --stage rejection through the launcher: what they build, what they leave, what they refuse
+
+CODE = """def vowels(completions, prompts, **columns):
+    return [None if "cat" in p else float(sum(c.count(v) for v in "aeiou")) for c, p in zip(completions, prompts)]
+"""
+MORE = {"online_dpo": ["--online.sampling.max_new_tokens", "6", "--online.sampling.num_samples", "3"],
+        "rejection": ["--rejection.sampling.max_new_tokens", "6", "--rejection.sampling.num_samples", "3",
+                      "--rejection.num_epochs", "2", "--rejection.num_minibatches", "2"]}
+REPORTED = {"online_dpo": {"pairs/kept", "rewards/margins", "loss", "logps/chosen"},
+            "rejection": {"rejection/kept", "rejection/chosen_score", "loss", "mean_token_accuracy"}}
+SHARED = {"reward", "reward_std", "rewards/vowels/mean", "kl", "completions/mean_length", "grad_norm", "learning_rate",
+          "time/generate", "time/score", "time/train", "time/step"}
+
+
+@pytest.fixture(scope="module")
+def best_of_n(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("best_of_n")
+    rows = [{"prompt": f"say {w} {i}"} for i in range(2) for w in WORDS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "pay.py").write_text(CODE)
+    save_tiny(folder / "base")
+    with pytest.MonkeyPatch.context() as patch:
+        own_cache(patch, folder / "cache")
+        yield folder
+
+
+def words(best_of_n: Path, stage: str, out: str, *more: str) -> list[str]:
+    return ["--stage", stage, "--output_dir", f"{best_of_n}/{out}", *used(stage, COMMON),
+            "--model.model_name_or_path", f"{best_of_n}/base",
+            f"--data.sources=[{{path: {best_of_n}/rows.jsonl}}]", "--roles.actor.learning_rate", "1e-2",
+            "--train.max_steps", "2", "--train.per_device_train_batch_size", "5",
+            f"--reward.functions=['{best_of_n}/pay.py:vowels']", *MORE[stage], *more]
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("stage", MORE)
+def test_a_stage_of_fresh_samples_trains_and_leaves_a_model_that_loads(best_of_n, built, stage, capfd) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert main(words(best_of_n, stage, stage)) == 0
+    out, rows = best_of_n / stage, lines(best_of_n / stage)
+    assert built[0].critic is None and built[0].ref is not None
+    steps = [row for row in rows if "time/step" in row]
+    assert len(steps) == 2 and all(row.keys() >= SHARED | REPORTED[stage] for row in steps), steps[0].keys()
+    assert {"eval/reward", "eval/kl"} <= rows[-1].keys()
+    record = json.loads((out / "run.json").read_text())
+    assert (record["stage"], record["status"]) == (stage, "finished")
+    trained, base = (AutoModelForCausalLM.from_pretrained(f) for f in (out / "model", best_of_n / "base"))
+    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), base.parameters(), strict=True))
+    assert (out / "samples.jsonl").exists() and yaml.safe_load((out / "config.yaml").read_text())["stage"] == stage
+    assert main(words(best_of_n, stage, stage)) == 0
+    assert f"this {stage} run is finished; nothing to do" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("stage", "more"), [("online_dpo", ["--dpo.loss_type", "orpo"]),
+                                             ("rejection", ["--rejection.measure_kl", "false"])])
+def test_a_method_without_a_reference_builds_none(best_of_n, built, stage, more) -> None:
+    assert main(words(best_of_n, stage, f"{stage}-alone", *more)) == 0
+    assert built[0].ref is None
+    assert not any("kl" in row for row in lines(best_of_n / f"{stage}-alone"))
+
+
+@pytest.mark.parametrize("stage", MORE)
+def test_with_adapters_the_reference_is_the_base_itself(best_of_n, built, stage) -> None:
+    assert main(words(best_of_n, stage, f"{stage}-lora", "--model.lora.r", "4")) == 0
+    assert built[0].ref.engine.model is built[0].actor.engine.model
+    assert (best_of_n / f"{stage}-lora" / "adapter" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(("stage", "more", "has_reference"), [
+    ("online_dpo", [], True), ("online_dpo", ["--dpo.loss_type", "simpo"], False), ("rejection", [], True)])
+def test_the_plan_knows_the_roles(best_of_n, capfd, stage, more, has_reference) -> None:
+    assert main([*words(best_of_n, stage, "planned", *more), "--plan"]) == 0
+    out = capfd.readouterr().out
+    assert "train actor" in out and "critic" not in out and ("\nref " in out) == has_reference, out
+
+
+def test_the_preview_shows_prompts_and_one_response_makes_no_pair(best_of_n, capfd) -> None:
+    assert main([*words(best_of_n, "online_dpo", "shown"), "--preview"]) == 0
+    assert "say " in capfd.readouterr().out
+    assert main(words(best_of_n, "online_dpo", "shown", "--online.sampling.num_samples", "1")) == 2
+    assert "num_samples is 1; a pair is made of two" in capfd.readouterr().err
+    assert main(words(best_of_n, "rejection", "shown", "--roles.critic.learning_rate", "1")) == 2
+    said = capfd.readouterr().err
+    assert "roles.critic.learning_rate is not used by --stage rejection; this method has no critic" in said
+
+
+def test_what_either_stage_leaves_may_be_trained_on(best_of_n) -> None:
+    main(words(best_of_n, "rejection", "rejection"))
+    assert main(words(best_of_n, "online_dpo", "after", "--model.model_name_or_path", f"{best_of_n}/rejection")) == 0
+    assert json.loads((best_of_n / "after" / "run.json").read_text())["facts"]["base_model"] == f"{best_of_n}/rejection"

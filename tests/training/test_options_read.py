@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +17,6 @@ from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.training.unread_options import of_stage as unused_by
 from tests.factories.stage_options import used
 from tests.factories.tiny import own_cache, save_tiny
-from tests.training.reads import config_of, leaves, recorded
 
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book"]
 COMMON = ["--model.dtype", "float32", "--data.eval_fraction", "0.2", "--data.max_length", "48",
@@ -24,10 +28,10 @@ LORA, EPOCH = ["--model.lora.r=2"], ["--train.max_steps=-1", "--train.per_device
 FUNCTION = ["--reward.functions=builtin:length_penalty",
             "--reward.options={length_penalty: {max_tokens: 4, buffer: 2}}"]
 SERVICE = ["--reward.url=http://127.0.0.1:9/score", "--reward.retries=0"]
-OFFLINE = [[*LORA], EPOCH]
+OFFLINE = [[*LORA, *EPOCH]]
 JUDGED = ["--reward.judge.url=http://127.0.0.1:9/v1", "--reward.judge.http_retries=0"]
 JUDGE = ["--reward.judge.model={folder}/judge", "--reward.judge.score=probability"]
-SAMPLED = [[*LORA], [*FUNCTION, *EPOCH], SERVICE, JUDGED, JUDGE]
+SAMPLED = [[*LORA, *FUNCTION, *EPOCH], SERVICE, JUDGED, JUDGE]
 ON_POLICY = [*SAMPLED, ["--ppo.kl_target=3", "--ppo.importance=masked", "--ppo.old_logprobs=recompute",
                         "--ppo.ema=true", "--ppo.overlong_penalty=1", "--ppo.overlong_buffer=2", "--ppo.ptx_coef=1",
                         "--distill.coef=0.5", "--distill.divergence=jsd", "--distill.beta=0.3",
@@ -37,8 +41,7 @@ JSD = ["--distill.divergence=jsd", "--distill.beta=0.3", "--distill.temperature=
 # what else a stage is run with, so that every switch is on in one of its runs
 MORE: dict[str, list[list[str]]] = {
     "sft": [["--model.preset=tiny"], *OFFLINE], "conditional_sft": OFFLINE, "reward": OFFLINE,
-    **dict.fromkeys(("dpo", "kto", "simpo", "orpo"), OFFLINE),
-    **dict.fromkeys(("ppo", "grpo", "rloo", "reinforce_pp", "cispo"), ON_POLICY),
+    "dpo": OFFLINE, "kto": OFFLINE, "ppo": ON_POLICY, "grpo": ON_POLICY,
     "distill": [*SAMPLED, TEXTS, JSD, ["--distill.divergence=policy_gradient"]],
     "online_dpo": SAMPLED, "rejection": SAMPLED, "evaluate": [FUNCTION, JUDGED, JUDGE]}
 SECTIONS = {"distill": "distill", "online_dpo": "online", "rejection": "rejection", "evaluate": "evaluate"}
@@ -97,3 +100,73 @@ def test_what_is_read_elsewhere_is_read_there() -> None:
     root = Path(__file__).parents[2]
     for option, file in ELSEWHERE.items():
         assert option.rpartition(".")[2] in (root / file).read_text(encoding="utf-8")
+
+
+# --- Which options a run reads: every access to a field of a settings class, but for those that only check or copy it
+
+# Who looks at every field whatever it is for: checks of values, copies, comparisons, records, and these tests.
+ONLOOKERS = {"__post_init__", "_check_role", "_check_method", "given", "refuse", "_lines", "leaves", "asdict",
+             "_asdict_inner", "replace", "__eq__", "__repr__", "_get", "_with", "value_of"}
+
+
+def leaves(config: object, prefix: str = "") -> Iterator[tuple[str, object, str]]:
+    """(dotted option, the part that holds it, its name there) of nested settings; a list is one option."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", config, field.name
+
+
+def config_of(stage: str) -> object:
+    return importlib.import_module(STAGES[stage].module).Config()
+
+
+@contextmanager
+def recorded(stage: str) -> Iterator[set[str]]:
+    """The options of `stage` that are read within the block.
+
+    A part is known by its class, and where two parts are of one class (roles.ref and roles.reward) by `roles`, which
+    hands them out.
+    """
+    parts: dict[type, set[str]] = {}
+    for option, part, name in leaves(config_of(stage)):
+        parts.setdefault(type(part), set()).add(option.removesuffix(name))
+    seen, owners = set(), {}
+
+    def spy(kind: type):  # noqa: ANN202
+        names = {f.name for f in dataclasses.fields(kind)}
+
+        def read(self, name: str):  # noqa: ANN001, ANN202
+            value = object.__getattribute__(self, name)
+            if dataclasses.is_dataclass(value) and len(parts.get(type(value), ())) > 1:
+                owners[id(value)] = (value, f"roles.{name}.")
+            if name in names and sys._getframe(1).f_code.co_name not in ONLOOKERS:
+                own = parts[kind] if len(parts[kind]) == 1 else {owners.get(id(self), (None, "?"))[1]}
+                seen.update(prefix + name for prefix in own)
+            return value
+
+        return read
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in parts:
+            patch.setattr(kind, "__getattribute__", spy(kind), raising=False)
+        yield seen
+
+
+# --- --print_config=comments: a stage's file with every option and what it means, which runs as the stage alone does
+
+def printed(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit):
+        main(list(words))
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_printed_file_says_what_each_option_means_and_runs_as_the_stage_alone_does(stage, tmp_path, capsys):
+    text = printed(capsys, "--stage", stage, "--print_config=comments")
+    assert f"stage: {stage}" in text and text.count("# ") > 20
+    (tmp_path / "stage.yaml").write_text(text)
+    given = printed(capsys, "--stage", stage, "--config", str(tmp_path / "stage.yaml"), "--print_config")
+    assert given == printed(capsys, "--stage", stage, "--print_config")

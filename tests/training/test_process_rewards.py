@@ -51,8 +51,8 @@ def launch(folder: Path, stage: str, out: str, *more: str, code: int = 0) -> lis
 
 
 @pytest.mark.parametrize(("stage", "reduce", "said"), [
-    ("process_grpo", "sum", None), ("process_grpo", "each", DIVIDES), ("ppo", "each", None),
-    ("grpo", "each", f"{SUMS} ppo.estimator grpo reads their sum"), ("grpo", "min", None),
+    ("process_grpo", "each", DIVIDES), ("ppo", "each", None), ("grpo", "min", None),
+    ("grpo", "each", f"{SUMS} ppo.estimator grpo reads their sum"),
     ("online_dpo", "sum", f"{SUMS} this method reads their sum")])
 def test_where_rewards_of_steps_are_added_up_a_line_says_so_and_names_who_does_not(place, capfd, stage, reduce, said):
     critic = ["--roles.critic.learning_rate", "1e-3"] if stage == "ppo" else []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.training.labelling import SampleFile
@@ -39,18 +37,3 @@ def test_other_settings_are_named(tmp_path) -> None:
     filled(tmp_path / "s")
     with pytest.raises(UserError, match=r"samples of other settings \(model, seed\); remove it"):
         SampleFile(tmp_path / "s", {**SETTINGS, "model": "n", "seed": 1})
-
-
-@settings(max_examples=100, deadline=None)
-@given(content=st.binary(max_size=40) | st.sampled_from([b"{}\n", b"[]\n", b'{"settings": 3}\n', b"null\n{}\n"]))
-def test_any_other_file_is_a_user_error_or_begun_anew(tmp_path_factory, content) -> None:
-    path = tmp_path_factory.mktemp("s") / "samples.jsonl"
-    path.write_bytes(content)
-    try:
-        file = SampleFile(path, SETTINGS)
-    except UserError as error:
-        told = str(error)
-        assert "\n" not in told and "remove it" in told and path.read_bytes() == content
-        return
-    file.close()
-    assert file.known == {} and (b"\n" not in content or not content.strip())

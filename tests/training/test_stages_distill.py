@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 import yaml
 
 from hybrid_rlhf.cli import main
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.models.quantize import quantized_layers
 from hybrid_rlhf.trainers.distillation import DistillTrainer
+from hybrid_rlhf.training import builders
+from hybrid_rlhf.training.registry import READS
 from tests.factories.distill_stage import distill_place, lines, refused, steps, words
 from tests.factories.stage_options import COMMON, WORDS, used
+from tests.factories.tiny import save_tiny
 
 LORA = ["--model.lora.r", "4"]
 REPORTED = {"distill/divergence", "distill/teacher_kl", "entropy", "completions/mean_length", "grad_norm",
@@ -47,10 +54,11 @@ def test_the_stage_trains_reports_and_leaves_a_model_that_loads(place, built, ca
 
 
 def test_a_reward_source_scores_the_samples_and_moves_nothing(place) -> None:
-    assert main(words(place, "paid", f"--reward.functions=['{place}/pay.py:short']")) == 0
+    assert main(words(place, "paid", f"--reward.functions=['{place}/pay.py:short']",
+                      "--roles.ref.model_name_or_path", f"{place}/base")) == 0
     assert main(words(place, "unpaid")) == 0
     paid, unpaid = steps(place / "paid"), steps(place / "unpaid")
-    assert all("rewards/short/mean" in row and row["reward"] < 0 for row in paid)
+    assert all("rewards/short/mean" in row and row["reward"] < 0 and "kl" in row for row in paid)  # kl: of roles.ref
     assert lines(place / "paid")[-1]["eval/reward"] < 0
     for row, other in zip(paid, unpaid, strict=True):
         assert row["distill/divergence"] == other["distill/divergence"] and row["grad_norm"] == other["grad_norm"]
@@ -70,18 +78,11 @@ def test_what_became_of_the_rows_is_said_once(place, capfd, tmp_path) -> None:
     assert told[1].startswith(f"data of distill_data: {len(WORDS)} rows read")
 
 
-def test_a_named_reference_measures_kl(place, built) -> None:
-    assert main(words(place, "kl", "--roles.ref.model_name_or_path", f"{place}/base")) == 0
-    assert built[0].ref is not None and all("kl" in row for row in steps(place / "kl"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [["--distill.lmbda", "0.5", "--distill.num_minibatches", "2"],
-                                  ["--distill.divergence", "policy_gradient", "--distill.num_epochs", "2"]])
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypatch, more) -> None:
-    more = [*more, "--train.max_steps", "4", "--train.save_steps", "2"]
-    name = more[1].replace(".", "")
-    assert main(words(place, f"whole{name}", *more)) == 0, capsys.readouterr().err[-2000:]
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypatch) -> None:
+    more = ["--distill.lmbda", "0.5", "--distill.num_minibatches", "2", "--distill.num_epochs", "2",
+            "--train.max_steps", "4", "--train.save_steps", "2"]
+    assert main(words(place, "whole", *more)) == 0, capsys.readouterr().err[-2000:]
     step = DistillTrainer.step
 
     def stopped(self, prompts):
@@ -91,10 +92,10 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypa
 
     monkeypatch.setattr(DistillTrainer, "step", stopped)
     with pytest.raises(RuntimeError, match="killed"):
-        main(words(place, f"parts{name}", *more))
+        main(words(place, "parts", *more))
     monkeypatch.setattr(DistillTrainer, "step", step)
-    assert main(words(place, f"parts{name}", *more)) == 0
-    whole, parts = ((place / f"{n}{name}/model/model.safetensors").read_bytes() for n in ("whole", "parts"))
+    assert main(words(place, "parts", *more)) == 0
+    whole, parts = ((place / f"{n}/model/model.safetensors").read_bytes() for n in ("whole", "parts"))
     assert whole == parts != (place / "base/model.safetensors").read_bytes()
 
 
@@ -137,14 +138,7 @@ def test_the_base_itself_teaches_on_the_base_that_is_shared(place, built) -> Non
     assert steps(place / "own")[0]["distill/divergence"] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_teacher_of_another_base_shares_nothing_and_is_no_obstacle(place, built, capfd) -> None:
-    assert main(words(place, "other", *LORA, "--roles.ref.model_name_or_path", f"{place}/base")) == 0
-    assert built[0].ref.engine.model is built[0].actor.engine.model is not built[0].teacher.engine.model
-    assert "roles.share_base" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("more", "kind"), [(["--roles.teacher.quantize", "4bit"], "Linear4bit"),
-                                            (["--roles.teacher.quantize", "8bit"], "Linear8bitLt"),
+@pytest.mark.parametrize(("more", "kind"), [(["--roles.teacher.quantize", "8bit"], "Linear8bitLt"),
                                             (["--roles.teacher.dtype", "bfloat16"], None)])
 def test_a_teacher_in_fewer_bits_teaches_a_student_in_fp32(place, built, more, kind) -> None:
     assert main(words(place, f"few{more[-1]}", *more, "--roles.teacher.micro_batch_tokens", "40")) == 0
@@ -158,8 +152,7 @@ def test_a_teacher_in_fewer_bits_teaches_a_student_in_fp32(place, built, more, k
     assert few == pytest.approx(exact, rel=0.2) and few != exact
 
 
-@pytest.mark.parametrize(("more", "stays"), [([], ["lm_head.weight"]), (["--distill.top_k", "20"], []),
-                                             (["--distill.divergence", "policy_gradient"], [])])
+@pytest.mark.parametrize(("more", "stays"), [([], ["lm_head.weight"]), (["--distill.top_k", "20"], [])])
 def test_a_teacher_that_waits_leaves_its_head_on_the_device_where_it_is_read(place, monkeypatch, more, stays) -> None:
     """On a CPU there is nowhere to go: here it is made to."""
     plain, seen = HybridEngine.offload_when_idle, []
@@ -178,16 +171,6 @@ def test_a_teacher_that_waits_leaves_its_head_on_the_device_where_it_is_read(pla
     assert main(words(place, f"staying{''.join(more)}", *more)) == 0
     waiting, staying = (steps(place / f"{name}{''.join(more)}") for name in ("waiting", "staying"))
     assert [row["distill/divergence"] for row in waiting] == [row["distill/divergence"] for row in staying]
-
-
-def test_a_reward_model_is_no_teacher(place, capfd, tmp_path) -> None:
-    row = {"prompt": "say red", "chosen": "red", "rejected": "no"}
-    (tmp_path / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 12)
-    assert main(["--stage", "reward", "--output_dir", f"{place}/judge", *used("reward", COMMON),
-                 "--model.model_name_or_path", f"{place}/base", "--train.max_steps", "1",
-                 f"--data.sources=[{tmp_path}/pairs.jsonl]"]) == 0
-    said = refused(capfd, words(place, "no", teacher="judge"))
-    assert "judge holds a reward run, but a finished sft run is needed" in said
 
 
 def test_the_plan_knows_the_teacher_and_the_preview_shows_prompts_and_demonstrations(place, capfd) -> None:
@@ -228,12 +211,6 @@ def test_the_plan_counts_demonstrations_that_the_teacher_reads(place, capfd) -> 
     assert line.split()[2] == "0.2", line  # MiB; of samples alone 0.0
 
 
-def test_the_plan_of_a_base_that_is_shared_counts_it_once(place, capfd, taught) -> None:
-    assert main([*words(place, "planned", *LORA, teacher=taught), "--plan"]) == 0
-    found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("teacher")]
-    assert [line.split()[1] for line in found] == ["adapters", "targets", "activations", "logits"]
-
-
 def test_grpo_beside_a_teacher_reports_its_divergence_and_plans_for_it(place, built, capfd) -> None:
     more = ["--distill.coef", "0.5", "--distill.divergence", "jsd", "--distill.beta", "0.3", "--ppo.kl_coef", "0",
             "--ppo.sampling.num_samples", "2", f"--reward.functions=['{place}/pay.py:short']"]
@@ -242,3 +219,130 @@ def test_grpo_beside_a_teacher_reports_its_divergence_and_plans_for_it(place, bu
     assert all({"distill/divergence", "reward", "time/teacher"} <= row.keys() for row in steps(place / "grpo"))
     assert main([*words(place, "grpo-planned", *more, stage="grpo"), "--plan"]) == 0
     assert "\nteacher  weights" in capfd.readouterr().out
+
+
+# --- --stage distill: what does not fit is said in one line, and what is only told
+
+def test_what_the_stage_lacks_is_said_in_one_line(place, capfd) -> None:
+    assert "no teacher: give roles.teacher.model_name_or_path" in refused(capfd, words(place, "no", teacher=None))
+    said = refused(capfd, words(place, "no", "--distill.lmbda", "0.5",
+                                f"--data.sources=[{{path: {place}/rows.jsonl, stages: [distill]}}]"))
+    assert "distill_data" in said
+    said = refused(capfd, [*words(place, "no"), "--check_signal"])
+    assert "--check_signal is for stages that sample and learn from rewards" in said
+
+
+def test_a_teacher_whose_tokenizer_is_code_of_its_folder_is_read_where_that_is_trusted(place, capfd, tmp_path,
+                                                                                       monkeypatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    shutil.copytree(place / "teacher", tmp_path / "teacher")
+    (tmp_path / "teacher" / "own_words.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass OwnWords(PreTrainedTokenizerFast):\n    pass\n")
+    path = tmp_path / "teacher" / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "OwnWords",
+                                               "auto_map": {"AutoTokenizer": [None, "own_words.OwnWords"]}}
+    path.write_text(json.dumps(settings))
+    argv = words(place, "no", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher", "--plan", teacher=None)
+    said = refused(capfd, argv)
+    assert "cannot load a tokenizer" in said and "custom code" in said, said
+    assert main([*argv, "--model.trust_remote_code", "true"]) == 0
+    config, reads = DataConfig([Source(f"{place}/rows.jsonl")]), READS["ppo"]
+    for other, wanted in (("teacher", None), ("student", "chat templates")):
+        shutil.copytree(tmp_path / "teacher", tmp_path / "student", dirs_exist_ok=True)
+        for each in tmp_path.glob("student/chat_template*"):
+            each.write_text(each.read_text() + "{# another #}")
+        both = (str(place / "base"), f"{tmp_path}/{other}", config, reads)
+        assert builders.difference(*both, trust_remote_code=True) == wanted
+        with pytest.raises(UserError):
+            builders.difference(*both)
+
+
+def test_a_teacher_of_another_tokenizer_is_refused(place, capfd, tmp_path) -> None:
+    shutil.copytree(place / "teacher", tmp_path / "teacher")
+    path = tmp_path / "teacher" / "tokenizer.json"
+    rules = json.loads(path.read_text())
+    vocab = rules["model"]["vocab"]
+    a, b = sorted(vocab, key=vocab.__getitem__)[100:102]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    path.write_text(json.dumps(rules))
+    argv = words(place, "no", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher", teacher=None)
+    for more in ([], ["--plan"]):
+        said = refused(capfd, [*argv, *more])
+        assert "have different tokenizers: token" in said and "(2 such)" in said
+
+
+def test_another_template_of_the_same_tokens_is_told_and_a_padded_vocabulary_is_not(place, capfd, tmp_path) -> None:
+    save_tiny(tmp_path / "teacher", seed=5, vocab_size=320)
+    shutil.copytree(place / "base", tmp_path / "own")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (place / "base" / name).exists():
+            shutil.copy(place / "base" / name, tmp_path / "teacher" / name)
+    assert main(words(place, "padded", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher", teacher=None)) == 0
+    assert "chat template" not in capfd.readouterr().err
+    for path in tmp_path.glob("teacher/chat_template*"):
+        path.write_text(path.read_text() + "\n{# another #}")
+    assert main(words(place, "told", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher", teacher=None)) == 0
+    assert "has another chat template; it reads what the student's template writes" in capfd.readouterr().err
+
+
+def test_a_teacher_that_ends_its_answers_otherwise_is_told(place, capfd, tmp_path) -> None:
+    """ChatML's end in one, <|endoftext|> in the other: a student that learns to write it would not stop there."""
+    shutil.copytree(place / "teacher", tmp_path / "teacher")
+    for path in tmp_path.glob("teacher/chat_template*"):
+        path.write_text(path.read_text().replace("<|im_end|>", "<|endoftext|>"))
+    shutil.copytree(place / "base", tmp_path / "base")
+    argv = words(place, "ends", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher",
+                 "--model.model_name_or_path", f"{tmp_path}/base", "--plan", teacher=None)
+    assert main(argv) == 0
+    assert "ends its answers with '<|endoftext|>', which ends none of the student's" in capfd.readouterr().err
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
+    assert main(argv) == 0
+    assert "ends its answers" not in capfd.readouterr().err
+
+
+def test_a_teacher_with_too_few_positions_for_the_demonstrations_is_refused(place, capfd) -> None:
+    save_tiny(place / "short", seed=5, max_position_embeddings=45)
+    more = ["--data.max_length", "48", "--data.max_prompt_length", "30"]
+    said = refused(capfd, words(place, "no", "--distill.lmbda", "0.5", *more, teacher="short"))
+    assert f"data.max_length is 48, but {place}/short has 45 positions" in said
+
+
+def test_a_teacher_in_parts_needs_its_likeliest_words(place, capfd, built) -> None:
+    for more in (["--roles.teacher.zero_stage", "3"], ["--engine.zero_stage", "3"]):
+        said = refused(capfd, words(place, "no", *more))
+        assert "give distill.top_k (such as 64), or roles.teacher.zero_stage 0" in said
+        assert not built  # before anything was loaded
+
+
+@pytest.mark.parametrize("more", [[], ["--plan"]])
+def test_more_likeliest_words_than_there_are_is_refused(place, capfd, built, more) -> None:
+    size = json.loads((place / "teacher" / "config.json").read_text())["vocab_size"]
+    said = refused(capfd, [*words(place, "no", "--distill.top_k", str(size + 1)), *more])
+    assert f"distill.top_k is {size + 1}, and the teacher's vocabulary has {size} words; give fewer" in said
+    assert not built  # before anything was loaded
+    more = ["--distill.coef", "0.5", "--ppo.sampling.num_samples", "2", f"--reward.functions=['{place}/pay.py:short']"]
+    assert "distill.top_k is 999" in refused(capfd, words(place, "no", *more, "--distill.top_k", "999", stage="grpo"))
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    (["--distill.beta", "0.3"], "distill.beta is set; it is for distill.divergence jsd"),
+    (["--distill.divergence", "policy_gradient", "--distill.top_k", "5"], "distill.top_k is set; distill.divergence"),
+    (["--distill.divergence", "policy_gradient", "--distill.temperature", "2"], "distill.temperature is set;"),
+    (["--roles.ref.dtype", "float32"], "roles.ref.dtype is set; there is no reference"),
+    (["--roles.reward.dtype", "float32"], "roles.reward.dtype is set; no reward model scores the samples"),
+    (["--data.max_length", "40"], "data.max_length is set; it is for demonstrations"),
+    (["--roles.critic.learning_rate", "1"], "roles.critic.learning_rate is not used by --stage distill"),
+    (["--roles.teacher.learning_rate", "1"], "the teacher is not trained"),
+    (["--roles.teacher.tp", "2"], "only the actor generates"),
+    (["--roles.teacher.zero_stage", "1"], "roles.teacher.zero_stage is 1 for a role that is not trained")])
+def test_options_that_nothing_reads_are_refused(place, capfd, more, message) -> None:
+    assert message in refused(capfd, words(place, "no", *more))
+
+
+@pytest.mark.parametrize(("stage", "more", "message"), [
+    ("grpo", ["--distill.top_k", "5"], "distill.top_k is set; distill.coef is 0"),
+    ("grpo", [], "roles.teacher.model_name_or_path is set; distill.coef is 0"),
+    ("rejection", [], "this method has no teacher")])
+def test_a_teacher_that_no_method_asks_is_refused(place, capfd, stage, more, message) -> None:
+    assert message in refused(capfd, words(place, "no", *more, stage=stage, teacher=None if more else "teacher"))

@@ -96,9 +96,11 @@ def test_kl_is_that_of_plain_transformers_on_the_same_tokens(place, monkeypatch)
     assert found["models"][1]["kl"] == pytest.approx(total / 20, abs=1e-4)
 
 
-def test_several_sources_and_answers_are_weighted_and_told_apart(place) -> None:
-    found = evaluated(place, "mixed", "PLACE/one, PLACE/two", "--reward.functions=[PLACE/pay.py:letters, "
-                      "PLACE/pay.py:vowels]", "--reward.weights=[0.5, 2.0]", "--evaluate.sampling.num_samples", "3")
+def test_several_sources_and_answers_are_weighted_and_told_apart_and_again_when_asked_again(place, capsys) -> None:
+    given = ("mixed", "PLACE/one, PLACE/two", "--reward.functions=[PLACE/pay.py:letters, PLACE/pay.py:vowels]",
+             "--reward.weights=[0.5, 2.0]", "--evaluate.sampling.num_samples", "3")
+    found = evaluated(place, *given)
+    assert evaluated(place, *given) == found and "nothing to do" not in capsys.readouterr().err
     for model in found["models"]:
         assert model["score"] == pytest.approx(0.5 * model["sources"]["letters"] + 2 * model["sources"]["vowels"])
     assert found["answers_per_prompt"] == 3
@@ -147,10 +149,3 @@ def test_the_stage_2_model_judges_and_a_template_is_for_the_policy_alone(place, 
     assert found["reward_sources"] == "model"  # the reward run beside output_dir
     assert kept[0] is None and all(text.startswith("Score 1. say") for text in kept[1].texts)
     assert found["models"][0]["score"] != found["models"][1]["score"]
-
-
-@pytest.mark.slow
-def test_an_evaluation_is_made_again_when_asked_again(place, capsys) -> None:
-    first = evaluated(place, "again", "PLACE/one, PLACE/two", *PAID)
-    assert evaluated(place, "again", "PLACE/one, PLACE/two", *PAID) == first
-    assert "nothing to do" not in capsys.readouterr().err

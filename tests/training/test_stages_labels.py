@@ -135,17 +135,6 @@ def test_a_process_reward_model_is_measured_by_its_scores_of_whole_answers(place
     assert found_in(place, "placed")["agreement"][0]["accuracy"] == row["accuracy"]
 
 
-def test_beside_models_that_answer(place) -> None:
-    assert evaluate(place, "both", "--evaluate.labels=PLACE/pairs.jsonl", "--evaluate.models=[PLACE/one, PLACE/two]",
-                    "--data.sources=PLACE/prompts.jsonl", "--data.max_prompt_length=32", "--evaluate.rows=all",
-                    "--evaluate.sampling.max_new_tokens=6", "--data.raw=true",
-                    "--reward.functions=PLACE/pay.py:letters") == 0
-    found = found_in(place, "both")
-    assert [m["model"] for m in found["models"]] == ["one", "two"] and found["agreement"][0]["accuracy"] == 0.8
-    page = (place / "both" / "evaluate.md").read_text()
-    assert page.index("| two |") < page.index("## Agreement with the labels") < page.index("## Answers side by side")
-
-
 def test_a_judge_behind_an_address_is_measured_by_its_comparisons(place) -> None:
     """It prefers the shorter response, and gives no verdict on "no no no no no" beside red: seven pairs are right and
     two, of a long answer and x, are wrong."""
@@ -180,19 +169,6 @@ def test_a_judge_without_any_verdict_was_not_measured_and_ends_with_one_line(pla
     assert evaluate(place, "silent", "--evaluate.labels=PLACE/pairs.jsonl",
                     "--reward.functions=PLACE/nothing.py:skips") == 2
     assert "skips has no score on any of the 10 pairs; give a source" in capsys.readouterr().err
-
-
-def test_a_source_that_takes_long_says_how_far_it_is(tmp_path, monkeypatch, capsys) -> None:
-    """Batches of 3 of the four pairs, each of which is 2 answers where they are graded; a quick one says nothing."""
-    rows = labels_of(tmp_path, ROWS)
-    label_agreement.measure(rows, [FakeJudge()], METHOD, batch_size=3)
-    assert "has read" not in capsys.readouterr().err
-    monkeypatch.setattr("hybrid_rlhf.report.terminal.SECONDS", 0.0)
-    label_agreement.measure(rows, [FakeJudge(), FakeJudge("absolute")], METHOD, batch_size=3)
-    assert capsys.readouterr().err.splitlines() == [
-        "evaluate: judge has read 3 of 4 pairs with labels", "evaluate: judge has read 4 of 4 pairs with labels",
-        "evaluate: judge has read 3 of 8 answers with labels", "evaluate: judge has read 6 of 8 answers with labels",
-        "evaluate: judge has read 8 of 8 answers with labels"]
 
 
 def test_what_a_reward_model_was_trained_on_tells_nothing_about_it(place, reward, capsys) -> None:

@@ -81,17 +81,10 @@ def test_kto_reads_labels_as_well_as_pairs(place) -> None:
     assert all("kl" in row for row in steps)
 
 
-@pytest.mark.slow
-def test_the_name_of_a_variant_and_its_switch_are_one_run(place) -> None:
-    close(launch(place, "dpo", "switch", "--dpo.loss_type", "simpo"), launch(place, "simpo", "named"), 1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["dpo", "kto"])
 def test_small_micro_batches_and_checkpointing_change_no_number(place, stage) -> None:
-    whole = launch(place, stage, f"{stage}-whole")
     close(launch(place, stage, f"{stage}-micro", "--engine.micro_batch_tokens", "40",
-                 "--model.gradient_checkpointing", "true"), whole, 1e-3)
+                 "--model.gradient_checkpointing", "true"), launch(place, stage, stage), 1e-3)
 
 
 @pytest.mark.slow
@@ -127,13 +120,6 @@ def test_a_rerun_of_a_finished_run_does_nothing_and_the_plan_knows_the_reference
     assert main([*argv, f"--data.sources=[{{path: {place}/pairs.jsonl}}]"]) == 0
     out = capfd.readouterr().out
     assert "policy" in out and "reference" in out
-
-
-@pytest.mark.slow
-def test_a_policy_trained_on_preferences_may_be_trained_on(place) -> None:
-    first = launch(place, "dpo", "first")
-    second = launch(place, "simpo", "second", "--model.model_name_or_path", str(first))
-    assert json.loads((second / "run.json").read_text())["facts"]["base_model"] == str(first)
 
 
 def test_conditional_sft_trains_on_every_answer_with_its_score_in_the_prompt(place, capfd) -> None:
