@@ -1,7 +1,10 @@
 """Chunked log-probabilities against the whole computation, written out with torch's own cross entropy."""
 
+from __future__ import annotations
+
 import math
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from hybrid_rlhf.algorithms import likelihood
+from hybrid_rlhf.algorithms.divergence import top_k_logprobs
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, imitation_loss, token_logprobs, token_logprobs_and
-from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, predicted, predicting
+from hybrid_rlhf.core.tensors import KeptSets, SequenceBatch, length_mask, predicted, predicting
+from hybrid_rlhf.kernels import ops_for
 
 HIDDEN, VOCABULARY = 5, 11
 
@@ -214,3 +219,162 @@ def test_imitation_is_cross_entropy_as_a_share_of_all_tokens_with_its_accuracy()
     assert {name: (float(mean), count) for name, (mean, count) in observed.items()} == {
         "loss": (1.5, 2), "mean_token_accuracy": (0.5, 2)}
     assert imitation_loss(torch.zeros(0), torch.zeros(0, dtype=torch.bool), denominator=6)[1] == {}
+
+
+# --- Log-probabilities among kept words alone, against whole logits written out with torch's own functions
+
+def truncated_problem(size, seed=0):
+    """Hidden states, head, targets, and which words each target was drawn from: (size, V) bool, its own among them."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(size, HIDDEN, generator=generator).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_()
+    targets = torch.randint(VOCABULARY, (size,), generator=generator)
+    allowed = torch.rand(size, VOCABULARY, generator=generator) < 0.4
+    return hidden, weight, targets, allowed.scatter(1, targets[:, None], True)
+
+
+def sets(allowed, rows=1):
+    """The sets of `allowed`, as those of `rows` rows of tokens."""
+    words = [row.nonzero()[:, 0].int() for row in allowed]
+    cuts = [len(words) * i // rows for i in range(rows + 1)]
+    return KeptSets.of_rows([words[a:b] for a, b in pairwise(cuts)])
+
+
+def whole_among(hidden, weight, targets, allowed, temperature):
+    logits = (hidden @ weight.T / temperature).masked_fill(~allowed, -1e9)
+    logprobs = logits.log_softmax(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("score_logits", [None, ops_for("cpu").token_scores], ids=["torch", "kernels"])
+@settings(max_examples=25, deadline=None)
+@given(size=st.integers(1, 20), chunk_size=st.integers(1, 24), rows=st.integers(1, 4), seed=st.integers(0, 999),
+       temperature=st.sampled_from([1.0, 0.7]))
+def test_values_and_gradients_are_those_of_whole_masked_logits(score_logits, size, chunk_size, rows, seed, temperature):
+    results = []
+    for is_chunked in (True, False):
+        hidden, weight, targets, allowed = truncated_problem(size, seed)
+        if is_chunked:
+            logprobs, entropy, _ = token_logprobs(
+                hidden, targets, lambda h, w=weight: h @ w.T, temperature, chunk_size, with_entropy=True,
+                score_logits=score_logits, kept=sets(allowed, rows))
+        else:
+            logprobs, entropy = whole_among(hidden, weight, targets, allowed, temperature)
+        (-logprobs.mean() - 0.3 * entropy.sum()).backward()
+        results.append((logprobs, entropy, hidden.grad, weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_by_hand():
+    # probabilities 1/8, 2/8, 5/8: among the first two 1/3 and 2/3; one word alone has 1, and teaches nothing
+    logits = torch.tensor([[1.0, 2.0, 5.0]]).log().repeat(2, 1).requires_grad_()
+    kept = KeptSets([torch.tensor([0, 1, 2], dtype=torch.int32)], [torch.tensor([2, 1])])
+    logprobs, entropy, correct = token_logprobs(logits, torch.tensor([1, 2]), lambda h: h, with_entropy=True, kept=kept)
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([2 / 3, 1.0]))
+    torch.testing.assert_close(entropy, torch.tensor([0.63651417, 0.0]))  # log 3 - 2/3 log 2
+    assert correct.tolist() == [True, True]
+    logprobs.sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([[-1 / 3, 1 / 3, 0.0], [0.0, 0.0, 0.0]]))
+
+
+def test_all_words_kept_change_no_bit():
+    hidden, weight, targets, _ = truncated_problem(9)
+    plain = token_logprobs(hidden, targets, lambda h: h @ weight.T, chunk_size=4, with_entropy=True)
+    kept = sets(torch.ones(9, VOCABULARY, dtype=torch.bool), 3)
+    among = token_logprobs(hidden, targets, lambda h: h @ weight.T, chunk_size=4, with_entropy=True, kept=kept)
+    assert all(torch.equal(a, b) for a, b in zip(plain, among, strict=True))
+
+
+def test_what_is_measured_beside_sees_all_words():
+    hidden, weight, targets, allowed = truncated_problem(6)
+    _, (lowest,) = token_logprobs_and(lambda logits: (logits.amin(-1),), (), hidden, targets, lambda h: h @ weight.T,
+                                      chunk_size=4, kept=sets(allowed))
+    torch.testing.assert_close(lowest, (hidden @ weight.T).amin(-1))
+
+
+def test_no_tokens_and_calls_that_wait_for_others():
+    hidden, weight, targets, allowed = truncated_problem(0)
+    logprobs, entropy, _ = token_logprobs(hidden, targets, lambda h: h @ weight.T, with_entropy=True, num_chunks=3,
+                                          kept=sets(allowed))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.shape == (0,) and not weight.grad.any()
+
+
+def test_as_many_sets_as_targets():
+    hidden, weight, targets, allowed = truncated_problem(6)
+    with pytest.raises(ValueError, match="6 hidden states for 6, 5 targets"):
+        token_logprobs(hidden, targets, lambda h: h @ weight.T, kept=sets(allowed[:5]))
+
+
+def test_a_word_without_logits_is_refused():
+    hidden, weight, targets, allowed = truncated_problem(2)
+    kept = sets(allowed) + KeptSets([], [])
+    kept.ids[0][-1] = VOCABULARY
+    with pytest.raises(ValueError, match="candidate token 11 is outside of 11 logits"):
+        token_logprobs(hidden, targets, lambda h: h @ weight.T, kept=kept)
+
+
+def test_rows_of_sets_are_chosen_and_joined_by_row():
+    first, second, third = (torch.tensor(words, dtype=torch.int32) for words in ([1, 2], [3], [4, 5, 6]))
+    kept = KeptSets.of_rows([[first, second], [], [third]])
+    assert len(kept) == 3 and kept.num_bytes() == 6 * 4 + 3 * 8
+    both = kept.rows(torch.tensor([2, 0])) + kept
+    assert [ids.tolist() for ids in both.ids] == [[4, 5, 6], [1, 2, 3], [1, 2, 3], [], [4, 5, 6]]
+    assert [sizes.tolist() for sizes in both.sizes] == [[3], [2, 1], [2, 1], [], [3]]
+    assert [(ids.tolist(), sizes.tolist()) for ids, sizes in both.chunks(2)] == [
+        ([4, 5, 6, 1, 2], [3, 2]), ([3, 1, 2], [1, 2]), ([3, 4, 5, 6], [1, 3])]
+
+
+# --- The likeliest tokens beside a given one's log-probability: whole logits by hand, chunked or not
+
+def likeliest(hidden, targets, head, num_top, chunk_size=1024):
+    """Log-probabilities (N,) of the targets, the likeliest ids (N, k) and theirs (N, k)."""
+    (logprobs, *_), (ids, top) = token_logprobs_and(lambda logits: top_k_logprobs(logits, num_top), (), hidden, targets,
+                                                    head, chunk_size=chunk_size)
+    return logprobs, ids, top
+
+
+def test_the_numbers_are_those_of_a_softmax_by_hand():
+    # e^0, e^ln2, e^ln5 of 8: probabilities 1/8, 2/8, 5/8
+    logits = torch.tensor([[0.0, math.log(2), math.log(5)]])
+    logprobs, ids, top = likeliest(torch.zeros(1, 4), torch.tensor([1]), lambda _rows: logits, 2)
+    assert logprobs.tolist() == pytest.approx([math.log(2 / 8)])
+    assert ids.tolist() == [[2, 1]]
+    assert top[0].tolist() == pytest.approx([math.log(5 / 8), math.log(2 / 8)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_size", [1, 4, 100])
+def test_chunks_are_the_whole(chunk_size, dtype):
+    draws = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(11, 8, generator=draws), torch.randn(50, 8, generator=draws)
+    logits = (hidden @ weight.T).to(dtype)
+    targets = logits.float().argmax(-1)
+    targets[::2] = 7
+    sizes = []
+
+    def head(rows):
+        sizes.append(len(rows))
+        return (rows @ weight.T).to(dtype)
+
+    logprobs, ids, top = likeliest(hidden, targets, head, 5, chunk_size)
+    want = torch.log_softmax(logits.double(), -1)
+    assert max(sizes) <= chunk_size and sum(sizes) == 11
+    assert torch.allclose(logprobs.double(), want.gather(-1, targets[:, None])[:, 0], atol=1e-5)
+    assert torch.allclose(top.double(), want.sort(-1, descending=True).values[:, :5], atol=1e-5)
+    assert torch.allclose(top.double(), want.gather(-1, ids), atol=1e-5)
+
+
+def test_nothing_a_small_vocabulary_and_words_that_are_ruled_out():
+    logprobs, ids, top = likeliest(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), lambda rows: rows, 3)
+    assert (logprobs.shape, ids.shape, top.shape) == ((0,), (0, 3), (0, 3))
+    _, ids, top = likeliest(torch.zeros(2, 4), torch.tensor([1, 1]), lambda rows: rows, 0)
+    assert (ids.shape, top.shape) == ((2, 0), (2, 0))
+    ruled_out = torch.tensor([[0.0, float("-inf")]])
+    logprobs, ids, top = likeliest(torch.zeros(1, 1), torch.tensor([1]), lambda _rows: ruled_out, 20)
+    assert logprobs.tolist() == [float("-inf")]
+    assert ids.tolist() == [[0, 1]] and top.tolist() == [[0.0, float("-inf")]]
+    for targets, chunk_size in ((torch.tensor([0]), 8), (torch.tensor([0, 0]), 0)):
+        with pytest.raises(ValueError, match=r"must be|targets"):
+            likeliest(torch.zeros(2, 4), targets, lambda rows: rows, 1, chunk_size)

@@ -60,7 +60,7 @@ PARTS = {
     "tensors": Part(
         ["hybrid_rlhf/core/tensors.py"],
         ["tests/core/test_tensors.py", "tests/data/test_batches.py", "tests/engine/train/test_micro_batches.py",
-         "tests/algorithms/test_advantages.py", "tests/algorithms/test_likelihood_kept.py"]),
+         "tests/algorithms/test_advantages.py", "tests/algorithms/test_likelihood.py"]),
     "chat": Part(
         ["hybrid_rlhf/data/chat.py"],
         ["tests/data/test_added_turns.py", "tests/data/test_batches.py", "tests/data/test_chat_template.py",
@@ -72,18 +72,18 @@ PARTS = {
          "tests/engine/train/test_micro_batches.py"]),
     "record": Part(
         ["hybrid_rlhf/rollout/*record.py", "hybrid_rlhf/rollout/dynamic_sampling.py"],
-        ["tests/rollout/test_record.py", "tests/rollout/test_rollout_holes.py"]),
+        ["tests/rollout/test_record.py"]),
     "rollout": Part(
         ["hybrid_rlhf/rollout/best_of_n.py", "hybrid_rlhf/rollout/collect.py", "hybrid_rlhf/rollout/old_logprobs.py",
          "hybrid_rlhf/rollout/episodes.py", "hybrid_rlhf/rollout/episodes.py", "hybrid_rlhf/rollout/episodes.py"],
-        ["tests/rollout/test_best_of_n_sampler.py", "tests/rollout/test_collect.py",
-         "tests/rollout/test_episode_player.py", "tests/rollout/test_episode_turns.py",
-         "tests/rollout/test_old_logprobs.py", "tests/rollout/test_replay.py"]),
+        ["tests/rollout/test_collect.py", "tests/rollout/test_environment_episodes.py",
+         "tests/rollout/test_episode_player.py", "tests/rollout/test_episodes.py",
+         "tests/rollout/test_old_logprobs.py"]),
     "roles": Part(
         ["hybrid_rlhf/roles/*.py"],
         ["tests/roles/test_critic_start.py", "tests/roles/test_policy_module.py", "tests/roles/test_role_handles.py",
-         "tests/roles/test_role_updates.py", "tests/roles/test_scoring.py", "tests/roles/test_sharing.py",
-         "tests/roles/test_teacher_reads.py", "tests/roles/test_teacher_targets.py"]),
+         "tests/roles/test_scoring.py", "tests/roles/test_sharing.py", "tests/roles/test_teacher_reads.py",
+         "tests/trainers/test_offline_trainers.py", "tests/trainers/test_trainers.py"]),
 }
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid_rlhf.algorithms.divergence import Divergence, TeacherTargets
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.models.shared_prefix import NotShareableError
 from hybrid_rlhf.roles import PolicyModule
@@ -101,29 +100,6 @@ def test_log_probabilities_entropy_and_the_likeliest_word_by_hand(module):
     assert [halved.router_loss, halved.choices, halved.divergence, halved.top_ids, halved.top_logprobs] == [None] * 5
 
 
-def test_the_likeliest_words_have_a_temperature_of_their_own_or_the_tokens(module):
-    """From state 2 at temperature 2: 1/2 and 1/4; at temperature 1: 16, 4, 1, 1 of 22."""
-    for given, expected in (({"temperature": 2.0}, [1 / 2, 1 / 4]), ({"top_temperature": 2.0}, [1 / 2, 1 / 4]),
-                            ({}, [16 / 22, 4 / 22]), ({"temperature": 2.0, "top_temperature": 1.0}, [16 / 22, 4 / 22])):
-        found = module(batch([2, 1]), top_k=2, **given)
-        assert found.top_logprobs.exp().flatten().tolist() == pytest.approx(expected)
-        assert found.top_ids.tolist() == [[0, 1]] and found.divergence is None
-    assert found.logprobs.exp().tolist() == pytest.approx([1 / 4])
-
-
-@pytest.mark.parametrize("top_k", [0, 1])
-def test_the_divergence_from_a_teacher_of_equal_words_is_what_the_entropy_lacks(module, top_k):
-    """KL(p || 1/4 each) = log 4 - H(p); the teacher's states are 0."""
-    targets = TeacherTargets(Divergence("reverse_kl"), [torch.zeros(1, 1), torch.zeros(1, 1)],
-                             head=lambda rows: rows * QUARTERS.log())
-    found = module(batch([1, 0], [2, 3]), with_entropy=True, teacher=targets, top_k=top_k)
-    expected = T(4.0).log() - found.entropy
-    torch.testing.assert_close(found.divergence, expected)
-    assert found.divergence[1] > found.divergence[0] > 0
-    assert (found.top_ids is None) == (top_k == 0) and (not top_k or found.top_ids.tolist() == [[0], [0]])
-    assert not top_k or found.top_logprobs.exp().tolist()[0] == pytest.approx([1 / 2])
-
-
 def test_the_head_is_taken_to_chunks_and_once_at_least(module, monkeypatch):
     monkeypatch.setattr(module_under_test, "chunk_rows", lambda size, dtype: 2 if (size, dtype) == (
         4, torch.float32) else 99)
@@ -132,16 +108,6 @@ def test_the_head_is_taken_to_chunks_and_once_at_least(module, monkeypatch):
         assert module.model.told == ["whole", 2, 2, 1]
         module.model.told.clear()
         assert module(batch([1])).logprobs.tolist() == [] and module.model.told == ["whole", 0]
-
-
-def test_processes_that_share_the_weights_take_the_head_as_often_as_the_busiest(module, monkeypatch):
-    monkeypatch.setattr(module_under_test, "chunk_rows", lambda *_: 2)
-    monkeypatch.setattr(module_under_test, "is_partitioned", lambda model: model is module.model)
-    asked = []
-    monkeypatch.setattr(module_under_test, "max_over_ranks", lambda own: asked.append(own) or 5)
-    with torch.no_grad():
-        found = module(batch([1, 0, 0, 0]))
-    assert asked == [2] and module.model.told == ["whole", 2, 1, 0, 0, 0] and len(found.logprobs) == 3
 
 
 def test_sharing_is_tried_once_on_the_model_and_not_beside_a_router_loss_of_the_model_s_own(module):
@@ -171,41 +137,3 @@ def test_rows_that_cannot_be_shared_are_computed_whole_and_why_is_said(module):
     assert module.states(batch([1, 9], [3])).rows.tolist() == [[1.0]]
     assert module.states(batch([1, 9], documents=True)).rows.tolist() == [[1.0]]
     assert module.model.told == ["distinct", ("nine", False), "whole", "distinct", ("nine", True), "whole"]
-
-
-def test_packed_documents_are_kept_apart_where_the_model_can_and_else_it_is_said(module):
-    module.states(batch([1, 2], documents=True))
-    assert module.model.told == [("its attention is not plain causal, or its weights are in parts", True), "whole"]
-    module.model.told.clear()
-    module._can_share = True
-    module.states(batch([1, 2], documents=True))
-    assert module.model.told == ["distinct"]
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_a_router_is_asked_for_its_loss_with_gradients_and_for_choices_where_they_are_wanted(module, is_shared):
-    asked, two = routed(module), batch([1, 2], [3])
-    module._can_share = is_shared
-    logits = "distinct logits" if is_shared else "logits"
-    found = module(two, expert_shares="shares")
-    assert (found.router_loss, found.choices) == ("loss", None)
-    model, own, hidden, given, shares, counts = asked.pop()
-    assert (model, own, given, shares) == (module.model, two, logits, "shares")
-    assert hidden.flatten().tolist() == [1, 2, 3, 0] and counts.tolist() == [1 + is_shared] * 3 + [0]
-    found = module(two, with_choices=True)
-    assert (found.router_loss, found.choices) == (None, "choices")
-    given, counts = asked.pop()
-    assert given == logits and counts.tolist() == [1 + is_shared] * 3 + [0]
-    with torch.no_grad():
-        assert module(two).router_loss is None and not asked
-        assert module(two, with_choices=True).choices == "choices"
-
-
-def test_the_device_s_own_kernel_scores_the_tokens(module, monkeypatch):
-    def scored(logits, ids, temperature, with_entropy):
-        return ids * temperature, None, ids == 2
-
-    monkeypatch.setattr(module_under_test, "ops_for", lambda kind: SimpleNamespace(token_scores=scored) if kind == "cpu"
-                        else None)
-    found = module(batch([1, 2, 3]), temperature=0.5)
-    assert found.logprobs.tolist() == [1.0, 1.5] and found.correct.tolist() == [True, False]

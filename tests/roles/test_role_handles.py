@@ -10,7 +10,7 @@ import torch
 
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.engine.decode.sampling import Generation
-from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles, Teacher, role_state
+from hybrid_rlhf.roles import Actor, Critic, Reference, Roles
 from hybrid_rlhf.roles import actor as actor_module
 from hybrid_rlhf.rollout import Prompts
 
@@ -41,14 +41,6 @@ def roles(is_new: bool = True) -> Roles:
     return Roles(Actor(Noted("a"), None), Reference(Noted()), Critic(Noted("c"), is_new=is_new))
 
 
-def test_every_role_names_its_engine_for_messages():
-    named = [(Actor, "actor"), (Critic, "critic"), (Reference, "reference"), (Reward, "reward model"),
-             (Teacher, "teacher")]
-    for kind, name in named:
-        role = kind(Noted(), None) if kind is Actor else kind(Noted())
-        assert role.engine.name == name and role.max_tokens == 8192
-
-
 def test_a_checkpoint_holds_what_is_trained_the_limits_of_all_and_the_scale_of_a_new_critic():
     made = roles()
     made.actor.engine.oom_limits, made.ref.engine.oom_limits = {"update": 5, "slots": 2}, {"score": 7}
@@ -77,33 +69,6 @@ def test_a_run_goes_on_with_shards_limits_and_scale_each_in_its_role_s_turn():
     old = roles(is_new=False)
     old.load_state({"actor": "A", "critic": "C", "learnt": {"actor": {"update": 6}}})  # as earlier releases called it
     assert old.oom_limits() == {"actor": {"update": 6}, "ref": {}, "critic": {}} and old.critic.mean == 0.0
-
-
-def test_limits_of_a_role_that_is_not_there_are_a_fault_and_so_is_training_without_an_optimizer():
-    with pytest.raises(ValueError, match=r"^the teacher is None, and is needed here$"):
-        roles(is_new=False).load_state({"actor": "A", "critic": "C", "oom_limits": {"teacher": {"score": 1}}})
-    with pytest.raises(ValueError, match=r"^the optimizer of the reference is None, and is needed here$"):
-        role_state.training_of(Reference(Noted()))
-
-
-def test_the_schedule_counts_updates_that_were_planned_and_is_scaled_by_what_a_factor_says_now():
-    role = Actor(Noted("a", num_steps=3), None)
-    role_state.schedule_at(role, 8)
-    assert role.engine.training.num_omitted == 5
-    factors = [0.5, 0.25]
-    role_state.scale_schedule(role, lambda: factors[0])
-    assert role.engine.training.schedule(4) == 0.25  # 0.5 x 4 / 8
-    del factors[0]
-    assert role.engine.training.schedule(4) == 0.125
-
-
-def test_a_new_critic_that_has_learned_keeps_its_scale():
-    critic = Critic(Noted("c", num_steps=1), is_new=True)
-    critic.begin(T([5.0, 7.0]))
-    assert (critic.mean, critic.std) == (0.0, 1.0)
-    fresh = Critic(Noted("c"), is_new=True)
-    fresh.begin(T([5.0, 8.0]))
-    assert (fresh.mean, fresh.std) == (6.5, 1.5)
 
 
 class Sampler(Noted):
@@ -156,17 +121,3 @@ def test_what_was_drawn_greedily_is_scored_as_it_is_and_shorter_rows_are_filled_
     assert made.sampled_logprobs.tolist() == [[-0.5, -1.0, -0.25], [-0.125, 0.0, 0.0]]
     assert made.response_ids.tolist() == [[8, 4, 3], [3, 77, 77]]
     assert engine.told == [([[1], [2]], 0.0, 0, [0, 1], False)]
-
-
-def test_of_no_prompts_no_text_is_read():
-    engine = Sampler(Generation([], [], []))
-    actor = Actor(engine, TEXTS)
-    assert actor.generate(Prompts([], []), SamplingConfig(), 0).completions == []
-
-
-def test_episodes_are_played_by_who_plays_them(second_process):
-    seen = []
-    actor = Actor(Noted(), None, episodes=SimpleNamespace(play=lambda *given: seen.append(given) or "a rollout"))
-    prompts, sampling = Prompts([[1], [2]], ["", ""]), SamplingConfig()
-    assert actor.generate(prompts, sampling, 5, keep_candidates=True) == "a rollout"
-    assert seen == [(actor.engine, prompts, sampling, 5, range(7, 9), True)]

@@ -11,9 +11,9 @@ from torch import nn
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right, predicted
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.models.router import Router
-from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, TokenScores, router_balance
+from hybrid_rlhf.roles import Actor, Reference, TokenScores
 from hybrid_rlhf.roles.router_balance import expert_shares
-from hybrid_rlhf.roles.scoring import prefix_groups, score, score_index
+from hybrid_rlhf.roles.scoring import prefix_groups, score
 from hybrid_rlhf.rollout import Prompts, Rollout
 
 PROMPTS, RESPONSES = [[5, 6], [7], [5, 6]], [[10, 11], [12, 13, 14], [15]]
@@ -57,41 +57,12 @@ def batch() -> SequenceBatch:
 
 @pytest.mark.parametrize("max_tokens", [1, 8192])
 @pytest.mark.parametrize("kind", [Actor, Reference])
-def test_each_action_has_its_own_number_whatever_the_budget_and_every_other_place_zero(kind, max_tokens):
-    module = Tokens()
-    engine = HybridEngine(module)
-    role = Actor(engine, None, max_tokens) if kind is Actor else Reference(engine, max_tokens)
-    made = role.logprobs(rollout(temperature=0.5))
-    assert made.tolist() == [[20, 22, 0], [24, 26, 28], [30, 0, 0]] and made.dtype == torch.float32
-    assert {call[:2] for call in module.calls} == {(False, False)}  # in evaluation mode, without gradients
-    assert len(module.calls) == (3 if max_tokens == 1 else 1) and not made.requires_grad
-
-
-@pytest.mark.parametrize("max_tokens", [1, 8192])
-@pytest.mark.parametrize("kind", [Actor, Reference])
 def test_the_numbers_of_a_row_are_added_up_whatever_the_budget(kind, max_tokens):
     engine = HybridEngine(Tokens())
     role = Actor(engine, None, max_tokens) if kind is Actor else Reference(engine, max_tokens)
     found = role.sequence_logprobs(batch())
     assert len(engine.module.calls) == (3 if max_tokens == 1 else 1)
     assert found.tolist() == [10 + 11, 12 + 13 + 14, 15] and found.dtype == torch.float32
-
-
-@pytest.mark.parametrize("max_tokens", [1, 8192])
-def test_a_critic_reads_the_token_before_an_action_and_a_reward_model_the_last_real_one(max_tokens):
-    engine = HybridEngine(Everywhere())
-    assert Critic(engine, max_tokens).values(rollout()).tolist() == [[12, 20, 0], [14, 24, 26], [12, 0, 0]]
-    reward = Reward(engine, max_tokens)
-    assert reward.score_rollout(rollout()).tolist() == reward.score(batch()).tolist() == [22, 28, 30]
-
-
-def test_micro_batches_say_which_rows_they_are_and_what_is_found_of_them():
-    engine = HybridEngine(Tokens())
-    found = list(score(engine, batch(), 8, lambda rows: rows.attention_mask.sum(1).tolist()))
-    assert [(index.tolist(), lengths) for index, lengths in found] == [([0, 1], [4, 4]), ([2], [3])]
-    named = list(score_index(engine, batch(), 8, lambda index: index + 100))
-    assert [(index.tolist(), other.tolist()) for index, other in named] == [([0, 1], [100, 101]), ([2], [102])]
-    assert not engine.module.training
 
 
 def test_rows_of_one_prefix_stay_together_where_the_module_computes_it_once():
@@ -137,19 +108,6 @@ def test_experts_are_counted_over_the_minibatch_once_where_a_micro_batch_is_less
 def test_with_two_choices_a_token_the_shares_add_up_to_two():
     module = Tokens(router=Router(0.1, num_choices=2))
     assert expert_shares(HybridEngine(module), experts_batch(), 8192)(1).tolist() == pytest.approx([1, 1 / 3, 2 / 3])
-
-
-def test_several_processes_count_at_once_and_together(monkeypatch):
-    said = []
-    monkeypatch.setattr(router_balance, "world_size", lambda: 2)
-    monkeypatch.setattr(router_balance, "gather_over_ranks", lambda own: said.append(own) or [own, [], [0.0, 2.0, 4.0]])
-    module = Tokens(router=Router(0.1, num_choices=1))
-    shares = expert_shares(HybridEngine(module), experts_batch(), 8192)
-    assert len(module.calls) == 1 and said == [[3.0, 1.0, 2.0]]
-    assert shares(3).tolist() == shares(1).tolist() == pytest.approx([3 / 12, 3 / 12, 6 / 12])
-    assert len(said) == 1
-    none = expert_shares(HybridEngine(module), experts_batch().rows(torch.arange(0)), 8192)
-    assert said[1] == [] and none(0).tolist() == pytest.approx([0, 1 / 3, 2 / 3])
 
 
 @pytest.mark.parametrize("router", [None, Router(0.1, num_choices=None)])

@@ -33,7 +33,9 @@ class Place(SimpleNamespace):
         return self.folder / out
 
     def ppo(self, out: str, *more: str, reward: str = "lora/reward", code: int = 0):
-        """Metrics without the clock's, and the roles as they were built and trained."""
+        """Metrics without the clock's, and the roles as they were built and trained; a run is made once."""
+        if out in self.runs:
+            return self.runs[out]
         folder = self.launch("ppo", out, *LORA, "--model.model_name_or_path", f"{self.folder}/lora/sft",
                              "--roles.reward.model_name_or_path", f"{self.folder}/{reward}", *more, code=code)
         if code:
@@ -41,14 +43,15 @@ class Place(SimpleNamespace):
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         rows = [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "engine/", "memory/"))}
                 for line in lines]
-        return rows, self.built[-1]
+        self.runs[out] = rows, self.built[-1]
+        return self.runs[out]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("roles")
     write_rows(folder)
-    made = Place(folder=folder, base=save_tiny(folder / "base"), built=[])
+    made = Place(folder=folder, base=save_tiny(folder / "base"), built=[], runs={})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_policy, "build", _keeping(on_policy.build, made.built))
         made.launch("sft", "lora/sft", *LORA)
@@ -97,9 +100,8 @@ def test_one_shared_base_gives_the_run_that_four_separate_models_give(place) -> 
     assert any(not torch.equal(weight, start[name]) for name, weight in exported[0].items())
 
 
-@pytest.mark.slow
-def test_a_whole_run_moves_the_actor_s_and_the_critic_s_adapters_and_the_critic_s_head_and_no_other_byte(place) -> None:
-    _, built = place.ppo("moved")
+def test_a_run_moves_the_actor_s_and_the_critic_s_adapters_and_the_critic_s_head_and_no_other_byte(place) -> None:
+    _, built = place.ppo("shared")
     moved = _moved(built)
     for names in moved.values():
         assert all(".actor." in n or ".critic." in n or n == "model.score.weight" for n in names)
@@ -109,9 +111,8 @@ def test_a_whole_run_moves_the_actor_s_and_the_critic_s_adapters_and_the_critic_
     assert {p.grad is None or p.requires_grad for p in actor.parameters()} == {True}
 
 
-@pytest.mark.slow
 def test_the_critic_starts_as_a_copy_of_the_reward_s_adapter_and_head(place) -> None:
-    _, built = place.ppo("copied")
+    _, built = place.ppo("shared")
     reward, critic = built.before["reward"], built.before["critic"]
     copied = [n for n in reward if ".reward." in n]
     assert copied and all(torch.equal(reward[n], critic[n.replace(".reward.", ".critic.")]) for n in copied)
@@ -120,12 +121,10 @@ def test_the_critic_starts_as_a_copy_of_the_reward_s_adapter_and_head(place) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharing, bases", [("actor-ref", 3), ("critic-reward", 3), ("pairs", 2)])
-def test_pairs_share_where_that_is_asked_for_and_the_run_is_the_same(place, sharing, bases) -> None:
-    shared, _ = place.ppo("shared")
-    rows, built = place.ppo(sharing, "--roles.share_base", sharing)
-    assert len(set(_backbones(built).values())) == bases
-    _close(rows, shared)
+def test_pairs_share_where_that_is_asked_for_and_the_run_is_the_same(place) -> None:
+    rows, built = place.ppo("pairs", "--roles.share_base", "pairs")
+    assert len(set(_backbones(built).values())) == 2
+    _close(rows, place.ppo("shared")[0])
 
 
 @pytest.mark.slow
@@ -182,17 +181,6 @@ def test_four_roles_run_with_four_different_settings(place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["4bit", "8bit"])
-def test_ppo_runs_on_one_quantised_base_whose_bytes_stay(place, kind) -> None:
-    rows, built = place.ppo(f"q{kind}", f"--model.load_in_{kind}", "true", "--train.optim", "adamw_8bit")
-    assert len(set(_backbones(built).values())) == 1
-    actor = built.engines["actor"]
-    assert len(quantized_layers(actor.module)) == 14 and actor.describe()["path"] == "native"
-    assert all(".actor." in n or ".critic." in n for n in _moved(built)["actor"])
-    assert all(v is not None for row in rows for v in row.values())
-
-
-@pytest.mark.slow
 def test_at_a_price_of_0_no_reference_is_loaded_unless_one_is_named(place, capsys) -> None:
     free = ["--ppo.kl_coef", "0", "--roles.share_base", "false"]
     rows, built = place.ppo("no_ref", *free)
@@ -210,11 +198,6 @@ def test_at_a_price_of_0_no_reference_is_loaded_unless_one_is_named(place, capsy
         assert ("ref" in capsys.readouterr().out.split()) == bool(more)
 
 
-def test_dropout_of_adapters_is_no_option_of_ppo_which_compares_two_forwards_of_one_policy(place, capsys) -> None:
-    place.ppo("dropout", "--model.lora.dropout", "0.5", code=2)
-    assert "model.lora.dropout is not used by --stage ppo; dropout is off here" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_lora_on_a_16_bit_base_trains_fp32_masters_of_16_bit_adapters_and_fp32_heads(place) -> None:
     rows, built = place.ppo("bf16", "--model.dtype", "bfloat16")
@@ -229,40 +212,58 @@ def test_lora_on_a_16_bit_base_trains_fp32_masters_of_16_bit_adapters_and_fp32_h
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["4bit", "8bit"])
-def test_three_stages_over_a_quantised_base_follow_each_other(place, capfd, kind) -> None:
-    quantised = [*LORA, f"--model.load_in_{kind}", "true", "--model.model_name_or_path"]
-    sft = place.launch("sft", f"{kind}/sft", *quantised, place.base)
-    reward = place.launch("reward", f"{kind}/reward", *quantised, str(sft))
+def test_three_stages_over_a_quantised_base_follow_each_other(place, capfd) -> None:
+    quantised = [*LORA, "--model.load_in_4bit", "true", "--model.model_name_or_path"]
+    sft = place.launch("sft", "4bit/sft", *quantised, place.base)
+    reward = place.launch("reward", "4bit/reward", *quantised, str(sft))
     for run in (sft, reward):
         assert json.loads((run / "adapter" / "merge.json").read_text())["into"] == "original"
-    named = ["--roles.reward.model_name_or_path", f"{place.folder}/{kind}/reward", "--roles.share_base", "true"]
-    out = place.launch("ppo", f"{kind}/ppo", *quantised, str(sft), *named)
+    named = ["--roles.reward.model_name_or_path", f"{place.folder}/4bit/reward", "--roles.share_base", "true"]
+    out = place.launch("ppo", "4bit/ppo", *quantised, str(sft), *named)
     built = place.built[-1]
     assert len(set(_backbones(built).values())) == 1 and len(quantized_layers(built.engines["actor"].module)) == 14
     assert all(".actor." in n or ".critic." in n for n in _moved(built)["actor"])
     merge = json.loads((out / "adapter" / "merge.json").read_text())
     assert merge["into"] == "original" and merge["difference"] < 0.5
-    if kind == "4bit":  # merged into what the quantisation had left, it would be rounded away by the next one
-        (sft / "adapter" / "merge.json").write_text('{"into": "dequantised"}')
-        for stage, more in (("reward", []), ("ppo", named)):
-            place.launch(stage, f"twice/{stage}", *quantised, str(sft), *more, code=2)
-            assert "4bit/sft was trained over a quantised base whose original weights were gone" in (
-                capfd.readouterr().err)
+    # merged into what the quantisation had left, it would be rounded away by the next one
+    (sft / "adapter" / "merge.json").write_text('{"into": "dequantised"}')
+    place.launch("reward", "twice/reward", *quantised, str(sft), code=2)
+    assert "4bit/sft was trained over a quantised base whose original weights were gone" in capfd.readouterr().err
+
+
+# --- the stages over a 4-bit base learn the embedded demo task
+
+TASK = ["--model.dtype", "float32", "--data.split=[4, 3, 3]", "--data.eval_fraction", "0.08", "--train.warmup_ratio",
+          "0.1", "--train.logging_steps", "50",
+          "--train.per_device_eval_batch_size", "256", "--train.max_eval_batches", "1"]
+TEXTS = ["--data.max_length", "64"]
+TASK_PPO = ["--data.max_prompt_length", "40",
+       "--train.max_steps", "20", "--train.per_device_train_batch_size", "128", "--roles.actor.learning_rate", "4e-3",
+       "--roles.critic.learning_rate", "4e-3", "--ppo.num_ppo_epochs", "2", "--ppo.num_minibatches", "2",
+       "--ppo.kl_coef", "0.2", "--ppo.missing_eos_penalty", "1.0", "--ppo.sampling.max_new_tokens", "16"]
 
 
 @pytest.mark.slow
-def test_with_sgd_one_shared_base_moves_as_four_models_do_to_rounding(place) -> None:
-    """Adam would turn the rounding of near-zero gradients into whole steps."""
-    sgd = ["--train.optim", "sgd", "--roles.actor.learning_rate", "0.5", "--roles.critic.learning_rate", "0.5"]
-    shared, one = place.ppo("sgd_shared", *sgd)
-    separate, four = place.ppo("sgd_separate", *sgd, "--roles.share_base", "false")
-    for left, right in zip(shared, separate, strict=True):
-        assert left == pytest.approx(right, rel=1e-5, abs=1e-6)
-    for role in ("actor", "critic"):
-        ours, theirs = ({n: v.float() - built.before[role][n].float() for n, v in
-                         built.engines[role].module.named_parameters() if f".{role}." in n or "score" in n}
-                        for built in (one, four))
-        assert ours.keys() == theirs.keys() and len(ours) >= 28
-        ours, theirs = (torch.cat([v.detach().flatten() for v in way.values()]) for way in (ours, theirs))
-        assert theirs.norm() > 1e-3 and (ours - theirs).norm() < 1e-5 * theirs.norm()
+@pytest.mark.timeout(900)
+def test_sft_reward_and_ppo_over_a_4_bit_base_follow_each_other_and_each_of_them_learns(tmp_path):
+    common = [*TASK, f"--data.cache_dir={tmp_path}/cache"]
+    four_bits = [*common, "--model.load_in_4bit", "true", "--model.lora.r", "16", "--model.model_name_or_path"]
+    demos = [*TEXTS, "--data.sources=[{path: demo/demonstrations}]", "--train.per_device_train_batch_size", "64"]
+    assert main(["--stage", "sft", "--output_dir", f"{tmp_path}/base", *common, *demos, "--model.preset", "demo",
+                 "--train.learning_rate", "4e-3", "--train.max_steps", "250"]) == 0
+    assert main(["--stage", "sft", "--output_dir", f"{tmp_path}/sft", *four_bits, f"{tmp_path}/base/model", *demos,
+                 "--train.learning_rate", "5e-3", "--train.max_steps", "300"]) == 0
+    assert main(["--stage", "reward", "--output_dir", f"{tmp_path}/reward", *four_bits, f"{tmp_path}/sft", *TEXTS,
+                 "--data.sources=[{path: demo/preferences}]", "--train.learning_rate", "5e-3", "--train.max_steps",
+                 "300", "--train.per_device_train_batch_size", "48"]) == 0
+    assert main(["--stage", "ppo", "--output_dir", f"{tmp_path}/ppo", *four_bits, f"{tmp_path}/sft", *TASK_PPO,
+                 "--data.sources=[{path: demo/prompts}]", "--roles.share_base", "true"]) == 0
+    last = {name: json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
+            for name in ("base", "sft", "reward", "ppo")}
+    print({name: {k: v for k, v in rows.items() if k.startswith("eval/")} for name, rows in last.items()})
+    assert last["sft"]["eval/loss"] < 0.9 * last["base"]["eval/loss"]
+    assert last["reward"]["eval/accuracy"] > 0.65
+    rewards = [row["reward"] for row in map(json.loads, (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines())
+               if "reward" in row]
+    print(rewards, (tmp_path / "sft" / "adapter" / "merge.json").read_text())
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 1  # the first is that of the start

@@ -154,22 +154,3 @@ def test_a_setting_out_of_range_is_refused_with_its_range(role, settings, told):
     with pytest.raises(UserError) as found:
         RolesConfig(**{role: RoleConfig(**settings)})
     assert str(found.value) == told
-
-
-def test_settings_at_the_edges_of_their_ranges_are_taken():
-    trained = RoleConfig(learning_rate=0.0, tp=1, micro_batch_tokens=1, zero_stage=1, quantize="none")
-    fixed = RoleConfig(zero_stage=3, dtype="float16", quantize="8bit")
-    roles = RolesConfig("critic-reward", actor=trained, critic=RoleConfig(zero_stage=2), reward=fixed,
-                        teacher=RoleConfig(zero_stage=0))
-    assert roles["actor"] is trained and roles["reward"] is fixed and roles["ref"] == RoleConfig()
-
-
-def test_an_unknown_word_for_sharing_is_refused_with_the_nearest_one():
-    with pytest.raises(UserError) as found:
-        RolesConfig("pair")
-    assert str(found.value) == ("roles.share_base is 'pair'; choose true, false, auto, all, pairs, actor-ref, "
-                                "critic-reward, none (did you mean pairs?)")
-
-
-def test_equal_bases_are_those_of_one_model_held_alike():
-    assert Start("a", "x", "h", "float32", "8bit", "why").base_settings == ("a", "float32", "8bit")

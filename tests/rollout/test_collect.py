@@ -16,11 +16,11 @@ from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import KeptSets
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.rewards import BadScore
-from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout import Prompts, Rollout, best_of_n
 from hybrid_rlhf.rollout import collect as collect_module
-from hybrid_rlhf.rollout.collect import collect, collect_held_out, measure_values, samples_of, signal_of
+from hybrid_rlhf.rollout.best_of_n import BestOfNSampler
+from hybrid_rlhf.rollout.collect import collect, collect_held_out, samples_of, signal_of
 from hybrid_rlhf.rollout.episode_record import Episode
-from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 
 T, NAN = torch.tensor, float("nan")
 TWO = Prompts([[5], [6]], ["five", "six"])
@@ -116,35 +116,6 @@ def test_who_is_asked_when_and_what_is_kept_of_it(peaks, monkeypatch):
         "prompts/num_responses": 2.0, "prompts/with_spread": 0.5, "prompts/best_score": (2 + 5) / 2})
 
 
-def test_figures_of_groups_weigh_as_many_prompts_as_they_are_of():
-    """Two rollouts, of two prompts and of one: 2, 5 and 2 are the best scores."""
-    group, metrics = Group(), Metrics()
-    for prompts in (TWO, Prompts([[7]], ["seven"])):
-        collect(prompts, group, group, PAIRS, 0, metrics)
-    assert metrics.compute()["prompts/best_score"] == 3.0 and metrics.compute()["prompts/with_spread"] == 2 / 3
-    skipping = SimpleNamespace(name="none", score=lambda rollout: [None] * len(rollout))
-    collect(TWO, group, skipping, PAIRS, 0, metrics)
-    assert metrics.compute()["prompts/best_score"] == 3.0 and metrics.compute()["prompts/with_spread"] == 2 / 5
-    (metrics.add("prompts/num_responses", 7.0, 5.0)).compute()
-    assert metrics.compute()["prompts/num_responses"] == 4.5  # five prompts with two, five with seven
-
-
-def test_one_response_to_a_prompt_is_no_group_and_who_is_not_there_is_not_asked():
-    group, metrics = Group(), Metrics()
-    group.ref = group.critic = None
-    made = collect(TWO, group, group, SamplingConfig(), 0, metrics)
-    assert group.told[-1] == "source" and made.ref_logprobs is None and made.values is None
-    assert not [name for name in metrics.compute() if name.startswith("prompts/")] and group.asked[3] is False
-    group = Group()
-    assert collect(TWO, group, group, PAIRS, 0, Metrics(), with_values=False).values is None
-    assert "critic" not in group.told
-
-
-def test_the_sampler_s_logprobs_are_the_old_ones_where_the_caller_says_so():
-    group = Group()
-    assert (collect(TWO, group, group, PAIRS, 0, Metrics(), OldLogprobs("sampler")).logprobs == -1.25).all()
-
-
 @pytest.mark.parametrize(("fails", "told"), [
     ("generate", "out of memory while generating; "), ("actor", "out of memory while scoring; "),
     ("ref", "out of memory while scoring; "), ("source", "out of memory while scoring; "),
@@ -154,18 +125,6 @@ def test_running_out_of_memory_says_what_was_going_on(fails, told):
     with pytest.raises(UserError) as found:
         collect(TWO, group, group, PAIRS, 0, Metrics())
     assert str(found.value).startswith(told)
-
-
-def test_values_can_be_measured_later_and_without_a_critic_that_is_a_fault(peaks):
-    group, metrics = Group(), Metrics()
-    made = collect(TWO, group, group, PAIRS, 0, Metrics(), with_values=False)
-    peaks.clear()
-    measure_values(made, group, metrics)
-    assert (made.values == 4.0).all() and peaks == [("critic/score", "cpu")]
-    assert list(metrics.compute()) == ["time/score"]
-    group.critic = None
-    with pytest.raises(ValueError, match=r"^the critic is None"):
-        measure_values(made, group, metrics)
 
 
 def test_a_source_that_fails_does_so_before_the_update_and_a_response_without_a_score_is_told_once(caplog):
@@ -180,22 +139,6 @@ def test_a_source_that_fails_does_so_before_the_update_and_a_response_without_a_
     with pytest.raises(BadScore, match="score 'two' for response 1") as found:
         collect(TWO, group, skipping, PAIRS, 0, Metrics())
     assert found.value.is_before_update
-
-
-def test_a_source_of_several_parts_has_told_their_scores_and_one_with_figures_reports_them():
-    class Parts:
-        name = "sum"
-
-        def score(self, rollout):
-            rollout.source_scores = {"a": T([1.0, 2.0])}
-            return T([3.0, 4.0])
-
-        def report(self, metrics):
-            metrics.add("judge/calls", 9.0)
-
-    group, metrics = Group(), Metrics()
-    made = collect(TWO, group, Parts(), SamplingConfig(), 0, metrics)
-    assert list(made.source_scores) == ["a"] and metrics.compute()["judge/calls"] == 9.0
 
 
 def test_the_words_kept_are_counted_in_bytes_and_where_they_are_many_it_is_said_once(monkeypatch, caplog):
@@ -271,3 +214,60 @@ def test_of_an_episode_people_are_shown_why_it_ended_and_what_draws_it_again():
     assert last["replay"] == {"seed": 4, "number": 3, "prompt_ids": [7],
                               "turns": [{"added": [], "limit": 9, "said": [9]}]}
     assert first["replay"]["turns"] == [{"added": [], "limit": 9, "said": [8]}]
+
+
+# --- Rounds of sampling for best-of-n methods: the seed of each, what they rank by, and what a checkpoint has of them
+
+SAMPLING, PROMPTS = SamplingConfig(num_samples=2), Prompts([[5]], ["five"])
+
+
+def scored() -> Rollout:
+    made = Rollout.from_responses(Prompts([[5], [5], [6]], ["five", "five", "six"]), [[3], [9], [9]],
+                                  [True, False, False], 0, ["a", "b", "c"])
+    made.scores = torch.tensor([1.0, 2.0, float("nan")])
+    return made
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[tuple]:
+    """What `collect` and `collect_held_out` were given."""
+    seen = []
+    monkeypatch.setattr(best_of_n, "collect", lambda *given, **named: seen.append((given, named)) or scored())
+    monkeypatch.setattr(best_of_n, "collect_held_out", lambda *given, **named: seen.append((given, named)) or "found")
+    return seen
+
+
+def test_each_round_has_a_seed_of_its_own_and_a_response_without_an_end_ranks_lower(asked):
+    sampler, metrics = BestOfNSampler("roles", "source", SAMPLING, 7, 0.5, keep_candidates=True), Metrics()
+    for number in range(2):
+        rollout, ranks = sampler.sample(PROMPTS, metrics)
+        assert ranks[:2].tolist() == [1.0, 1.5] and ranks[2].isnan() and rollout is sampler.last_rollout
+        given, named = asked[number]
+        assert given == (PROMPTS, "roles", "source", SAMPLING, 7 * 1_000_003 + number, metrics, sampler.old_logprobs)
+        assert named == {"keep_candidates": True}
+    assert sampler.num_steps == 2 and sampler.samples(1) == sampler.samples()[:1]
+    assert [each["completion"] for each in sampler.samples()] == ["a", "c"]
+
+
+def test_held_out_prompts_are_always_drawn_alike(asked):
+    sampler = BestOfNSampler("roles", "source", SAMPLING, 7, keep_candidates=True)
+    sampler.sample(PROMPTS, Metrics())
+    assert sampler.evaluate([PROMPTS]) == "found"
+    assert asked[1] == (([PROMPTS], "roles", "source", SAMPLING, 7), {"keep_candidates": True})
+
+
+def test_a_run_goes_on_with_its_rounds_and_its_source():
+    loaded = []
+    roles = SimpleNamespace(state=lambda: {"actor": "shard"}, load_state=lambda state: loaded.append(state["actor"]))
+    source = SimpleNamespace(state=lambda: "calls", load_state=loaded.append)
+    first = BestOfNSampler(roles, source, SAMPLING, 0)
+    first.num_steps = 3
+    state = first.state()
+    assert state == {"actor": "shard", "num_steps": 3, "source": "calls"}
+    second = BestOfNSampler(roles, source, SAMPLING, 0)
+    second.load_state(state)
+    assert (second.num_steps, loaded) == (3, ["shard", "calls"])
+    plain = BestOfNSampler(roles, SimpleNamespace(), SAMPLING, 0)
+    assert "source" not in plain.state()
+    plain.load_state(plain.state() | {"num_steps": 5.0})
+    assert plain.num_steps == 5 and isinstance(plain.num_steps, int)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-from datetime import date
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.data.chat import Rendered
 from hybrid_rlhf.engine import SamplingConfig
-from hybrid_rlhf.environments.calls import Outcome
+from hybrid_rlhf.environments.calls import CallPool, Outcome
 from hybrid_rlhf.environments.contract import Environments, environment_of
 from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts, episodes
-from hybrid_rlhf.rollout.episodes import EpisodePlayer
+from hybrid_rlhf.rollout.episodes import EpisodePlayer, EpisodeTurns, Play, before_update
 from tests.factories.tiny import tiny_tokenizer
 
 SAMPLING = SamplingConfig(max_new_tokens=20)
@@ -41,23 +38,11 @@ class Quiet:
         return [], True, 0.0
 
 
-class Able(Quiet):
-    made = 0
-
-    def wave(self) -> str:
-        """Waves."""
-        return "waved"
-
-
-class Game(Quiet):
-    made = 0
-
-
 class Run:
     """In the place of EpisodeTurns: every response is of the episode's number, an addition and 3."""
 
-    def __init__(self, *given) -> None:
-        self.seen.append(given)
+    def __init__(self, *_given) -> None:
+        pass
 
     def run(self, plays, seed) -> None:
         self.plays.append((list(plays), seed))
@@ -73,40 +58,17 @@ class Run:
 class Engine:
     pad_id = 77
 
-    def __init__(self) -> None:
-        self.opened = []
-
-    def open_turns(self, *given):
-        self.opened.append(given)
-        if given[1] > 1000:
-            raise UserError("too long")
+    def open_turns(self, *_given):
         return "turns"
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """How EpisodeTurns was made (`seen`) and what it was to play (`plays`)."""
-    kind = type("Noted", (Run,), {"seen": [], "plays": [], "fails": False})
+    """What EpisodeTurns was to play (`plays`)."""
+    kind = type("Noted", (Run,), {"plays": [], "fails": False})
     monkeypatch.setattr(episodes, "EpisodeTurns", kind)
-    for each in (Quiet, Able, Game):
-        each.made = 0
+    Quiet.made = 0
     return kind
-
-
-@pytest.fixture
-def written(monkeypatch) -> list:
-    """Prompts become the token 90 and the lengths of their messages; what was to be written is noted."""
-    seen = []
-
-    def compose(tokenizer, messages):
-        assert tokenizer.chat_template == "{{ messages }}"
-        seen.append(messages)
-        return Rendered("+".join(m["content"] for m in messages), [], False)
-
-    monkeypatch.setattr(episodes.chat, "compose_prompt", compose)
-    monkeypatch.setattr(episodes.chat, "encode_all", lambda tokenizer, texts: [
-        SimpleNamespace(ids=[90, len(text.text)]) for text in texts if tokenizer.chat_template == "{{ messages }}"])
-    return seen
 
 
 def player_of(*kinds, **settings) -> EpisodePlayer:
@@ -114,59 +76,6 @@ def player_of(*kinds, **settings) -> EpisodePlayer:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages }}"
     return EpisodePlayer(own, EnvironmentConfig(factory="a.py:a", num_workers=0, **settings), tokenizer)
-
-
-def asked(content: str) -> list[dict]:
-    return [{"role": "user", "content": content}]
-
-
-def test_episodes_are_opened_for_the_longest_prompt_and_put_together_as_a_rollout(run):
-    player, engine = player_of(Quiet), Engine()
-    prompts = Prompts([[1, 2], [4]], ["a", "b"], {"n": [10, 11]})
-    made = player.play(engine, prompts, SamplingConfig(max_new_tokens=20, temperature=0.5), 6, [7, 8])
-    sampling = SamplingConfig(max_new_tokens=20, temperature=0.5)
-    assert engine.opened == [(2, 22, sampling, False)]
-    assert run.seen == [(player.config, player.tokenizer, "turns", player._pool, sampling)]
-    plays, seed = run.plays[0]
-    assert seed == 6 and [play.number for play in plays] == [7, 8] and plays[0].asked == asked("a")
-    assert made.prompts == Prompts([[1, 2], [4]], ["a", "b"], {"n": [10, 11]})
-    assert made.response_ids.tolist() == [[7, 50, 3], [8, 50, 3]] and made.has_eos.tolist() == [True, False]
-    assert made.action_mask.tolist() == [[True, False, True]] * 2 and made.completions == ["said 7", "said 8"]
-    assert made.sampled_logprobs.tolist() == [[-1.0, 0.0, -2.0]] * 2 and made.temperature == 0.5 and made.kept is None
-    assert made.sampled_logprobs.dtype == torch.float32
-    assert made.episodes == [play.episode for play in plays]
-
-
-def test_shorter_episodes_are_filled_up_and_greedy_ones_scored_as_they_are(run, monkeypatch):
-    plain = run.run
-
-    def shortened(self, plays, seed):
-        plain(self, plays, seed)
-        plays[1].tokens, plays[1].is_sampled, plays[1].logprobs = [9], [True], [-0.5]
-
-    monkeypatch.setattr(run, "run", shortened)
-    greedy = SamplingConfig(max_new_tokens=20, temperature=0.0)
-    made = player_of(Quiet).play(Engine(), Prompts([[1]] * 2, ["a"] * 2), greedy, 0, [7, 8])
-    assert made.response_ids.tolist() == [[7, 50, 3], [9, 77, 77]] and made.temperature == 1.0
-    assert made.sampled_logprobs.tolist() == [[-1.0, 0.0, -2.0], [-0.5, 0.0, 0.0]]
-
-
-@pytest.mark.parametrize(("keeps", "top_p", "sizes"), [(True, 0.9, [2, 1]), (False, 0.9, None), (True, 1.0, None)])
-def test_words_are_kept_where_that_is_asked_for_and_sampling_is_truncated(run, keeps, top_p, sizes):
-    engine = Engine()
-    made = player_of(Quiet).play(engine, Prompts([[1]], ["a"]), SamplingConfig(top_p=top_p), 0, [7], keeps)
-    assert engine.opened[0][3] is keeps and (made.kept and made.kept.sizes[0].tolist()) == sizes
-
-
-def test_of_no_prompts_nothing_is_opened(run):
-    engine = Engine()
-    assert len(player_of(Quiet).play(engine, Prompts([], []), SAMPLING, 0, [])) == 0 and engine.opened == []
-
-
-def test_what_the_model_has_no_room_for_is_the_user_s_before_any_update(run):
-    with pytest.raises(UserError, match="too long") as found:
-        player_of(Quiet).play(Engine(), Prompts([[1] * 990], ["a"]), SAMPLING, 0, [7])
-    assert found.value.is_before_update
 
 
 def test_environments_are_made_once_and_play_again_but_for_one_that_is_still_busy(run):
@@ -183,51 +92,6 @@ def test_environments_are_made_once_and_play_again_but_for_one_that_is_still_bus
     assert [play.episode.environment for play in run.plays[2][0]] == [each.object for each in again]
 
 
-def test_each_row_plays_in_its_own_environment_which_is_not_told_its_name(run):
-    player = player_of(Quiet, Game)
-    rows = {"environment": ["Game", "Quiet"], "n": [1, 2]}
-    for _ in range(2):
-        player.play(Engine(), Prompts([[1], [2]], ["a", "b"], rows), SAMPLING, 0, [0, 1])
-        game, quiet = (play.instance.object for play in run.plays[-1][0])
-        assert type(game) is Game and type(quiet) is Quiet
-        assert game.rows[-1] == {"n": 1} and quiet.rows[-1] == {"n": 2}
-    assert (Quiet.made, Game.made) == (1, 1)  # the one that was made to look at plays, and plays again
-    assert not run.plays[0][0][0].episode.has_tools
-
-
-def test_an_environment_of_another_process_is_no_object_of_the_episode(run):
-    player = player_of(Able, isolate=True)
-    monkeyed = Prompts([[1]], ["a"], {"prompt": [asked("a")]})
-    episodes_of = player._begin(monkeyed, [3])
-    assert episodes_of[0].episode.environment is None and episodes_of[0].episode.has_tools
-    assert episodes_of[0].asked == asked("a") and episodes_of[0].number == 3
-
-
-def test_what_reset_says_ends_the_last_user_message_and_equal_prompts_are_written_once(run, written):
-    player, engine = player_of(Quiet), Engine()
-    before = [{"role": "system", "content": "be"}]
-    rows = {"prompt": [asked("one"), before + asked("two"), asked("one"), asked("one"), "four"],
-            "more": [" go", " on", " go", None, " by"]}
-    made = player.play(engine, Prompts([[1], [2], [3], [4, 5, 6], [7]], list("abcde"), rows), SAMPLING, 0, range(5))
-    assert written == [asked("one go"), before + asked("two on"), asked("four by")]
-    assert made.prompts.ids == [[90, 6], [90, 9], [90, 6], [4, 5, 6], [90, 7]]
-    assert made.prompts.texts == ["one go", "be+two on", "one go", "d", "four by"]
-    assert made.prompts.columns["prompt"] == [asked("one go"), before + asked("two on"), asked("one go"), asked("one"),
-                                              asked("four by")]
-    assert made.prompts.columns["more"] == rows["more"] and rows["prompt"][4] == "four"
-    assert engine.opened[0][1] == 23
-
-
-def test_tools_are_shown_in_the_first_message_of_every_prompt(run, written):
-    player = player_of(Able)
-    rows = {"prompt": [asked("one"), "one", "two"]}
-    made = player.play(Engine(), Prompts([[1], [2], [3]], list("abc"), rows), SAMPLING, 0, range(3))
-    schemas = player.environments.kinds[0].schemas
-    assert written == [[{**asked("one")[0], "tools": schemas}], [{**asked("two")[0], "tools": schemas}]]
-    assert made.prompts.columns["prompt"] == [asked("one"), "one", "two"]  # as they were given: nothing was added
-    assert made.prompts.ids == [[90, 3]] * 3 and [e.has_tools for e in made.episodes] == [True] * 3
-
-
 @pytest.mark.parametrize("prompt", [[{"role": "assistant", "content": "x"}], []])
 def test_text_of_reset_needs_a_user_s_message_at_the_end(run, prompt):
     rows = {"prompt": [prompt], "more": [" go"]}
@@ -237,13 +101,6 @@ def test_text_of_reset_needs_a_user_s_message_at_the_end(run, prompt):
         "environment: reset answered text, and the prompt does not end with a user message to put it in; give prompts "
         "of messages, or reset that returns None")
     assert found.value.is_before_update
-
-
-def test_without_a_chat_template_a_prompt_is_text_and_has_no_messages(run):
-    player = player_of(Quiet)
-    player.tokenizer.chat_template = None
-    made = player.play(Engine(), Prompts([[1]], ["a"], {"prompt": ["a"]}), SAMPLING, 0, [0])
-    assert run.plays[0][0][0].asked == [] and made.prompts.columns["prompt"] == ["a"]
 
 
 def test_a_reset_that_fails_ends_the_run_and_the_next_rollout_has_calls_of_its_own(run):
@@ -260,23 +117,6 @@ def test_a_reset_that_fails_ends_the_run_and_the_next_rollout_has_calls_of_its_o
     with pytest.raises(UserError, match="broken off"):
         player.play(Engine(), Prompts([[1]], ["a"]), SAMPLING, 0, [0])
     assert player._pool is None and pool._is_closed
-
-
-def test_a_prompt_is_the_same_in_whatever_order_its_keys_stand_and_may_hold_what_is_no_json(run, written):
-    one = {"content": "one", "role": "user", "on": date(2020, 1, 2)}
-    two = {"role": "user", "on": date(2020, 1, 2), "content": "one"}
-    prompts = Prompts([[1], [2]], ["a", "b"], {"prompt": [[one], [two]], "more": [" go"] * 2})
-    made = player_of(Quiet).play(Engine(), prompts, SAMPLING, 0, [0, 1])
-    assert len(written) == 1 and made.prompts.ids == [[90, 6]] * 2
-
-
-def test_threads_of_who_plays_no_more_are_given_up(run):
-    player = player_of(Quiet)
-    player.play(Engine(), Prompts([[1]], ["a"]), SAMPLING, 0, [0])
-    pool = player._pool
-    del player
-    gc.collect()
-    assert pool._is_closed
 
 
 def test_resets_wait_in_the_lanes_of_their_environments_and_one_that_is_late_says_what_would_help(run):
@@ -300,3 +140,203 @@ def test_resets_wait_in_the_lanes_of_their_environments_and_one_that_is_late_say
         player._reset(plays, prompts, player._pool)
     assert started == [(0, "reset", ({"n": 5},), "its own")]
     assert str(found.value) == "environment Quiet: too late; reset needs longer: raise environment.timeout"
+
+
+# --- The turns of episodes over an engine that says what a test wrote down: what is asked, added, counted and paid
+
+END = 3  # the token that ends a turn
+FOREIGN = 4  # one that ends it too, and for the template is no end of a turn
+CALL_END = 5  # one that the template has behind calls
+
+
+class Turns:
+    """Says answers[number of the episode] in turn, of log-probability -0.5 a token."""
+
+    stops = frozenset([END, FOREIGN, CALL_END])
+
+    def __init__(self, answers: dict[int, list[list[int]]]) -> None:
+        self.answers, self.waiting, self.asked, self.released = answers, [], [], []
+
+    def submit(self, request) -> None:
+        self.waiting.append(request)
+        self.asked.append((request.number, list(request.prompt), request.limit, request.seed))
+        assert request.may_go_on
+
+    def release(self, request) -> None:
+        self.released.append(list(request.tokens))
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list:
+        ended, self.waiting = self.waiting, []
+        for request in ended:
+            request.tokens = self.answers[request.number].pop(0)[: request.limit]
+            request.logprobs = [-0.5] * len(request.tokens)
+            request.kept = [torch.tensor([token], dtype=torch.int32) for token in request.tokens]
+        return ended
+
+
+class Adder:
+    """Counts up; it is lost from 100 on."""
+
+    def reset(self, **row) -> None:
+        self.sum = 0
+
+    def add(self, a: int) -> str:
+        """Adds.
+
+        Args:
+            a: How much.
+        """
+        self.sum += a
+        if self.sum >= 100:
+            raise ValueError("too much")
+        return "x" * self.sum
+
+    def get_reward(self):
+        return self.sum / 2
+
+
+class Steps:
+    """Steps that a test wrote down: (messages, done, reward)."""
+
+    def __init__(self, steps=()) -> None:
+        self.steps, self.seen = list(steps), []
+
+    def step(self, messages):
+        self.seen.append([m["content"] for m in messages])
+        return self.steps.pop(0)
+
+
+def instance_of(kind, *given):
+    own = Environments([environment_of(kind.__name__, lambda: kind(*given), {}, "here")], False)
+    made = own.kinds[0].new()
+    if hasattr(made.object, "reset"):
+        made.reset({})
+    return made
+
+
+@pytest.fixture(autouse=True)
+def template(monkeypatch) -> list:
+    """A message is a token 50 + its length; a turn that has not ended is ended by END before that; calls are tokens
+    from 60 on, of a - 60 each; 59 is a call that cannot be read. What was parsed is noted."""
+    parsed = []
+
+    def added_tokens(tokenizer, message, added, is_ended, kwargs=None):
+        assert tokenizer is TOKENIZER and message["role"] == "assistant"
+        return ([] if is_ended else [END]) + [50 + len(m["content"]) for m in added]
+
+    def parse_turn(tokenizer, ids, tools, prefix):
+        assert tokenizer is TOKENIZER and [tool["function"]["name"] for tool in tools] == ["add"]
+        parsed.append((list(ids), prefix))
+        calls = [{"function": {"name": "add", "arguments": {"a": i - 60}}} for i in ids if i >= 60]
+        message = {"role": "assistant", "content": "said"} | ({"tool_calls": calls} if calls else {})
+        return message, ["cannot be read"] * ids.count(59)
+
+    monkeypatch.setattr(episodes, "added_tokens", added_tokens)
+    monkeypatch.setattr(episodes, "parse_turn", parse_turn)
+    monkeypatch.setattr(episodes, "turn_ends", lambda tokenizer: [
+        END, CALL_END] if tokenizer is TOKENIZER else [])
+    monkeypatch.setattr(episodes, "special_ids", lambda tokenizer: {
+        "<end>": END, "<next>": FOREIGN} if tokenizer is TOKENIZER else {})
+    return parsed
+
+
+TOKENIZER = SimpleNamespace(decode=lambda ids, **options: " ".join(map(str, ids)), eos_token_id=END, pad_token_id=0)
+
+
+def played(instance, *answers: list[int], most: int = 50, ids=(1, 2), pool=None, **settings) -> tuple[Play, Turns]:
+    config = EnvironmentConfig(factory="a.py:a", num_workers=0, **settings)
+    play, turns = Play(5, instance, [{"role": "user", "content": "asked"}], list(ids)), Turns({5: list(answers)})
+    pool = pool or CallPool(0, 30.0)
+    EpisodeTurns(config, TOKENIZER, turns, pool, SamplingConfig(max_new_tokens=most)).run([play], 8)
+    return play, turns
+
+
+class Late:
+    """A pool whose calls are late, or answered by `value`, in turn; it notes their lanes."""
+
+    def __init__(self, *late: bool, value=None) -> None:
+        self.late, self.value, self.started, self.lanes = list(late), value, [], []
+
+    def start(self, key, call, then, lane) -> None:
+        self.started.append(key)
+        self.lanes.append(lane)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.started)
+
+    def finished(self, wait: bool) -> list:
+        return [(key, Outcome(None, "too late", True) if self.late.pop(0) else Outcome(self.value)) for key in
+                [self.started.pop() for _ in self.started[:1]]]
+
+
+def test_a_call_is_made_and_its_answer_is_read_by_the_next_turn():
+    play, turns = played(instance_of(Adder), [63, 8, END], [7, END])
+    assert turns.asked == [(5, [1, 2], 50, 8), (5, [1, 2, 63, 8, END, 53], 50 - 3 - 1, 8)]  # the answer is xxx
+    assert play.tokens == [63, 8, END, 53, 7, END] and play.is_sampled == [True] * 3 + [False, True, True]
+    assert play.logprobs == [-0.5] * 3 + [0.0, -0.5, -0.5] and [int(k) for k in play.kept] == [63, 8, END, 7, END]
+    episode = play.episode
+    assert (episode.turn_starts, episode.turn_ends, episode.limits) == ([0, 4], [3, 6], [50, 46])
+    assert [m["role"] for m in episode.messages] == ["assistant", "tool", "assistant"]
+    assert episode.messages[1] == {"role": "tool", "name": "add", "content": "xxx"}
+    assert (episode.ended, episode.reward, episode.seed, episode.number) == ("done", 1.5, 8, 5)
+    assert (episode.num_calls, episode.num_failed, episode.num_late, episode.num_cut) == (1, 0, 0, 0)
+    assert episode.turn_rewards == [] and turns.released == [[7, END]]
+
+
+def test_several_calls_of_a_turn_are_made_in_their_order_and_counted_by_what_became_of_them():
+    play, _ = played(instance_of(Adder), [61, 159, 60, END], [7, END], max_answer_chars=1)
+    first, second, third = (m["content"] for m in play.episode.messages[1:4])  # 1, then 100, then 100
+    assert first == "x" and second.startswith("error: add raised ValueError: too much")
+    assert third.startswith("error: add raised ValueError: too much")
+    assert (play.episode.num_calls, play.episode.num_failed, play.episode.num_cut) == (3, 2, 0)
+    play, _ = played(instance_of(Adder), [62, END], [7, END], max_answer_chars=1)
+    assert play.episode.messages[1]["content"].startswith("x\n[cut here") and play.episode.num_cut == 1
+
+
+def test_the_last_64_tokens_before_a_turn_may_open_a_thought(template):
+    played(instance_of(Adder), [7, END], ids=range(100, 200))
+    assert template[0][1] == " ".join(map(str, range(136, 200)))
+
+
+def test_a_template_is_told_whether_the_turn_ended_by_its_own_end():
+    play, _ = played(instance_of(Adder), [60, FOREIGN], [7, END])
+    assert play.tokens == [60, FOREIGN, END, 50, 7, END]
+    play, _ = played(instance_of(Adder), [60, 8, 8, CALL_END], [7, END])
+    assert play.tokens == [60, 8, 8, CALL_END, 50, 7, END]  # it is not ended twice
+
+
+@pytest.mark.parametrize(("kind", "what"), [(Adder, "get_reward"), (Steps, "step")])
+def test_an_environment_that_is_late_with_what_an_episode_needs_ends_the_run(kind, what):
+    with pytest.raises(UserError) as found:
+        played(instance_of(kind), [7, END], pool=Late(True))
+    assert str(found.value) == (f"environment {kind.__name__}: too late; {what} needs longer: raise "
+                                "environment.timeout")
+
+
+def test_what_the_user_can_mend_has_changed_no_weight():
+    game = instance_of(Steps, [("go", False, "much")])
+    with pytest.raises(UserError, match="step answered the reward 'much'") as found:
+        played(game, [7, END])
+    assert found.value.is_before_update
+    with pytest.raises(UserError) as found, before_update():
+        raise UserError("mend it")
+    assert found.value.is_before_update
+
+
+@pytest.mark.parametrize(("answer", "reward"), [
+    (2, 2.0), (None, None), (torch.tensor(1.5), 1.5), (float("inf"), "inf"), ("high", "'high'"), ([1], "[1]")])
+def test_the_reward_of_an_episode_is_a_finite_number_or_none(answer, reward):
+    made = instance_of(type("Paying", (Adder,), {"get_reward": lambda self: answer}))
+    if isinstance(reward, str):
+        with pytest.raises(UserError) as found:
+            played(made, [7, END])
+        assert str(found.value) == (f"environment Paying: get_reward answered {reward}, where a finite number or None "
+                                    "is needed")
+    else:
+        play, _ = played(made, [7, END])
+        assert play.episode.reward == reward and (reward is None or isinstance(play.episode.reward, float))

@@ -13,12 +13,17 @@ from torch.testing import assert_close
 
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.environments.contract import Environment, Environments, plain_schemas
+from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
 from hybrid_rlhf.environments.open import EnvironmentConfig
+from hybrid_rlhf.roles import Actor, PolicyModule
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.episodes import EpisodePlayer, replay
+from tests.factories.architectures import roformer
 from tests.factories.episodes import CALL, END, answered, play, prompt_text, script, times, tools
 from tests.factories.scripted import conversation, scripted_causal_lm
+from tests.factories.tiny import tiny_causal_lm
+from tests.factories.trl_templates import tokenizer_of
+from tests.factories.warpers import warped_by_model
 
 
 def test_a_tool_is_called_and_its_answer_is_read(tokenizer):
@@ -131,14 +136,6 @@ def test_an_episode_ends_by_its_turns_its_tokens_or_for_want_of_room(tokenizer):
     assert each.episodes[0].ended == "length" and each.response_ids.shape[1] == 7
 
 
-def test_several_calls_of_a_turn_are_made_in_order_and_answered_together(tokenizer):
-    own = tools(times)
-    second = CALL.replace("12", "5")
-    parts = script(tokenizer, own, f"{CALL}\n{second}{END}")
-    rollout, _ = play(tokenizer, own, [parts], max_turns=2, sampling=SamplingConfig(max_new_tokens=400))
-    assert [m["content"] for m in rollout.episodes[0].messages[1:3]] == ["36", "15"]
-
-
 def test_nobody_waits_for_somebody_elses_tool(tokenizer):
     """Two episodes of which one waits for its tool: the other has made all of its calls before that answers."""
     calls = []
@@ -233,3 +230,71 @@ def test_a_prompt_that_the_template_cannot_write_with_the_tools_is_told_in_one_l
     with pytest.raises(UserError, match=r"no tools beside a system message.*it asks 'What is 12") as found:
         play(tokenizer, own, [parts])
     assert found.value.is_before_update and "\n" not in str(found.value)
+
+
+# --- Turns that end by tokens which are no end of turn for the chat template
+
+def test_a_turn_that_ends_with_the_next_messages_header_reads_it_once():
+    """GLM 4.5 has no end of turn: by its generation_config <|observation|> and <|user|> end one."""
+    tokenizer, schemas = tokenizer_of("glm4moe"), list(plain_schemas({"times": times}).values())
+    own = Environments([Environment("tools", schemas, False, False, {"times": times})], False)
+    call = "<tool_call>times\n<arg_key>a</arg_key>\n<arg_value>12</arg_value>\n<arg_key>b</arg_key>\n" \
+           "<arg_value>3</arg_value>\n</tool_call>"
+    messages = [{"role": "user", "content": "What is 12 * 3?"},
+                {"role": "assistant", "content": "", "tool_calls": [
+                    {"type": "function", "function": {"name": "times", "arguments": {"a": 12, "b": 3}}}]},
+                {"role": "tool", "content": "36"}]
+    prompt = tokenizer.apply_chat_template(messages[:1], tools=schemas, tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False, add_generation_prompt=True)
+    told = whole[whole.index("<|observation|>") + len("<|observation|>"):]
+    parts = conversation(tokenizer, prompt, call + "<|observation|>", told, "It is 36.<|user|>")
+    model = scripted_causal_lm([parts], vocab_size=len(tokenizer))
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
+    engine = HybridEngine(model, model, eos_ids=ends, pad_id=tokenizer.pad_token_id)
+    player = EpisodePlayer(own, EnvironmentConfig(tools="f.py:f"), tokenizer)
+    asked = ["What is 12 * 3?"]
+    with engine.inference():
+        rollout = player.play(engine, Prompts([[1]], asked, {"prompt": asked}), SamplingConfig(max_new_tokens=200), 0,
+                              [0])
+    assert rollout.response_ids.tolist() == [[token for part in parts[1:] for token in part]]
+    assert [m["content"] for m in rollout.episodes[0].messages] == ["", "36", "It is 36."]
+    assert rollout.has_eos.item()
+
+
+# --- Episodes drawn by truncated sampling: the words kept belong to what the model said, whatever others wrote between
+
+class Echo:
+    """Answers what was said with its length, and never ends."""
+
+    def reset(self, **row) -> None:
+        pass
+
+    def step(self, messages):
+        return f"{len(messages[-1]['content'])} letters", False, None
+
+
+@pytest.mark.parametrize("path", ["slots", "generate"])
+def test_each_sampled_token_of_an_episode_has_the_words_that_it_was_drawn_from(tokenizer, path):
+    size = len(tokenizer)
+    model = (tiny_causal_lm(3, vocab_size=size, initializer_range=0.2) if path == "slots"
+             else roformer(vocab_size=size, max_position_embeddings=512))
+    engine = HybridEngine(PolicyModule(model), model, eos_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id,
+                          max_batch=2)
+    own = Environments([environment_of("Echo", Echo, {}, "here")], False)
+    player = EpisodePlayer(own, EnvironmentConfig(factory="a.py:a", max_turns=3), tokenizer)
+    actor = Actor(engine, tokenizer, episodes=player)
+    sampling = SamplingConfig(max_new_tokens=120, top_p=0.8, temperature=0.9,
+                              stop_token_ids=list(range(0, size, 5)))
+    asked = ["Say it!", "Now.", "Go on."]
+    with engine.inference():
+        rollout = actor.generate(Prompts([[1]] * 3, asked, {"prompt": asked}), sampling, 2, True)
+    if path == "slots":
+        assert torch.allclose(actor.logprobs(rollout)[rollout.action_mask],
+                              rollout.sampled_logprobs[rollout.action_mask], atol=1e-5)
+    assert sum(len(episode.turn_ends) for episode in rollout.episodes) > 4
+    assert (rollout.response_mask & ~rollout.action_mask).any()
+    for i, prompt in enumerate(rollout.prompts.ids):
+        ids, sampled = (x[i][rollout.response_mask[i]] for x in (rollout.response_ids, rollout.action_mask))
+        left = warped_by_model(model, prompt, ids.tolist(), top_p=0.8, temperature=0.9)[sampled]
+        assert rollout.kept.sizes[i].tolist() == left.isfinite().sum(1).tolist()
+        assert rollout.kept.ids[i].tolist() == left.isfinite().nonzero()[:, 1].tolist()

@@ -5,14 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.roles import Actor, PolicyModule, Roles
 from hybrid_rlhf.rollout import Prompts, Rollout, old_logprobs
 from hybrid_rlhf.rollout.collect import collect
 from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
-from hybrid_rlhf.trainers.ppo import PPOConfig
 from tests.factories.tiny import tiny_causal_lm, tiny_tokenizer
 
 IDS = [[5 + i, 6 + 2 * i, 7] for i in range(12)]
@@ -60,20 +58,6 @@ def test_too_large_a_drift_closes_the_gate_and_is_counted():
     metrics = Metrics()
     _collected(gate, metrics=metrics)
     assert "engine/logprobs_recomputed" not in metrics.compute()
-
-
-def test_sampler_and_recompute_decide_once_and_measure_all_the_same():
-    for mode in ("sampler", "recompute"):
-        metrics = Metrics()
-        rollout = _collected(OldLogprobs(mode), temperature=0.5, measured_at=1.0, metrics=metrics)
-        same = torch.equal(rollout.logprobs, rollout.sampled_logprobs)
-        assert same == (mode == "sampler")
-        assert metrics.compute()["engine/logprob_drift"] > 0.01
-
-
-def test_an_unknown_mode_is_the_user_s_error():
-    with pytest.raises(UserError, match=r"ppo.old_logprobs is 'sample'.*did you mean sampler"):
-        PPOConfig(old_logprobs="sample")
 
 
 class Forward:

@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hybrid_rlhf.algorithms.advantages import ESTIMATORS, whiten
+from hybrid_rlhf.algorithms.shaping import shape_rewards
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import KeptSets
+from hybrid_rlhf.rewards.functions import inputs
 from hybrid_rlhf.rollout import Prompts, Rollout, dynamic_sampling
 from hybrid_rlhf.rollout import record as record_module
 from hybrid_rlhf.rollout.dynamic_sampling import resample_groups
@@ -234,3 +237,55 @@ def test_responses_without_a_score_leave_and_the_others_are_numbered_anew_over_a
     made.numbers = T([1, 2, 3, 4])
     assert made.scored().numbers.tolist() == [1, 2]  # of 0 1 3 5 6: 1 and 3
     assert whole.scored().scores.tolist() == [1.0, 2.0]
+
+
+# --- A response with tool tokens between two sampled stretches: what the policy did not sample is context and no action
+
+# two turns with a tool's three tokens between them; one turn; a tool's answer last, and nothing sampled after it
+PROMPTS = [[5, 6], [5, 6], [7, 8, 9]]
+RESPONSES = [[10, 11, 40, 41, 42, 12, 3], [13, 3], [14, 3, 43]]
+SAMPLED = [[True, True, False, False, False, True, True], [True, True], [True, True, False]]
+def rollout() -> Rollout:
+    prompts = Prompts([list(p) for p in PROMPTS], ["a", "a", "b"])
+    made = Rollout.from_responses(prompts, RESPONSES, [True, True, False], 0, ["x", "y", "z"], SAMPLED)
+    made.scores = torch.tensor([1.0, 2.0, 3.0])
+    return made
+
+
+def test_the_score_is_paid_at_the_last_sampled_token_and_gae_steps_over_the_tool():
+    """By hand: gamma 1, lambda 0.5, scores at the last action, no KL; values 1 at every action, 99 in the holes."""
+    made = rollout()
+    rewards = shape_rewards(made.scores, torch.full(made.action_mask.shape, 7.0), 0.0, made.action_mask)
+    assert rewards[0].tolist() == [0, 0, 0, 0, 0, 0, 1] and rewards[2].tolist() == [0, 3, 0, 0, 0, 0, 0]
+    values = torch.full(made.action_mask.shape, 99.0).masked_fill(made.action_mask, 1.0)
+    advantages, returns = ESTIMATORS["gae"].fn(rewards, made.action_mask, values=values, gamma=1.0, lam=0.5)
+    assert advantages[0].tolist() == [0, 0, 0, 0, 0, 0, 0]  # 1 + 0 - 1 at the end, then 0 + 1 - 1
+    assert advantages[2].tolist() == [1.0, 2.0, 0, 0, 0, 0, 0]  # 3 - 1 = 2, then 0 + 1 - 1 + 0.5 * 2
+    assert returns[2].tolist() == [2.0, 3.0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_says_of_the_actions_what_it_says_without_the_holes(name):
+    made, draw = rollout().rows(torch.tensor([0, 1])), torch.Generator().manual_seed(0)
+    mask = made.action_mask
+    rewards, values = (torch.randn(mask.shape, generator=draw) for _ in range(2))
+    short = torch.tensor([[True] * 4, [True, True, False, False]])
+    dense = [torch.zeros(short.shape).masked_scatter(short, x[mask]) for x in (rewards, values)]
+    given = {"gamma": 0.9, "lam": 0.8, "group_size": 2}
+    with_holes = ESTIMATORS[name].fn(rewards, mask, values=values, **given)
+    without = ESTIMATORS[name].fn(dense[0], short, values=dense[1], **given)
+    for mine, plain in zip(with_holes, without, strict=True):
+        torch.testing.assert_close(mine[mask], plain[short])
+        assert (mine[~mask] == 0).all()
+    torch.testing.assert_close(whiten(with_holes[0], mask)[mask], whiten(without[0], short)[short])
+
+
+def test_lengths_and_pairs_are_those_of_sampled_tokens_and_functions_are_given_every_token():
+    made = rollout()
+    found = made.metrics().compute()
+    assert found["completions/mean_length"] == pytest.approx((4 + 2 + 2) / 3)
+    assert found["completions/distinct_2"] == 1.0  # 10 11, 12 3, 13 3, 14 3: no pair across the tool's tokens
+    assert inputs(made)["completion_ids"] == RESPONSES
+    made.logprobs = torch.where(made.action_mask, 1.0, 50.0)
+    made.ref_logprobs = torch.zeros(made.action_mask.shape)
+    assert made.mean_kl() == pytest.approx(8 / 3)

@@ -11,8 +11,7 @@ import torch
 
 from hybrid_rlhf.core import random_state
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.run import checkpoint, checkpointing, process_count, resume, runfile
+from hybrid_rlhf.run import checkpoint, process_count, resume, runfile
 from tests.factories.counting import Killed, killed, runner
 
 PART = {"partition": {"stage": 1, "groups": [["w"]]}, "optimizer": {}, "num_steps": 3}
@@ -172,18 +171,6 @@ def test_only_settings_of_the_layout_may_change_and_only_with_the_number(go, tmp
         assert not process_count.may_change(name)
 
 
-def test_the_run_says_that_it_goes_on_otherwise(be):
-    def settings(rows: int) -> dict:
-        return {"train": {"per_device_eval_batch_size": rows}}
-
-    be(0, 4)
-    said = process_count.note({"world_size": 2, "settings": settings(8)}, settings(8))
-    assert said.startswith("note: 2 processes made the checkpoint and 4 go on: ") and "32 rows, not 16" in said
-    assert "held-out" not in process_count.note({"world_size": 2, "settings": settings(8)}, settings(4))
-    be(0, 2)
-    assert process_count.note({"world_size": 2, "settings": settings(8)}, settings(8)) is None
-
-
 def test_a_finished_run_is_left_alone_by_another_number_of_processes(go, tmp_path, be):
     go("run", per_device_train_batch_size=8)
     be(0, 2)
@@ -194,14 +181,3 @@ def test_a_finished_run_is_left_alone_by_another_number_of_processes(go, tmp_pat
     with pytest.raises(UserError, match=r"finished run with other settings"):
         go("run", per_device_train_batch_size=4)
     assert runfile.read_run(tmp_path / "run").is_finished
-
-
-@pytest.mark.parametrize(("count", "before", "now", "is_said"), [
-    (5, 1, 2, True), (5, 2, 1, True), (5, 2, 4, False), (5, 2, 2, False), (8, 2, 1, False), (9, 1, 2, False)])
-def test_too_few_rows_for_a_step_are_a_warning_where_one_process_is_among_them(monkeypatch, capsys, count, before, now,
-                                                                               is_said):
-    """Eight rows a step: of five, several processes make eight, and one takes five. Of nine, all drop the last."""
-    monkeypatch.setattr(checkpointing, "world_size", lambda: now)
-    loader = Loader([{"n": i} for i in range(count)], 8 // now, list, seed=0, world=now)
-    checkpointing._warn_of_short_batches(loader, before)
-    assert ("a step takes more rows than there are" in capsys.readouterr().err) == is_said

@@ -119,16 +119,6 @@ def test_the_newest_are_kept_by_number_not_by_spelling(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-100000000"
 
 
-def test_saving_a_step_twice_keeps_the_second(tmp_path):
-    checkpoint.save(tmp_path, 1, {"n": 1})
-    assert checkpoint.load(checkpoint.save(tmp_path, 1, {"n": 2})) == {"n": 2}
-
-
-def test_there_is_no_latest_where_there_is_nothing(tmp_path):
-    assert checkpoint.latest(tmp_path) is None
-    assert checkpoint.latest(tmp_path / "absent") is None
-
-
 def test_clear_removes_checkpoints_only(tmp_path):
     checkpoint.save(tmp_path, 1, STATE)
     (tmp_path / "notes.txt").write_text("mine")

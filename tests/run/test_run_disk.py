@@ -5,13 +5,26 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
+from matplotlib.figure import Figure
+from safetensors import SafetensorError
 
+from hybrid_rlhf.cli import main
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.own_files import refusal
+from hybrid_rlhf.export import folder as model_folder
+from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.run import checkpoint, runfile, tensor_file
 from hybrid_rlhf.run.checkpoint import SaveError
+from hybrid_rlhf.training import supervised
 from tests.factories.counting import Killed, killed, left, runner
+from tests.factories.stage_options import short_sft
+from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_causal_lm
 
 
 @pytest.fixture
@@ -106,3 +119,144 @@ def test_an_output_folder_that_became_read_only_ends_in_one_line(go, tmp_path, m
     with pytest.raises(UserError, match=r"cannot write to output_dir .*Read-only file system") as error:
         go("run")
     assert "\n" not in str(error.value)
+
+
+# --- A disk that takes no more at the end of a run: plots and reports are a warning, a folder is whole or not there
+
+@contextmanager
+def files_of_at_most(num_bytes: int):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def no_room(*_given, **_named):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (OSError(errno.ENOSPC, "x"), "No space left on device"), (OSError("a model is not there"), None),
+    (SafetensorError("I/O error: No space left on device (os error 28)"), "No space left on device"),
+    (Exception("Read-only file system (os error 30)"), "Read-only file system"),
+    (RuntimeError("[enforce fail at gloo/transport/tcp/device.cc:186] rv != -1. -1 vs -1. Too many open files"),
+     "Too many open files"),
+    (RuntimeError("the service said: No space left on device (os error 28)"), None),
+    (RuntimeError("the service said: Too many open files"), None),
+    ("OSError: [Errno 30] Read-only file system: 'x'", "Read-only file system"), (ValueError("28"), None),
+    (FileNotFoundError(errno.ENOENT, "x"), None), (RuntimeError("gone (os error 2)"), None)])
+def test_the_disks_own_words_are_found_whichever_library_wrote(error, said):
+    found = refusal(error)
+    assert (found and found.words) == said
+    assert found is None or (found.remedy == "make room") == ("space" in said)
+
+
+@pytest.fixture
+def kept(tmp_path) -> Path:
+    """A run's folder with the model and adapter of an earlier export."""
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    return tmp_path
+
+
+def with_adapter() -> torch.nn.Module:
+    model = tiny_causal_lm()
+    add_lora(model, LoraConfig(r=4))
+    return model
+
+
+def rust_error(*_given):
+    raise Exception("No space left on device (os error 28)")  # as tokenizers raises
+
+
+@pytest.mark.parametrize("fails", ["weights", "tokenizer", "adapter"])
+def test_a_model_that_does_not_fit_on_the_disk_leaves_the_one_that_was_there(fails, kept, monkeypatch):
+    tokenizer, before = chatml_tokenizer(), contents(kept)
+    if fails == "tokenizer":
+        monkeypatch.setattr(tokenizer, "save_pretrained", rust_error)
+    if fails == "adapter":
+        monkeypatch.setattr(model_folder, "save_adapter", no_room)
+    with pytest.raises(UserError) as error, files_of_at_most(20_000 if fails == "weights" else 2**30):
+        model_folder.export(with_adapter(), tokenizer, kept / "model", [3])
+    words = "File too large" if fails == "weights" else "No space left on device"
+    assert str(error.value) == (f"cannot write {kept / 'model'}: {words}; make room, and give the same command again")
+    assert contents(kept) == before
+    assert sorted(p.name for p in kept.iterdir()) == ["adapter", "model"]
+
+
+def test_the_export_command_says_it_in_one_line_and_leaves_nothing(tmp_path, capsys):
+    base = save_tiny(tmp_path / "base")
+    with files_of_at_most(20_000):
+        assert main(["export", "--model", str(base), "--output_dir", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == (f"error: export: cannot write {tmp_path / 'out'}: File too large; make room, or give another "
+                        "--output_dir")
+    assert [p.name for p in tmp_path.iterdir()] == ["base"]
+
+
+def half_a_picture(_figure, path, **_given):
+    Path(path).write_bytes(b"half")
+    no_room()
+
+
+def no_font(*_given, **_named):
+    raise RuntimeError("no\nfont")
+
+
+@pytest.mark.plots
+@pytest.mark.parametrize(("fault", "words"), [
+    (half_a_picture, "No space left on device"), (no_font, "RuntimeError: no font")])
+def test_plots_that_cannot_be_drawn_are_a_warning_and_the_run_ends_well(go, tmp_path, monkeypatch, capfd, fault, words):
+    monkeypatch.setattr(Figure, "savefig", fault)
+    assert go("run").is_finished
+    assert f"warning: cannot draw {tmp_path / 'run' / 'plots'}: {words}\n" in capfd.readouterr().err
+    assert f"No plots: {words}." in (tmp_path / "run" / "report.md").read_text()
+    assert not list((tmp_path / "run" / "plots").iterdir())
+
+
+def test_a_report_that_cannot_be_written_is_a_warning_too(go, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("hybrid_rlhf.report.summary.write_file", no_room)
+    assert go("run").is_finished
+    said = capfd.readouterr().err
+    for name in ("report.md", "report.html"):
+        assert f"warning: cannot write {tmp_path / 'run' / name}: No space left on device\n" in said
+
+
+def test_a_run_without_room_for_its_model_says_so_in_run_json_and_goes_on_when_there_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [*short_sft(tmp_path), "--train.num_fixed_prompts", "0"]
+
+    def confined(*given):
+        with files_of_at_most(20_000):
+            return model_folder.export(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervised, "export", confined)
+        assert main(words) == 2
+    said = capsys.readouterr().err.splitlines()
+    line = "cannot write run/model: File too large; make room, and give the same command again"
+    assert said[-4:-1] == [f"error: {line}", "report: run/report.html", "checkpoint: run/checkpoints/step-00000002"]
+    record = runfile.read_run("run")
+    assert (record.status, record.error) == ("failed", f"UserError: {line}")
+    assert not list(Path("run").glob("model*"))
+    assert main(words) == 0
+    assert runfile.read_run("run").is_finished and Path("run/model/model.safetensors").exists()
+    assert "goes on after step 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "x", "cache/rows"), OSError(errno.EDQUOT, "x", "cache/rows")])
+def test_a_full_disk_anywhere_is_one_line(error, monkeypatch, capsys):
+    def full(*_given):
+        raise error
+
+    monkeypatch.setattr("hybrid_rlhf.cli._train", full)
+    assert main(["--stage", "sft"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1 and "(cache/rows); make room" in line

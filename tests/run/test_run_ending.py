@@ -5,16 +5,27 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from hybrid_rlhf.cli import main
+from hybrid_rlhf.commands import export
 from hybrid_rlhf.core.errors import NotFinite
-from hybrid_rlhf.run import checkpoint, reporter, runfile
+from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.inference.chat import repl
+from hybrid_rlhf.run import checkpoint, reporter, runfile, signals
 from hybrid_rlhf.run.ending import Leaving, Stopped
 from hybrid_rlhf.run.loop import TrainConfig, fit
-from tests.factories.counting import Config, Loader, Trainer
+from tests.factories.counting import Config, Loader, Trainer, left, runner
+from tests.factories.stage_options import short_sft
 
 
 class Left:
@@ -165,13 +176,6 @@ def test_the_report_of_a_checkpoint_says_that_the_run_had_not_ended(go, tmp_path
     assert "**After step 2 of 9; the run had not ended.**" in seen[0]
 
 
-def test_a_report_that_would_take_a_twentieth_of_the_time_waits(go, tmp_path):
-    seen = []
-    with pytest.raises(Stopped):
-        go({3: lambda _left: seen.append((tmp_path / "report.md").exists()), 4: interrupt}, save_steps=1)
-    assert seen == [False]
-
-
 @pytest.mark.parametrize(("resume", "command", "expected"), [
     ("never", "train.py --resume never", "train.py --resume never --resume auto"),
     ("never", "from Python: stage sft", "call train(resume_from_checkpoint=True) again"),
@@ -190,3 +194,141 @@ def test_a_run_that_ended_early_serves_the_next_stage_with_a_line(go, tmp_path, 
         assert runfile.require_finished(tmp_path, "sft").facts["model_step"] == 3
     assert capsys.readouterr().err == (f"note: the sft run in {tmp_path} is not finished (stopped): its model is that "
                                        "of step 3 of 9\n")
+
+
+# --- The terminal, or whoever read the output, goes away: a run goes on or stops in order, and nothing complains
+
+@pytest.fixture
+def counting(tmp_path):
+    return runner(tmp_path)
+
+
+@contextmanager
+def unread(*names: str) -> Iterator[list]:
+    """sys.stdout and sys.stderr (or those of `names`) are pipes that nobody reads."""
+    names, before = names or ("stdout", "stderr"), (sys.stdout, sys.stderr)
+    files = []
+    for name in names:
+        reader, writer = os.pipe()
+        os.close(reader)
+        files.append(open(writer, "w", encoding="utf-8", buffering=1))  # noqa: SIM115
+        setattr(sys, name, files[-1])
+    try:
+        yield files
+    finally:
+        sys.stdout, sys.stderr = before
+        for file in files:
+            with suppress(OSError):
+                file.close()
+
+
+@pytest.fixture
+def hangup():
+    """Send this process SIGHUP, which it heeds (under nohup it would not); afterwards it is handled as before."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield lambda: os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_what_nobody_reads_is_dropped_and_the_other_stream_goes_on(monkeypatch, tmp_path):
+    with (tmp_path / "log").open("w") as log, unread("stdout") as (pipe,):
+        monkeypatch.setattr(sys, "stderr", log)
+        with lasting_streams():
+            for i in range(3):
+                print(i, "x" * 100_000)
+                print(i, file=sys.stderr)
+            os.write(sys.stdout.fileno(), b"written past Python")
+        assert (sys.stdout, sys.stderr) == (pipe, log)
+    assert (tmp_path / "log").read_text() == "0\n1\n2\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]])
+def test_a_line_is_read_while_the_program_still_runs(flags):
+    """python -u (and PYTHONUNBUFFERED, which containers set) has no line buffering of its own."""
+    code = ("import sys\nfrom hybrid_rlhf.core.lasting_streams import lasting_streams\n"
+            "with lasting_streams():\n    print('step 1', file=sys.stderr)\n    sys.stdin.read()\n")
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen([sys.executable, *flags, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, env=given) as child:
+        timer = threading.Timer(60, child.kill)  # where it waits for ever, its input is never closed
+        timer.start()
+        try:
+            assert select.select([child.stderr], [], [], 20)[0], "nothing was written before the end"
+            assert child.stderr.readline() == "step 1\n"
+        finally:
+            child.stdin.close()
+            timer.cancel()
+
+
+def test_a_run_whose_output_nobody_reads_trains_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sft = [*short_sft(tmp_path), "--train.logging_steps", "1"]
+    with unread():
+        assert main(sft) == 0
+    record = runfile.read_run("run")
+    assert (record.status, record.error) == ("finished", None)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    with unread():
+        assert main([*sft, "--preview"]) == 0
+    with unread():
+        assert repl.main(["--model", "run", "--prompt", "hi", "--max_new_tokens", "3"]) == 0
+
+
+def test_an_export_that_is_interrupted_says_how_to_go_on(monkeypatch, capsys):
+    monkeypatch.setattr(export, "export", lambda _options: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["export", "--model", "a", "--output_dir", "b"]) == 130
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "stopped" and lines[1].startswith("go on: ") and "export --model a --output_dir b" in lines[1]
+
+
+def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint(counting, tmp_path, hangup):
+    """Shell and system each send a signal: the second one does not stop at once."""
+    counting("straight")
+
+    def twice() -> None:
+        hangup(), hangup()
+
+    with unread(), lasting_streams(), pytest.raises(Stopped, match="stopped after step 5 of 9"):
+        counting("broken", {5: twice})
+    assert runfile.read_run(tmp_path / "broken").status == "stopped"
+    counting("broken")
+    assert left(tmp_path / "broken") == left(tmp_path / "straight")
+
+
+def test_under_nohup_a_run_goes_on(counting, tmp_path, hangup):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    counting("run", {5: hangup})
+    assert runfile.read_run(tmp_path / "run").is_finished
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("processes", "after"), [(1, signal.SIG_DFL), (2, signal.SIG_IGN)])
+def test_the_launcher_s_signal_does_not_cut_off_what_one_of_several_has_to_say_when_it_fails(
+        monkeypatch, processes, after):
+    monkeypatch.setattr(signals, "world_size", lambda: processes)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with pytest.raises(RuntimeError), signals.interruptible(print):
+        raise RuntimeError("Connection closed by peer")
+    assert signal.getsignal(signal.SIGTERM) == after
+
+
+def test_a_run_of_several_that_ends_well_leaves_the_signals_as_they_were(monkeypatch):
+    monkeypatch.setattr(signals, "world_size", lambda: 2)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with signals.interruptible(print):
+        assert callable(signal.getsignal(signal.SIGTERM))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_function_that_leaves_the_program_is_on_the_record(counting, tmp_path):
+    with pytest.raises(SystemExit):
+        counting("run", {5: lambda: sys.exit(7)})
+    assert (runfile.read_run(tmp_path / "run").status, runfile.read_run(tmp_path / "run").error) == (
+        "failed", "SystemExit: 7")

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
-import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +16,7 @@ from hybrid_rlhf.core.errors import NotFinite, UserError
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.run import checkpoint, loop, runfile, tensor_file
-from hybrid_rlhf.run.checkpointing import Saver
 from hybrid_rlhf.run.loop import Stopped
-from hybrid_rlhf.run.train_config import TrainConfig
 from tests.factories.counting import Killed, Loader, Trainer, killed, left, runner
 
 
@@ -134,16 +129,6 @@ def test_a_checkpoint_can_be_named_and_only_one_of_this_run(go, tmp_path):
         go("run", resume=str(folder / "step-00000006"))
 
 
-def test_more_processes_are_refused_where_nothing_says_how_many_rows_each_takes(go, monkeypatch):
-    with pytest.raises(Killed):
-        go("run", {5: killed})
-    for module in ("resume", "process_count"):
-        monkeypatch.setattr(f"hybrid_rlhf.run.{module}.world_size", lambda: 2)
-    with pytest.raises(UserError, match=r"was made by 1 process and this run has 2, and its settings do not say how "
-                                        r"many rows a process takes; start 1"):
-        go("run")
-
-
 def test_the_best_checkpoint_is_kept_and_can_be_gone_back_to(go, tmp_path):
     go("run", save_best="eval/loss", save_total_limit=1)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -154,15 +139,6 @@ def test_the_best_checkpoint_is_kept_and_can_be_gone_back_to(go, tmp_path):
     go("run", save_best="eval/loss", save_total_limit=1, resume=str(kept[0]))
     with pytest.raises(UserError, match=r"save_best is 'eval/los', and the evaluation has eval/loss"):
         go("typo", save_best="eval/los")
-
-
-def test_a_clock_that_jumps_moves_no_time_of_the_run(go, tmp_path, monkeypatch):
-    jumps = iter([0.0, 1e9, -1e9] * 100)
-    real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
-    go("run", max_seconds=60.0)
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-00000009"
-    assert 0 <= runfile.read_run(tmp_path / "run").seconds < 60
 
 
 def hour_glass(monkeypatch, minutes_per_save: float = 0.0):
@@ -190,20 +166,6 @@ def test_the_clock_asks_for_checkpoints_and_they_take_no_more_than_a_twentieth_o
     go("run", {step: lambda: pass_minutes(6) for step in range(1, 10)}, save_steps=0, save_minutes=minutes,
        save_total_limit=9)
     assert [checkpoint.number(p) for p in checkpoint.steps(tmp_path / "run" / "checkpoints")] == expected
-
-
-def test_a_run_saves_by_the_clock_unless_told_otherwise(go, tmp_path, monkeypatch):
-    pass_minutes = hour_glass(monkeypatch)
-    with pytest.raises(Killed):
-        go("run", {3: lambda: pass_minutes(15), 6: killed}, save_steps=0)
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-00000003"
-
-
-def test_only_the_main_process_looks_at_the_clock(go, tmp_path, monkeypatch):
-    pass_minutes = hour_glass(monkeypatch)
-    monkeypatch.setattr("hybrid_rlhf.run.loop.is_main", lambda: False)
-    go("run", {2: lambda: pass_minutes(60)}, save_steps=0)
-    assert [p.name for p in checkpoint.steps(tmp_path / "run" / "checkpoints")] == ["step-00000009"]
 
 
 def test_checkpoints_by_the_clock_change_no_bit_and_a_kill_costs_what_came_after_the_last(go, tmp_path, monkeypatch):
@@ -258,28 +220,6 @@ def test_while_updates_are_skipped_nothing_from_before_is_removed(go, tmp_path, 
     assert len(said) == 1 and "updates are being skipped; " in said[0] and "step-00000003 is from before" in said[0]
 
 
-def test_when_updates_are_made_again_checkpoints_are_removed_as_before(go, tmp_path, monkeypatch):
-    skipping(monkeypatch, (4, 5))
-    go("run", save_steps=1, save_total_limit=2, steps=6, max_steps=6)
-    assert numbers_kept(tmp_path / "run") == [5, 6]
-
-
-def test_a_step_without_an_update_begins_no_new_count_and_checkpoints_may_be_removed_by_hand(tmp_path):
-    reporter = SimpleNamespace(state=dict, announce=lambda text: None, phase=lambda name: nullcontext())
-    saver = Saver(SimpleNamespace(state=dict), SimpleNamespace(state=dict), None,
-                  SimpleNamespace(output_dir=str(tmp_path), stage="sft", config={}, versions={}), TrainConfig(), 9)
-    saver.save(1, reporter)
-    for values in ({"policy/skipped_updates": 1.0}, {"policy/skipped_updates": 1.0}, {"kl": 0.5}):
-        saver.observe(values)
-    saver.observe({"policy/skipped_updates": 1.0})
-    assert saver._spared is None
-    saver.observe({"policy/skipped_updates": 2.0})
-    assert saver.before_skips().name == "step-00000001"
-    shutil.rmtree(saver.before_skips())
-    assert saver.before_skips() is None
-    assert saver.save(5, reporter).name == "step-00000005"
-
-
 @pytest.mark.parametrize("holder", ["trainer", "sampler"])
 def test_the_rollout_that_led_to_it_is_written_down_too(tmp_path, holder):
     rollout = Rollout.from_responses(Prompts([[5, 6]], ["why?"]), [[7, 8, 3]], [True], 0, ["so"])
@@ -289,15 +229,6 @@ def test_the_rollout_that_led_to_it_is_written_down_too(tmp_path, holder):
     assert "the last batch is in" in str(loop._with_batch(NotFinite("not finite"), saver, {"value": 4}))
     assert "why?" in (tmp_path / "not_finite" / "rest.json").read_text()
     assert [[7, 8, 3]] in [t.tolist() for t in load_file(tmp_path / "not_finite" / "tensors.safetensors").values()]
-
-
-def test_run_json_names_no_checkpoint(go, tmp_path):
-    with pytest.raises(Killed):
-        go("run", {5: killed})
-    path = tmp_path / "run" / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"resumes_from": "/etc"}))
-    with pytest.raises(UserError, match="damaged"):
-        go("run")
 
 
 def test_a_reward_source_that_fails_leaves_a_checkpoint_of_the_step_before(go, tmp_path, capfd):
@@ -316,17 +247,6 @@ def test_a_reward_source_that_fails_leaves_a_checkpoint_of_the_step_before(go, t
         go("run", {6: fail}, save_steps=0)
     go("run", save_steps=0)
     assert left(tmp_path / "run") == left(tmp_path / "straight")
-
-
-def test_other_rows_are_refused(go):
-    with pytest.raises(Killed):
-        go("run", {5: killed})
-    try:
-        Loader.fingerprint = lambda _self: "other"
-        with pytest.raises(UserError, match="the rows of the data are not those"):
-            go("run")
-    finally:
-        del Loader.fingerprint
 
 
 def test_the_loader_says_whether_the_rows_are_those_of_a_checkpoint(go, monkeypatch):
@@ -353,16 +273,6 @@ def test_other_held_out_rows_are_refused(go):
     for others in (held_out_rows("those"), None):
         with pytest.raises(UserError, match="the held-out rows are not those"):
             go("run", held_out=others)
-    go("run", held_out=held_out_rows("these"))
-
-
-def test_a_checkpoint_of_an_earlier_release_that_does_not_tell_its_held_out_rows_is_taken(go, monkeypatch):
-    tells = Saver._run
-    monkeypatch.setattr(Saver, "_run", lambda saver, step: {
-        name: value for name, value in tells(saver, step).items() if name != "held_out"})
-    with pytest.raises(Killed):
-        go("run", {5: killed}, held_out=held_out_rows("these"))
-    monkeypatch.undo()
     go("run", held_out=held_out_rows("these"))
 
 

@@ -177,12 +177,6 @@ def test_a_folder_that_holds_something_else_is_refused_and_untouched(tmp_path, n
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
-def test_a_folder_of_someone_else_s_is_refused_before_all_that_is_in_it_is_looked_at(tmp_path):
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "link").symlink_to("/")
-    assert "holds something else (a)" in refused(runfile.start, tmp_path, "sft", Config(), "")
-
-
 def test_other_wrong_output_folders_are_one_line_each(tmp_path):
     (tmp_path / "file").write_text("")
     finish(tmp_path / "reward", "reward")
@@ -230,19 +224,6 @@ def test_a_run_json_that_is_not_ours_is_refused(tmp_path, contents, said):
     assert said in refused(runfile.start, tmp_path, "sft", Config(), "")
 
 
-def test_a_run_json_that_cannot_be_read_is_one_line(tmp_path):
-    """Here a folder; another user's is refused by the system in the same way."""
-    (tmp_path / "run.json").mkdir()
-    assert "damaged" in refused(runfile.read_run, tmp_path)
-
-
-def test_an_error_of_letters_that_no_file_can_hold_is_on_the_record(tmp_path):
-    record = runfile.start(tmp_path, "sft", Config(), "the command")
-    record.close("failed", "ValueError: \ud800")
-    assert runfile.read_run(tmp_path).status == "failed"
-    assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["error"] == "ValueError: \ud800"
-
-
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_run_json_is_never_half_written(tmp_path, monkeypatch, moment):
     record = finish(tmp_path)
@@ -281,36 +262,6 @@ def test_runs_that_read_the_same_text_differently_do_not_fit_together(tmp_path):
                                   ("dressed", dressed, "chat templates")):
         given = {} if tokenizer is None else {"tokenizer": tokenizer}
         assert runfile.difference(actor, finish(tmp_path / name, "reward", **given)) == what
-
-
-def outcome(folder, go: int) -> str:
-    """In a process of its own: "begun", held for a moment, or the line that the user reads. It waits for `go` to close.
-    """
-    os.read(go, 1)
-    try:
-        runfile.start(folder, "sft", Config(), "the command")
-    except UserError as error:
-        return str(error)
-    time.sleep(0.05)
-    return "begun"
-
-
-@pytest.mark.slow
-def test_of_two_that_start_at_once_in_a_new_folder_one_begins_and_the_other_is_told_why_not(tmp_path):
-    for attempt in range(25):
-        folder, (go, held), (answers, telling) = tmp_path / str(attempt), os.pipe(), os.pipe()
-        for _ in range(2):
-            if not os.fork():
-                os.close(held)
-                os.write(telling, (outcome(folder, go) + "\n").encode())
-                os._exit(0)
-        for end in (go, held, telling):
-            os.close(end)
-        with os.fdopen(answers) as file:
-            found = sorted(file.read().splitlines())
-        os.wait(), os.wait()
-        assert found[0] == "begun" and "another process is at this run; wait for its end" in found[1], found
-        assert runfile.read_run(folder).status == "running"
 
 
 def test_what_another_process_has_begun_and_left_meanwhile_is_not_written_over(tmp_path, monkeypatch):

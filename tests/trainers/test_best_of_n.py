@@ -10,7 +10,6 @@ import torch
 
 from hybrid_rlhf.algorithms.preference import LOSSES, best_and_worst, best_at_least
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.roles import Actor, Reference, Roles
 from hybrid_rlhf.rollout import Prompts
@@ -181,13 +180,6 @@ def test_a_round_takes_its_passes_and_minibatches_over_what_was_chosen():
     assert trainer.roles.actor.engine.training.num_steps == 6
     strict = rejection(answers(SCORES), min_score=5.5)
     assert strict.step(FEW).compute()["rejection/kept"] == 0
-
-
-def test_a_response_that_did_not_end_ranks_lower_by_its_penalty():
-    trainer = rejection(count_of(42), missing_eos_penalty=100.0)
-    rollout, scores = trainer.sampler.sample(PROMPTS, Metrics())
-    assert 0 < rollout.has_eos.sum() < len(rollout)
-    assert (scores == rollout.scores - 100 * (~rollout.has_eos)).all()
 
 
 def test_samples_at_another_temperature_are_learned_from_at_temperature_one():

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data.collate import collate_sft
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine import SamplingConfig
@@ -121,23 +120,6 @@ def test_a_policy_gradient_of_truncated_samples_is_that_of_the_policy_that_drew_
     assert metrics["distill/divergence"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-3)
 
 
-def test_words_kept_that_the_teacher_does_not_have_are_none_to_it():
-    """Padding of the student's vocabulary, 320 words to the teacher's 300, of which nearly all are left at top_p 0.999:
-    to the teacher it is as if 300 words had been."""
-    trainer = distiller(divergence="policy_gradient", vocab_size=320,
-                        sampling=SamplingConfig(max_new_tokens=4, top_p=0.999))
-    head = trainer.roles.actor.engine.model.lm_head
-    head.register_forward_hook(lambda _module, _inputs, logits: logits - 3.0 * (torch.arange(320) >= 300))  # unlikely
-    rollout, _ = trainer.sampler.sample(PROMPTS, Metrics())
-    assert max(int(ids.max()) for ids in rollout.kept.ids) >= 300 > int(rollout.response_ids.max())
-    found = trainer.teacher.logprobs(rollout)
-    for i, (ids, sizes) in enumerate(zip(rollout.kept.ids, rollout.kept.sizes, strict=True)):
-        taught, answer = plain_logits(trainer.teacher.engine.model, rollout, i)
-        for j, words in enumerate(ids.long().split(sizes.tolist())):
-            among = taught[j, words[words < 300]].logsumexp(0)
-            assert float(found[i, j]) == pytest.approx(float(taught[j, answer[j]] - among), abs=1e-4)
-
-
 @pytest.mark.parametrize("trainer", [lambda: distiller(), lambda: beside_rewards()])
 def test_what_the_teacher_said_is_not_held_until_the_next_step(trainer):
     """Hidden states of all tokens are gigabytes of the CPU's memory."""
@@ -184,7 +166,7 @@ def test_a_process_left_without_rows_changes_no_evaluation(changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["jsd", "policy_gradient"])
 def test_the_student_comes_near_its_teacher_by_each_divergence(way):
     """On fresh samples to the same prompts, texts of 20 words that it has not seen, but of a kind that it has."""
     sampling = SamplingConfig(max_new_tokens=4, num_samples=16 if way == "policy_gradient" else 4)
@@ -209,9 +191,8 @@ def test_lmbda_is_the_share_of_steps_on_samples_and_the_others_are_on_demonstrat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lmbda", [0.0, 0.5])
-def test_the_student_comes_near_its_teacher_on_demonstrations(lmbda):
-    trainer = distiller(lmbda=lmbda, divergence="forward_kl", rate=5e-3)
+def test_the_student_comes_near_its_teacher_on_demonstrations():
+    trainer = distiller(lmbda=0.5, divergence="forward_kl", rate=5e-3)
     found = [trainer.step(PROMPTS).compute() for _ in range(80)]
     found = [m["distill/data_divergence"] for m in found if "distill/data_divergence" in m]
     assert found[-1] < 0.1 * found[0]
@@ -247,47 +228,11 @@ def test_a_trainer_that_goes_on_from_a_state_does_what_the_first_one_does(change
                                                  strict=True))
 
 
-def test_micro_batches_of_any_size_take_the_same_step():
-    one, many = distiller(), distiller(max_tokens=16)
-    assert one.step(PROMPTS).compute()["grad_norm"] == pytest.approx(many.step(PROMPTS).compute()["grad_norm"],
-                                                                     rel=1e-5)
-
-
 def test_the_likeliest_words_are_a_lower_bound_and_what_they_leave_out_is_reported():
     whole, few = distiller().step(PROMPTS).compute(), distiller(top_k=10).step(PROMPTS).compute()
     assert 0 < few["distill/divergence"] < whole["distill/divergence"]
     assert 0 < few["distill/teacher_mass_outside"] < 1 and "distill/teacher_mass_outside" not in whole
     assert few["distill/teacher_kl"] == pytest.approx(whole["distill/teacher_kl"], rel=1e-5)
-
-
-def test_a_teacher_in_bfloat16_teaches_a_student_in_float32():
-    teacher = policy(7, **WIDE)
-    exact = distiller().step(PROMPTS).compute()["distill/divergence"]
-    teacher.module.to(torch.bfloat16)
-    found = distiller(teacher=teacher).step(PROMPTS).compute()["distill/divergence"]
-    assert found == pytest.approx(exact, rel=0.05) and found != exact
-
-
-def test_a_teacher_that_waits_elsewhere_leaves_its_head_and_nothing_else():
-    from hybrid_rlhf.roles.teacher import head_tensors
-
-    teacher = policy(7, **WIDE)
-    teacher.offload_when_idle(keeps=head_tensors(teacher.model), is_forced=True)
-    there = [n for n, p in teacher.model.named_parameters() if p.untyped_storage().nbytes()]
-    assert there == ["lm_head.weight"]
-    found = distiller(teacher=teacher).step(PROMPTS).compute()
-    assert found["distill/divergence"] == pytest.approx(distiller().step(PROMPTS).compute()["distill/divergence"])
-    tied = policy(7, tie_word_embeddings=True)
-    tied.offload_when_idle(keeps=head_tensors(tied.model), is_forced=True)
-    there = [n for n, p in tied.model.named_parameters() if p.untyped_storage().nbytes()]
-    assert there == ["model.embed_tokens.weight"]
-    distiller(teacher=tied).step(PROMPTS)
-
-
-def test_a_token_that_the_teacher_does_not_have_is_said_in_one_line():
-    trainer = distiller(teacher=policy(7, vocab_size=12))
-    with pytest.raises(UserError, match=r"roles.teacher: token .* is none of its 12"):
-        trainer.step(PROMPTS)
 
 
 def test_a_teacher_of_more_words_is_compared_on_those_of_both():

@@ -4,7 +4,6 @@ steps that cut nothing off changes."""
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.roles import Actor, PolicyModule, Reference, Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.rollout import collect as collecting
 from hybrid_rlhf.rollout.collect import collect
 from hybrid_rlhf.trainers.ppo import PPOTrainer
 from tests.factories.tiny import tiny_causal_lm, tiny_tokenizer
@@ -149,15 +147,6 @@ def test_held_out_kl_is_of_the_same_kind():
     assert trainer.evaluate([PROMPTS]).compute()["kl"] == pytest.approx(rollout.mean_kl(), rel=1e-6)
     whole = collect(PROMPTS, trainer.roles, trainer.source, CUT, 0, Metrics())
     assert abs(rollout.mean_kl() - whole.mean_kl()) > 1e-6
-
-
-def test_large_sets_are_said_once_with_what_makes_them_smaller(monkeypatch, caplog):
-    monkeypatch.setattr(collecting, "_MUCH", 100)
-    roles = roles_of()
-    with caplog.at_level(logging.WARNING):
-        for seed in (3, 4):
-            collect(PROMPTS, roles, LENGTH, CUT, seed, Metrics(), keep_candidates=True)
-    assert caplog.text.count("ppo.replay_truncation false keeps none") == 1
 
 
 # -- masked importance sampling --------------------------------------------------------------------------------------
