@@ -9,12 +9,15 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from hybrid_rlhf.core import failure, peers
+from hybrid_rlhf.core import distributed, failure, peers
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from tests.factories.processes import ROOT, free_port
 
 CHILDREN = """
@@ -123,16 +126,6 @@ def test_only_a_known_launcher_s_end_is_one(monkeypatch):
     assert launched.has_died() and not plain.has_died() and not plain.holds_store
 
 
-def test_a_process_that_cannot_be_looked_up_is_not_dead(sleeping, monkeypatch):
-    seen, _, _ = sleeping
-
-    def refuse(*_given, **_named):
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(peers.Path, "read_text", refuse)
-    assert (seen.dead(), seen.stopped()) == ([], [])
-
-
 def test_a_process_of_which_nothing_is_heard_for_ten_minutes_is_silent_until_it_is_heard_of_or_leaves(monkeypatch):
     """One on another host, which cannot be looked up. Each counts by its own clock; a first sign must have come."""
     now, store = [1000.0], dist.HashStore()
@@ -169,27 +162,6 @@ class Ended(BaseException):
     """Stands for the end of the process."""
 
 
-def test_a_callback_or_a_stream_that_fails_does_not_keep_the_watching_process(monkeypatch):
-    store = dist.HashStore()
-    store.set(failure._KEY, json.dumps({"code": 2, "message": "error: x", "is_lost": True}))
-    codes, told = [], []
-
-    def end(code):
-        codes.append(code)
-        raise Ended
-
-    def fail(_message):
-        raise ValueError("I/O operation on closed file")
-
-    monkeypatch.setattr(failure.os, "_exit", end), monkeypatch.setattr(failure, "_callbacks", [fail, told.append])
-    monkeypatch.setattr(failure, "_ending", threading.Lock())
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=fail, flush=lambda: fail(0)))
-    launcher = SimpleNamespace(has_died=lambda: False, holds_store=False)
-    with pytest.raises(Ended):
-        failure._watch(store, None, launcher)
-    assert codes == [2] and told == ["error: x"]
-
-
 def test_a_silent_process_ends_the_others(monkeypatch):
     store, codes, told = dist.HashStore(), [], []
 
@@ -205,3 +177,38 @@ def test_a_silent_process_ends_the_others(monkeypatch):
     assert codes == [1] and json.loads(store.get(failure._KEY))["is_lost"]
     assert told == ["error: process 1 gives no sign of life (stopped, or its host is gone); the same command goes on "
                     "from the last checkpoint"]
+
+
+# -- processes wait hours for each other in every group ---------------------------------------------------------------
+
+
+def patience(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+@pytest.fixture
+def joining(monkeypatch):
+    """The group is asked for as a launcher's process does, in a world of one."""
+    asked = []
+    monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: asked.append((given, named)))
+    return asked
+
+
+def test_a_launched_process_joins_with_a_patience_of_hours(joining, monkeypatch):
+    distributed.init_process_group()
+    ((backend,), named), = joining
+    assert backend in ("gloo", "nccl") and named == {"timeout": distributed.PATIENCE}
+    assert timedelta(hours=6) <= distributed.PATIENCE
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the default group is NCCL's, without a backend for the CPU")
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_groups_made_later_have_it_too(stage):
+    HybridEngine(torch.nn.Linear(3, 1)).prepare_training(OptimizerConfig(), lambda _step: 1.0, ZeroConfig(stage))
+    from deepspeed.utils import groups
+
+    assert patience(groups._WORLD_GROUP) == distributed.PATIENCE
+    assert patience(groups._get_data_parallel_group()) == distributed.PATIENCE
+    assert patience(distributed.consecutive_ranks(1).group) == distributed.PATIENCE

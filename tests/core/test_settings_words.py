@@ -27,19 +27,6 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Config:
-    """Settings.
-
-    Attributes:
-        inner: A part.
-        free: Anything.
-    """
-
-    inner: Inner = field(default_factory=Inner)
-    free: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Outer:
     """Settings.
 
@@ -51,24 +38,6 @@ class Outer:
 
 
 TEXTS = ["####", "yes", "1e-5", "~", "null", "0x1F", "a: b", "- a", "[a]", "&a", '"yes"', "é", ""]
-
-
-def read(tmp_path, free, *more):
-    path = tmp_path / "a.yaml"
-    path.write_text(json.dumps({"inner": {"free": free}, "free": free}))
-    return parse(Config, ["--config", str(path), *more], prog="x")[0]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_of_a_file_is_read_once(tmp_path, text):
-    config = read(tmp_path, {"a": text, "b": [text], "c": {"d": text}, "n": 1, "t": True, "z": None})
-    assert config.inner.free == config.free == {"a": text, "b": [text], "c": {"d": text}, "n": 1, "t": True, "z": None}
-
-
-def test_the_command_line_is_read_as_yaml_as_before_and_wins(tmp_path):
-    config = read(tmp_path, {"a": "yes"}, "--inner.free.a=no", "--free", "{b: 1e-5, c: x}")
-    assert config.inner.free == {"a": False}
-    assert config.free == {"b": 1e-5, "c": "x"}
 
 
 @dataclass(frozen=True)
@@ -134,7 +103,7 @@ def test_a_word_is_what_its_option_holds(words, wanted):
     ("#fff", "#fff"), ("{x} y", "{x} y"), ("x #y", "x #y"), ("5 #y", "5 #y"), ("a: b", "a: b"), ("- a", "- a"),
     ("", ""), ("'x' y", "'x' y"), ("'x'", "x"), ('"010"', "010"), ("010", "010"), ("-010", "-010"), ("1:30", "1:30"),
     ("0b1", "0b1"), ("1__0", "1__0"), ("1_0", 10), ("0x1F", 31), ("-5", -5), ("1e-5", 1e-5), ("-.inf", -math.inf),
-    ("1e400", "1e400"), ("9" * 5000, "9" * 5000), ("none", "none"), ("null", None), ("No", False),
+    ("1e400", "1e400"), ("none", "none"), ("null", None), ("No", False),
     ("[010, 10, {b: 1:30}]", ["010", 10, {"b": "1:30"}])])
 def test_where_anything_may_stand_a_word_is_text_unless_it_is_plainly_something_else(word, wanted):
     assert value("--free.a", word) == {"a": wanted}
@@ -148,26 +117,20 @@ def test_where_anything_may_stand_a_word_is_text_unless_it_is_plainly_something_
     (["--count", ""], "count is ''; it must be a whole number"), (["--is_on="], "is_on is ''; it must be true"),
     (["count", "5"], "unknown option count; "), (["--count", "5", "rate"], "unknown option rate; "),
     (["--count+", "5"], "unknown option count+ (did you mean count?)"), (["--config+", "x"], "unknown option config+"),
-    (["--rate", f"1{'0' * 400}"], "rate is '1000"), (["--free", f"{{a: {'[' * 2000}"], "the settings refer to"),
-    (["--free", "{a: &x [*x]}"], "the settings refer to"),
     (["--either.a", "5"], "unknown option either.a"), (["--config="], "--config needs a file"),
-    (["--config", ""], "--config needs a file"), (["--config"], "--config needs a file"),
-    (["--count", "1__0"], "count is '1__0'; it must be a whole number"), (["--rate", "1__0.5"], "rate is '1__0.5'; "),
-    (["--count", "9" * 5000], "count is '9999"), (["--count", "0x" + "f" * 5000], "count is '0xfff")])
+    (["--config"], "--config needs a file"),
+    (["--count", "1__0"], "count is '1__0'; it must be a whole number")])
 def test_a_word_that_is_not_for_its_option_is_one_line(words, said):
     with pytest.raises(UserError, match=f"^{re.escape(said)}"):
         value(*words)
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("rate: 1" + "0" * 400, "rate is '1000"), ("count: " + "9" * 5000, "count is '9999"), ("rate: 1e400", "rate is"),
+    ("rate: 1e400", "rate is"),
     ("free: {a: {1: 2}}", "free[a] has the key 1; a key must be text"), ("null: 1", "the file has the key null; a key"),
     ("free: {a: {null: 2}}", "free[a] has the key null; a key must be"), ("free: {null: 2}", "free has the key null"),
     ("by_name: {a: null}", "by_name[a] is null; it must be text"), ("inner: {yes: 1}", "inner has the key true; a key"),
-    (f"free: {{a: {'[' * 50000}", "the settings refer to"), (f"free:\n  {'- ' * 50000}a", "the settings refer to"),
-    ("".join(f"{f'a{i}'}: &a{i} {{<<: *a{i - 1}}}\n" if i else "a0: &a0 {}\n" for i in range(2000)) + "<<: *a1999",
-     "not valid YAML (maximum recursion depth"),
-    ("free: {a: !!set {b}}", "free[a] is "), ("free: &x {a: *x}", "the settings refer to themselves"),
+    ("free: &x {a: *x}", "the settings refer to themselves"),
     ("texts: '[a, b]'", "texts is '[a, b]'; it must be a list"), ("count: null", "count is null")])
 def test_a_file_that_cannot_be_settings_is_one_line(tmp_path, text, said):
     with pytest.raises(UserError, match=re.escape(said)):
@@ -178,7 +141,9 @@ def test_a_file_that_cannot_be_settings_is_one_line(tmp_path, text, said):
     ("rate: '1e-5'", 1e-5), ("is_on: 'false'", False), ("texts: a", ["a"]), ("texts: null", []), ("texts: none", []),
     ("numbers:", []), ("rate: none", None), ("is_on:", None), ("count: 010", 10),
     ("free: {a: 010, b: 1:30, c: 0b1, d: =, e: is it?, f: 0x1F}",
-     {"a": "010", "b": "1:30", "c": "0b1", "d": "=", "e": "is it?", "f": 31})])
+     {"a": "010", "b": "1:30", "c": "0b1", "d": "=", "e": "is it?", "f": 31}),
+    ("free: {a: 1e-5, b: '1e-5', c: 1E5, d: 1.5e3, day: 2020-01-01, n: null, t: true}",
+     {"a": 1e-5, "b": "1e-5", "c": 1e5, "d": 1.5e3, "day": "2020-01-01", "n": None, "t": True})])
 def test_a_file_says_a_number_in_quotes_and_an_empty_list_too(tmp_path, text, wanted):
     assert value_in_file(tmp_path, text) == wanted
 
@@ -186,10 +151,6 @@ def test_a_file_says_a_number_in_quotes_and_an_empty_list_too(tmp_path, text, wa
 def test_a_section_may_stand_empty(tmp_path):
     (tmp_path / "a.yaml").write_text("inner:")
     assert parse(Many, ["--config", f"{tmp_path}/a.yaml"], prog="x")[0] == Many()
-
-
-def test_a_file_may_have_a_thousand_mappings(tmp_path):
-    assert value_in_file(tmp_path, f"free: {{a: [{'{b: 1}, ' * 1000}]}}") == {"a": [{"b": 1}] * 1000}
 
 
 def test_help_says_defaults_as_the_command_line_takes_them(capsys):
@@ -212,13 +173,6 @@ def test_what_is_printed_is_read_as_the_same_text(tmp_path, text, capsys):
 
 def test_a_section_keeps_what_its_owner_has_changed_of_its_defaults():
     assert parse(Outer, ["--inner.free={}"], prog="x")[0].inner == Inner(free={}, named={"b": "c"})
-
-
-def test_a_number_is_one_in_a_file_and_on_the_command_line(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("free: {a: 1e-5, b: '1e-5', c: 1E5, d: 1.5e3, day: 2020-01-01}")
-    given = parse(Config, ["--config", str(path), "--free.e", "1e-5", "--free.f.g", "[2]"], prog="x")[0]
-    assert given.free == {"a": 1e-5, "b": "1e-5", "c": 1e5, "d": 1.5e3, "day": "2020-01-01", "e": 1e-5, "f": {"g": [2]}}
 
 
 @dataclass(frozen=True)

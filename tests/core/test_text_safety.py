@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import gc
 import os
 import pty
+import resource
 import signal
 import sys
 import time
@@ -14,6 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_rlhf import cli
+from hybrid_rlhf.cli import main
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.inference.response_text import AnswerText, pieces
 from tests.factories.tiny import tiny_causal_lm, tiny_tokenizer
@@ -104,3 +108,42 @@ def test_at_a_real_terminal_control_c_stops_an_answer_and_then_only_hints(tmp_pa
     expect(b"you: ")
     os.write(terminal, b"\x04")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# -- every command says what is wrong in one line that cannot steer the terminal, and exits with 2 --------------------
+
+
+BAD = "no\x1b[2J\nsuch\u202e"
+
+
+@pytest.mark.parametrize("words", [
+    ["--stage", BAD], ["chat", "--model", BAD], ["serve", "--model", BAD, "--port", "0"],
+    ["export", "--model", BAD, "--output_dir", "out"], ["doctor", f"--{BAD}"],
+    ["init", "--goal", "sft", "--data", BAD, "--model", "m", "--card", "cpu", "--output_dir", "out"]],
+    ids=lambda words: words[0])
+def test_what_is_wrong_is_one_line_without_control_characters(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("error: ") and "\u241b[2J" in lines[-1] and not list(tmp_path.iterdir())
+    assert not any("\x1b" in line or "\u202e" in line for line in lines)
+    assert gc.get_threshold()[0] < 10_000  # the start's is put back
+
+
+def test_a_process_that_runs_out_of_file_descriptors_says_so_in_one_line(monkeypatch, capfd):
+    def leak(_argv) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+        held = []
+        while True:
+            held.append(os.fdopen(os.open(os.devnull, os.O_RDONLY)))
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(cli, "_train", leak)
+    try:
+        assert main([]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert capfd.readouterr().err == ("error: Too many open files (/dev/null); raise their number (ulimit -n 65536) or "
+                                      "find what leaves files open, such as a reward function, and the same command "
+                                      "goes on from the last checkpoint\n")

@@ -1,10 +1,19 @@
 """inference() is the only switch: it changes no weight, restores every mode, and sampling does what it was told."""
 
+from __future__ import annotations
+
+import gc
+import mmap
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.engine.device_memory import PeakMeter, peak_in
 from tests.factories.tiny import tiny_causal_lm, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
@@ -12,16 +21,6 @@ PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
 
 def _engine(**changes):
     return HybridEngine.for_inference(tiny_causal_lm(**changes), tiny_tokenizer())
-
-
-def test_greedy_tokens_equal_transformers_generate_one_prompt_at_a_time():
-    engine = _engine()
-    with engine.inference():
-        ours = engine.generate(PROMPTS, SamplingConfig(max_new_tokens=12, temperature=0))
-    for prompt, tokens, reason in zip(PROMPTS, ours.tokens, ours.finish_reasons, strict=True):
-        oracle = engine.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)[0, len(prompt):]
-        assert tokens == oracle.tolist()[: len(tokens)]
-        assert reason == ("eos" if tokens[-1] == 3 else "length")
 
 
 def test_an_exception_inside_restores_every_mode_and_weight():
@@ -63,50 +62,6 @@ def test_the_same_seed_draws_the_same_and_leaves_torch_s_own_generator_alone():
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_the_model_s_own_generation_config_does_not_bend_the_policy():
-    """top_k 1 in a model's generation_config would make every draw greedy, without a word."""
-    engine = _engine()
-    engine.model.generation_config.update(top_k=1, temperature=0.01, do_sample=True)
-    with engine.inference():
-        drawn = engine.generate([[5, 6]] * 64, SamplingConfig(max_new_tokens=1), seed=3).tokens
-    assert len({row[0] for row in drawn}) > 20
-
-
-def _chi_square(counts: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
-    """Pearson's statistic over cells expecting at least 5, the rest pooled, and its degrees of freedom."""
-    big = expected >= 5
-    observed = torch.cat([counts[big], counts[~big].sum()[None]])
-    wanted = torch.cat([expected[big], expected[~big].sum()[None]])
-    keep = wanted > 0
-    return float(((observed - wanted)[keep] ** 2 / wanted[keep]).sum()), int(keep.sum()) - 1
-
-
-@pytest.mark.parametrize("settings", [dict(temperature=0.5), dict(top_k=5), dict(top_p=0.6), dict(min_p=0.3)],
-                         ids=lambda s: next(iter(s)))
-def test_sampling_flags_reach_the_sampler(settings):
-    """A chi-square test of one drawn token against probabilities computed here from the logits."""
-    engine, num = _engine(), 4000
-    engine.max_batch = num
-    with torch.no_grad():
-        engine.model.lm_head.weight.mul_(20)  # a tiny random model is nearly uniform; sharpen it
-        logits = engine.model(torch.tensor([[5, 6]])).logits[0, -1] / settings.get("temperature", 1.0)
-    probs = logits.softmax(0)
-    ranked, order = probs.sort(descending=True)
-    if "top_k" in settings:
-        probs[order[5:]] = 0
-    if "top_p" in settings:
-        probs[order[ranked.cumsum(0) - ranked >= 0.6]] = 0
-    if "min_p" in settings:
-        probs[probs < 0.3 * ranked[0]] = 0
-    with engine.inference():
-        drawn = engine.generate([[5, 6]] * num, SamplingConfig(max_new_tokens=1, **settings), seed=0).tokens
-    counts = torch.bincount(torch.tensor(drawn).flatten(), minlength=len(probs)).double()
-    expected = (probs / probs.sum()).double() * num
-    assert counts[expected == 0].sum() == 0
-    statistic, freedom = _chi_square(counts, expected)
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5 + 4  # about 4 standard deviations of the chi-square law
-
-
 def test_a_stream_yields_what_generate_returns_without_the_stop_token_and_can_be_dropped():
     engine, settings = _engine(), SamplingConfig(max_new_tokens=20)
     with engine.inference():
@@ -126,3 +81,79 @@ def test_a_prompt_without_room_for_the_response_is_refused_with_the_numbers():
         with pytest.raises(UserError, match="prompt of 250 tokens and max_new_tokens 10 exceed the model's 256"):
             engine.generate([[5] * 250], SamplingConfig(max_new_tokens=10))
         assert len(engine.generate([[5] * 246], SamplingConfig(max_new_tokens=10)).tokens[0]) <= 10
+
+
+# -- peak memory by phase: the meter, the metrics of every stage, and a cache that is given back ----------------------
+
+
+CPU = torch.device("cpu")
+PIECE = b"\1" * 2**20
+needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+
+
+def touch(mib: int) -> None:
+    """Take pages of the system's own: malloc may have some to spare from tests before."""
+    with mmap.mmap(-1, mib << 20) as block:
+        for _ in range(mib):
+            block.write(PIECE)
+
+
+@needs_proc
+def test_a_block_counts_its_own_peak_and_an_outer_one_those_inside() -> None:
+    meter = PeakMeter()
+    with meter.block(CPU) as outer:
+        with meter.block(CPU) as first:
+            touch(200)
+        with meter.block(CPU) as second:
+            touch(100)
+        with meter.block(CPU) as idle:
+            pass
+    assert 90 * 2**20 < first[0] - second[0] < 110 * 2**20
+    assert 90 * 2**20 < second[0] - idle[0] < 110 * 2**20
+    assert outer[0] == first[0]
+    assert meter.highest(CPU) >= first[0]
+
+
+@needs_proc
+def test_blocks_of_one_name_count_the_largest() -> None:
+    metrics = Metrics()
+    for mib in (200, 10):
+        with peak_in(metrics, "actor/update", CPU):
+            touch(mib)
+    with peak_in(metrics, "actor/score", CPU):
+        touch(10)
+    found = metrics.compute()
+    assert found["memory/actor/update"] - found["memory/actor/score"] > 150 * 2**20
+
+
+@needs_proc
+def test_a_kernel_that_refuses_to_set_the_mark_back_counts_what_is_resident(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("hybrid_rlhf.engine.device_memory._CLEAR", tmp_path)  # a folder: writing raises OSError
+    meter = PeakMeter()
+    with meter.block(CPU) as found:
+        touch(400)
+    assert 0 < found[0] < meter.highest(CPU)
+
+
+def test_a_system_without_marks_records_nothing(monkeypatch, tmp_path) -> None:
+    for name in ("_CLEAR", "_STATUS"):
+        monkeypatch.setattr(f"hybrid_rlhf.engine.device_memory.{name}", tmp_path / "none" / name)
+    metrics = Metrics()
+    with peak_in(metrics, "actor/update", CPU):
+        touch(1)
+    assert metrics.compute() == {}
+
+
+def test_the_cache_is_freed_when_the_mode_ends_and_not_when_python_looks_for_circles() -> None:
+    model = tiny_causal_lm()
+    engine = HybridEngine.for_inference(model, tiny_tokenizer())
+    gc.collect()
+    gc.disable()
+    try:
+        with engine.inference():
+            engine.generate([[5, 6, 7], [8, 9]], SamplingConfig(max_new_tokens=4))
+            keys = weakref.ref(engine._cache.layers[0].keys)
+            assert keys() is not None
+        assert keys() is None
+    finally:
+        gc.enable()

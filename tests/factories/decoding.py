@@ -30,5 +30,12 @@ def greedy_tokens(engine, prompts=PROMPTS):
         return engine.generate(prompts, GREEDY).tokens
 
 
+@torch.no_grad()
+def plain_logprobs(model, prompt, tokens, temperature=1.0):
+    """Log-probabilities of the tokens after a prompt, by transformers' own forward of the whole sequence, in fp64."""
+    logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return (logits.double() / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
 MANY_PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(1 + (5 * i) % 11)] for i in range(64)]
 SETTINGS = SamplingConfig(max_new_tokens=12)

@@ -9,7 +9,8 @@ import shutil
 import pytest
 import torch
 
-from hybrid_rlhf.kernels import cpu, reference
+from hybrid_rlhf.kernels import REFERENCE, cpu, ops_for, reference
+from tests.factories.warpers import warped
 
 # Largest difference from the definition for outputs of size about 1: both sum in fp32, and round once to the dtype.
 BOUNDS = {torch.float32: 5e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -22,6 +23,11 @@ def ops():
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
     return cpu.load()
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def either(request):
+    return ops_for("cpu") if request.param == "cpu" else REFERENCE
 
 
 def case(heads, kv_heads, dim, value_dim, dtype, positions, slots=None, columns=0, seed=0):
@@ -94,17 +100,17 @@ def test_a_sliding_window_reads_its_columns_only(ops):
     assert (ours - want).abs().max() < 5e-6
 
 
-def test_a_row_that_may_read_nothing_gives_zeros(ops):
+def test_a_row_that_may_read_nothing_gives_zeros(either):
     for sinks in (None, torch.ones(4)):
         nothing = torch.zeros(2, 7, dtype=torch.bool)
-        ours, want = both(ops, case(4, 2, 16, 16, torch.float32, [5, 6]), mask=nothing, sinks=sinks)
+        ours, want = both(either, case(4, 2, 16, 16, torch.float32, [5, 6]), mask=nothing, sinks=sinks)
         assert not ours.any() and not want.any()
 
 
-def test_a_broken_number_in_a_key_reaches_the_output(ops):
+def test_a_broken_number_in_a_key_reaches_the_output(either):
     inputs = case(2, 2, 16, 16, torch.float32, [5])
     inputs[3][inputs[5][0], 0, 2, 3] = float("nan")
-    out = ops.decode_attention(*inputs, scaling=0.25)[0, 0]
+    out = either.decode_attention(*inputs, scaling=0.25)[0, 0]
     assert out[0].isnan().all() and out[1].isfinite().all()
 
 
@@ -179,46 +185,14 @@ def test_log_probabilities_are_exact_to_a_millionth(ops):
     assert (logprobs - want).abs().max() < 2e-6
 
 
-# Upper points of chi-square at 1 in 10,000, by degrees of freedom (tables).
-CHI_SQUARE = {2: 18.42, 3: 21.11, 4: 23.51, 5: 25.74, 9: 33.72}
-
-
-@pytest.mark.parametrize("settings, kept", [(dict(), 10), (dict(temperature=0.5), 10), (dict(temperature=2.0), 10),
-                                            (dict(top_k=4), 4), (dict(top_p=0.75), 6), (dict(min_p=0.55), 5),
-                                            (dict(top_k=6, top_p=0.62), 4)], ids=str)
-def test_draws_follow_the_exact_distribution(ops, settings, kept):
-    """20,000 draws over ten tokens of probability proportional to 1..10; what is kept is counted by hand."""
-    shares = torch.arange(1.0, 11.0)  # of 55
-    draws = 20000
-    streams = torch.arange(draws) + 77
-    tokens, _ = ops.sample(shares.log().expand(draws, 10), streams, torch.zeros_like(streams), **settings)
-    weights = shares ** (1 / settings.get("temperature", 1.0))
-    weights[: 10 - kept] = 0
-    expected = draws * weights / weights.sum()
-    counts = tokens.bincount(minlength=10).float()
-    assert not counts[: 10 - kept].any()
-    statistic = ((counts - expected) ** 2 / expected)[10 - kept:].sum().item()
-    assert statistic < CHI_SQUARE[kept - 1]
-
-
-def test_a_draw_does_not_depend_on_the_rest_of_the_batch(ops):
-    logits = torch.randn(9, 1000, generator=torch.Generator().manual_seed(3))
-    streams, positions = torch.arange(9) * 1001, torch.arange(9)
-    for settings in ({}, dict(top_p=0.9)):
-        tokens, logprobs = ops.sample(logits, streams, positions, **settings)
-        for i in range(9):
-            token, logprob = ops.sample(logits[i:i + 1], streams[i:i + 1], positions[i:i + 1], **settings)
-            assert token[0] == tokens[i] and logprob[0] == logprobs[i]
-
-
 @pytest.mark.parametrize("settings", [{}, dict(temperature=0.0), dict(top_k=3), dict(top_p=0.5)], ids=str)
-def test_broken_logits_give_token_zero_and_no_finite_logprob(ops, settings):
-    logits = torch.randn(4, 50)
+def test_broken_logits_give_token_zero_and_no_finite_logprob(either, settings):
+    logits, numbers = torch.randn(4, 50), torch.arange(4)
     logits[0, 7], logits[1, 7], logits[2] = float("nan"), float("inf"), float("-inf")
-    numbers = torch.arange(4)
-    tokens, logprobs = ops.sample(logits, numbers, numbers, **settings)
-    assert tokens[:3].tolist() == [0, 0, 0]
-    assert logprobs.isfinite().tolist() == [False, False, False, True]
+    for more in ({}, {"kept": torch.empty(4, 50, dtype=torch.bool)} if "top_k" in settings else {}):
+        tokens, logprobs = either.sample(logits, numbers, numbers, **settings, **more)
+        assert tokens[:3].tolist() == [0, 0, 0]
+        assert logprobs.isfinite().tolist() == [False, False, False, True]
 
 
 def test_tokens_of_minus_infinity_are_never_drawn(ops):
@@ -229,18 +203,77 @@ def test_tokens_of_minus_infinity_are_never_drawn(ops):
         assert set(ops.sample(logits, numbers, numbers, **settings)[0].tolist()) <= {11, 30}
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("heads, kv_heads, dim, value_dim", SHAPES)
-@pytest.mark.parametrize("length", [1, 7, 33])
-def test_prompts_attend_causally(dtype, heads, kv_heads, dim, value_dim, length):
-    if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler")
-    g = torch.Generator().manual_seed(length)
-    query, key, value = (torch.randn(3, length, h, d, generator=g).to(dtype).transpose(1, 2)  # as models hand them on
-                         for h, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim)))
-    out = cpu.load_causal_attention()(query, key, value, scaling=0.3)
-    scores = query.double() @ key.double().repeat_interleave(heads // kv_heads, 1).mT * 0.3
-    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
-    want = (scores.softmax(-1) @ value.double().repeat_interleave(heads // kv_heads, 1)).transpose(1, 2)
-    assert out.dtype == dtype and out.shape == want.shape
-    assert (out.double() - want).abs().max() <= BOUNDS[dtype] * 4
+# -- the tokens that truncated sampling draws from, as the kernels of the processor say them beside the draw ----------
+
+
+CUTS = [{}, dict(temperature=0.7), dict(top_k=5), dict(top_k=600), dict(top_p=0.9), dict(top_p=0.999),
+            dict(top_p=0.013), dict(min_p=0.1), dict(top_p=0.7, min_p=0.05),
+            dict(top_k=20, top_p=0.8, min_p=0.01, temperature=1.3), dict(repetition_penalty=1.3, top_k=9)]
+
+
+def logits_case(num_tokens, rows=12, spread=3.0):
+    g = torch.Generator().manual_seed(num_tokens)
+    logits = torch.randn(rows, num_tokens, generator=g) * spread
+    return logits, torch.randint(-(2**62), 2**62, (rows,), generator=g), torch.arange(rows)
+
+
+def only_rounding_differs(ours, theirs, logits, top_p):
+    """Whether two sets differ by tokens alone before which stands a mass of top_p, to a millionth."""
+    probs, order = logits.double().softmax(-1).sort(-1, descending=True)
+    before = torch.empty_like(probs).scatter_(-1, order, probs.cumsum(-1) - probs)
+    return bool(((before - top_p).abs()[ours != theirs] < 1e-6).all())
+
+
+@pytest.mark.parametrize("settings", CUTS[:-1], ids=str)
+def test_the_kept_tokens_are_those_of_transformers_warpers(either, settings):
+    for num_tokens in (7, 300, 5003):
+        logits, streams, positions = logits_case(num_tokens)
+        kept = torch.empty(12, num_tokens, dtype=torch.bool)
+        tokens, logprobs = either.sample(logits, streams, positions, **settings, kept=kept)
+        want = warped(logits, **settings)
+        is_equal = torch.equal(kept, want > float("-inf"))
+        assert is_equal or only_rounding_differs(kept, want > float("-inf"), logits, settings["top_p"])
+        if not is_equal:
+            want = logits.masked_fill(~kept, float("-inf"))
+        assert torch.allclose(logprobs, want.log_softmax(-1).gather(-1, tokens[:, None])[:, 0], atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("settings", CUTS, ids=str)
+def test_the_drawn_token_is_kept_and_is_the_one_drawn_without_asking(either, settings):
+    """Ties (spread 0) and neighbours a rounding apart included: the set is the sampler's own."""
+    for num_tokens, spread, forbids in itertools.product((7, 5003), (0.0, 1e-6, 3.0), (False, True)):
+        logits, streams, positions = logits_case(num_tokens, 64, spread)
+        more = settings | ({"seen": logits > 0.1} if "repetition_penalty" in settings else {})
+        if forbids:
+            more["forbidden"] = torch.zeros(64, num_tokens, dtype=torch.bool)
+            more["forbidden"][:, ::3] = True
+        kept = torch.empty(64, num_tokens, dtype=torch.bool)
+        tokens, logprobs = either.sample(logits, streams, positions, **more, kept=kept)
+        assert torch.equal(tokens, either.sample(logits, streams, positions, **more)[0])
+        assert kept.gather(1, tokens[:, None]).all()
+        assert not forbids or not kept[:, ::3].any()
+        among = (logits / settings.get("temperature", 1.0)).masked_fill(~kept, float("-inf")).double()
+        want = among.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        assert torch.allclose(logprobs.double(), want, atol=3e-6, rtol=0)
+
+
+def test_kept_sets_by_hand(either):
+    """Of probabilities 1/2, 1/4, 1/8, 1/8 top_p 0.7 keeps two: 2/3 and 1/3 are left; top_k 2 with token 0 forbidden
+    keeps tokens 1 and 2 (or the equal 3): of 1/4, 1/8, 1/8."""
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log().expand(200, 4)
+    streams, kept = torch.arange(200), torch.empty(200, 4, dtype=torch.bool)
+    tokens, logprobs = either.sample(logits, streams, streams, top_p=0.7, kept=kept)
+    assert kept.tolist() == [[True, True, False, False]] * 200 and set(tokens.tolist()) == {0, 1}
+    assert torch.allclose(logprobs.exp(), torch.tensor([2 / 3, 1 / 3])[tokens])
+    forbidden = torch.tensor([[True, False, False, False]]).expand(200, 4)
+    tokens, logprobs = either.sample(logits, streams, streams, top_k=2, forbidden=forbidden, kept=kept)
+    assert kept.tolist() == [[False, True, True, True]] * 200
+    assert torch.allclose(logprobs.exp(), torch.tensor([0, 1 / 2, 1 / 4, 1 / 4])[tokens])
+
+
+def test_a_buffer_that_does_not_fit_is_refused():
+    logits, numbers = torch.randn(4, 50), torch.arange(4)
+    wide = torch.empty(4, 80, dtype=torch.bool)
+    for kept in (wide[:, :49].contiguous(), torch.empty(4, 50), wide[:, :50]):
+        with pytest.raises(ValueError, match="kept"):
+            ops_for("cpu").sample(logits, numbers, numbers, top_k=3, kept=kept)

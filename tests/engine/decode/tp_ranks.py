@@ -17,10 +17,9 @@ from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from tests.factories.architectures import build
+from tests.factories.decoding import GREEDY, PROMPTS
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe")
-PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(n)] for i, n in enumerate((7, 1, 9, 2, 5))]
-GREEDY = SamplingConfig(max_new_tokens=8, temperature=0)
 SAMPLED = SamplingConfig(max_new_tokens=8, temperature=0.8, top_k=50, repetition_penalty=1.1)
 
 

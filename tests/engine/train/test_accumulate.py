@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -10,24 +11,31 @@ import torch
 
 from hybrid_rlhf.core.errors import NotFinite, UserError
 from hybrid_rlhf.engine.train import accumulate
-from hybrid_rlhf.engine.train.accumulate import SCORE, UPDATE, Rows, halve_budget, score, split, token_budget
+from hybrid_rlhf.engine.train.accumulate import (
+    SCORE,
+    UPDATE,
+    Rows,
+    agree_on_limit,
+    halve_budget,
+    score,
+    split,
+)
 
 T = torch.tensor
 
 
 class Noted:
-    """An engine of `num_weights` weights. It tells what was asked of it in `told`."""
+    """An engine of `num_weights` weights at a stage of ZeRO. `told`: what was asked of it."""
 
-    def __init__(self, name: str = "actor", num_weights: int = 10, num_dummies: int = 0) -> None:
-        self.name, self.num_dummies, self.told, self.oom_limits = name, num_dummies, [], {}
-        self.device, self.is_active = torch.device("cpu"), False
-        self.module = SimpleNamespace(parameters=lambda: [torch.zeros(num_weights)],
+    def __init__(self, stage: int = 0, *, num_weights: int = 10, num_dummies: int = 0) -> None:
+        self.name, self.num_dummies, self.told, self.oom_limits = "actor", num_dummies, [], {}
+        self.device, self.is_active, self.stage, self.norm = torch.device("cpu"), False, stage, 2.0
+        self.module = SimpleNamespace(parameters=lambda: [SimpleNamespace(numel=lambda: num_weights)],
                                       train=lambda: self.told.append("train"))
         self.training = SimpleNamespace(
             learning_rate=0.5, stage=0, num_steps=7, num_skipped=3, num_skipped_in_a_row=0, max_skipped_in_a_row=4,
             loss_scale=None, discard_gradients=lambda: self.told.append("discard"), step=self.step,
-            backward=lambda loss, is_last: self.told.append((float(loss), is_last, self.is_active)))
-        self.norm, self.stage = 2.0, 0
+            backward=self.backward)
 
     @contextmanager
     def active(self):
@@ -42,8 +50,13 @@ class Noted:
         self.told.append("dummy")
         return T(0.0)
 
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        assert self.is_active
+        self.told.append((float(loss), is_last))
+
     def step(self) -> float:
-        self.told.append(("step", self.is_active))
+        assert self.is_active
+        self.told.append("step")
         return self.norm
 
 
@@ -61,7 +74,7 @@ def test_a_step_is_one_backward_a_micro_batch_the_last_one_marked_and_dummies_wh
     engine = Noted(num_dummies=1)
     # 3 + 3 tokens fit into 6; the row of another kind is a micro-batch of its own
     found = accumulate.accumulate(engine, 6, rows_of([3, 3]), rows_of([4])).compute()
-    assert engine.told == ["train", (3.0, False, True), (1.0, False, True), "dummy", (0.0, True, True), ("step", True)]
+    assert engine.told == ["train", (3.0, False), (1.0, False), "dummy", (0.0, True), "step"]
     assert found.pop("memory/actor/update", 0) >= 0
     assert found == {"rows": pytest.approx((1 + 2 + 1) / 3), "grad_norm": 2.0, "train/skipped_updates": 3.0,
                      "learning_rate": 0.5, "micro_batch_tokens": 6.0}
@@ -70,16 +83,7 @@ def test_a_step_is_one_backward_a_micro_batch_the_last_one_marked_and_dummies_wh
 def test_rows_of_no_micro_batch_still_step_with_the_others():
     engine = Noted(num_dummies=0)
     accumulate.accumulate(engine, 6, rows_of([]))
-    assert engine.told == ["train", "dummy", (0.0, True, True), ("step", True)]
-
-
-def test_a_micro_batch_that_does_not_fit_begins_the_step_again_with_half_its_tokens():
-    engine = Noted()
-    found = accumulate.accumulate(engine, 100, rows_of([4, 4, 4, 4], lambda index: len(index) > 1)).compute()
-    assert engine.oom_limits == {UPDATE: 4}  # 16 tokens, then 8
-    assert engine.told == ["train", "discard", "train", "discard", "train",
-                           *((float(i), i == 4, True) for i in (1, 2, 3, 4)), ("step", True)]
-    assert found["rows"] == 2.5 and found["micro_batch_tokens"] == 4.0
+    assert engine.told == ["train", "dummy", (0.0, True), "step"]
 
 
 def test_what_fails_before_any_micro_batch_is_no_matter_of_their_size():
@@ -123,36 +127,27 @@ def test_a_gradient_that_is_no_number_is_counted_told_and_at_last_refused(caplog
     assert "train.learning_rate (roles.actor" not in str(refused.value)
 
 
-def test_the_budget_is_what_was_set_or_less():
-    engine = Noted()
-    engine.oom_limits = {SCORE: 50, UPDATE: 200}
-    assert [token_budget(engine, phase, 100) for phase in (SCORE, UPDATE, "other")] == [50, 100, 100]
-
-
 def test_rows_that_share_a_prefix_stay_together_and_others_are_cut_by_length():
     engine = Noted()
     assert [g.tolist() for g in split(engine, T([5, 1, 5, 1]), 10, T([0, 1, 0, 1]))] == [[0, 2], [1, 3]]
     # a pass costs 64 tokens and 5e9 over the number of weights: with 10 no padding is worth another, with 5e9 66 are
     assert [g.tolist() for g in split(engine, T([1, 90, 90]), 270, None)] == [[1, 2, 0]]
-    large = Noted(num_weights=0)
-    large.module.parameters = lambda: [SimpleNamespace(numel=lambda: 5 * 10**9)]
+    large = Noted(num_weights=5 * 10**9)
     assert [sorted(g.tolist()) for g in split(large, T([24, 90]), 270, None)] == [[1], [0]]
     assert [sorted(g.tolist()) for g in split(large, T([25, 90]), 270, None)] == [[0, 1]]
 
 
 def test_on_a_card_another_pass_costs_three_hundred_times_as_many_products():
     # 1.5e12 over 5e9 weights are 300 tokens, and 64: from 400 down to 35 padding costs 365, to 37 it costs 363
-    engine = Noted()
+    engine = Noted(num_weights=5 * 10**9)
     engine.device = torch.device("cuda")
-    engine.module.parameters = lambda: [SimpleNamespace(numel=lambda: 5 * 10**9)]
     assert [sorted(g.tolist()) for g in split(engine, T([35, 400]), 800, None)] == [[1], [0]]
     assert [sorted(g.tolist()) for g in split(engine, T([37, 400]), 800, None)] == [[0, 1]]
 
 
 def test_among_several_processes_micro_batches_are_as_few_as_possible(monkeypatch):
     monkeypatch.setattr(accumulate, "world_size", lambda: 2)
-    large = Noted()
-    large.module.parameters = lambda: [SimpleNamespace(numel=lambda: 5 * 10**9)]
+    large = Noted(num_weights=5 * 10**9)
     assert [sorted(g.tolist()) for g in split(large, T([1, 90]), 270, None)] == [[0, 1]]
 
 
@@ -200,33 +195,6 @@ def test_memory_that_can_be_given_back_goes_before_the_micro_batch_is_cut(monkey
                                "more"]
 
 
-def test_half_of_a_micro_batch_is_kept_as_a_limit_and_told(caplog):
-    engine, error = Noted(), torch.OutOfMemoryError("CUDA out of memory")
-    assert halve_budget(engine, UPDATE, T([5, 3, 1]), error) == 7 and engine.oom_limits == {UPDATE: 7}
-    assert caplog.messages == ["out of memory in the actor's update: a micro-batch of 15 tokens (3 x 5) does not fit; "
-                               "from now on at most 7 tokens"]
-    with pytest.raises(UserError, match=r"5 tokens \(1 x 5\) is a single row"):
-        halve_budget(engine, UPDATE, T([5]), error)
-
-
-def test_what_is_not_about_memory_is_raised():
-    def scored(index: torch.Tensor) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        list(score(Noted(), T([5, 3]), 8, scored))
-
-
-@pytest.mark.parametrize(("stage", "phase", "is_so"), [(0, UPDATE, True), (1, UPDATE, True), (2, SCORE, False),
-                                                       (3, SCORE, True)])
-def test_others_wait_for_a_process_in_every_update_and_in_scoring_by_parts(stage, phase, is_so, monkeypatch):
-    engine = Noted()
-    engine.stage = stage
-    assert not accumulate._meets_others(engine, phase)  # alone nobody waits
-    monkeypatch.setattr(accumulate, "world_size", lambda: 2)
-    assert accumulate._meets_others(engine, phase) == is_so
-
-
 @pytest.mark.parametrize("num_steps, told", [
     (0, ["the actor's loss does not depend on 1 weight (unused), which are trained and get no gradient: freeze them "
          "(model.freeze), or leave them out of lora.target_modules"]), (1, [])])
@@ -240,3 +208,110 @@ def test_weights_that_the_first_step_gives_no_gradient_are_named_once(num_steps,
     rows = Rows(T([5, 3]), lambda index: ((index * weights["used"] + 0.0 * weights["zero"]).sum(), {}))
     accumulate.accumulate(engine, 5, rows)
     assert caplog.messages == told and weights["used"].grad is not None
+
+
+# -- memory runs out on one of several processes: all begin again under one limit ------------------------------------
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Two processes. asked: what this one said of its shortages and limits; says: what comes of it over both."""
+    made = SimpleNamespace(asked=[], says=[])
+    monkeypatch.setattr(accumulate, "world_size", lambda: 2)
+    monkeypatch.setattr(accumulate, "max_over_ranks", lambda own: made.asked.append(own) or (
+        made.says.pop(0) if made.says else own))
+    monkeypatch.setattr(accumulate, "attempt", attempt)
+    monkeypatch.setattr(accumulate, "forget", lambda module: made.asked.append("forget"))
+    monkeypatch.setattr(accumulate, "release", lambda: made.asked.append("release"))
+    return made
+
+
+def attempt(module, run, least=None, undo=lambda: None):
+    """A pass that runs out of memory is undone, and the least of a pass is run in its place."""
+    try:
+        run()
+    except torch.OutOfMemoryError as error:
+        if least is not None:
+            undo()
+            least()
+        return error
+    return None
+
+
+def test_who_runs_out_goes_on_to_the_last_pass_with_the_least_and_begins_again_with_half(others):
+    engine = Noted()
+    found = accumulate.accumulate(engine, 6, rows_of([3, 3, 3, 3], lambda index: index == [0, 1])).compute()
+    assert engine.told == ["train", "discard", "dummy", (0.0, False), "dummy", (0.0, True), "discard",
+                           "train", (1.0, False), (2.0, False), (3.0, False), (4.0, True), "step"]
+    assert others.asked == [1, "forget", -3, "release", 0] and engine.oom_limits == {UPDATE: 3}
+    assert found["rows"] == 2.5 and found["micro_batch_tokens"] == 3.0
+
+
+def test_the_least_in_the_place_of_the_last_pass_is_the_last_one(others):
+    engine = Noted()
+    accumulate.accumulate(engine, 6, rows_of([3, 3], lambda index: len(index) > 1))
+    assert engine.told[:5] == ["train", "discard", "dummy", (0.0, True), "discard"]
+
+
+def test_who_did_not_run_out_begins_again_under_the_limit_of_who_did(others, caplog):
+    others.says += [1, -3, 0]
+    engine = Noted()
+    accumulate.accumulate(engine, 6, rows_of([3, 3]))
+    assert engine.told == ["train", (3.0, True), "discard", "train", (1.0, False), (2.0, True), "step"]
+    assert others.asked == [0, "forget", -sys.maxsize, "release", 0] and engine.oom_limits == {UPDATE: 3}
+    assert caplog.messages == ["out of memory in the actor's update on another process; from now on a micro-batch has "
+                               "at most 3 tokens on all"]
+
+
+def test_the_lowest_limit_counts_and_only_a_lower_one_is_told(others, caplog):
+    engine = Noted()
+    for own, after in ((50, 40), (40, 40), (30, 30)):
+        engine.oom_limits = {UPDATE: own, SCORE: 7}
+        others.says = [max(-own, -40)]
+        agree_on_limit(engine, UPDATE)
+        assert engine.oom_limits == {UPDATE: after, SCORE: 7}
+    assert len(caplog.messages) == 1 and others.asked == [-50, -40, -30]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_pass_of_the_least_that_does_not_fit_ends_the_run(others, monkeypatch, is_first):
+    """In the place of rows, or behind a micro-batch that did not fit."""
+    engine, number = Noted(), []
+
+    def failing(module, run, least=None, undo=lambda: None):
+        number.append(len(number))
+        return torch.OutOfMemoryError(f"CUDA out of memory {number[-1]}")
+
+    monkeypatch.setattr(accumulate, "attempt", failing)
+    with pytest.raises(UserError, match=r"^out of memory while updating the actor; ") as found:
+        accumulate.accumulate(engine, 6, rows_of([] if is_first else [3, 3, 3]))
+    assert str(found.value.__cause__) == f"CUDA out of memory {0 if is_first else 1}" and engine.told[-1] == "discard"
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_scoring_meets_the_others_in_every_pass_of_parts_and_takes_their_limit_where_passes_are_counted(others, stage):
+    """Two micro-batches of ours, of which the first does not fit; the other process runs three passes, then none."""
+    engine = Noted(stage)
+    engine.num_forwards = lambda own: max(own, 3) if own else 0
+
+    def scored(index: torch.Tensor) -> int:
+        if len(index) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        engine.told.append(index.tolist())
+        return 10 * int(index)
+
+    found = sorted((index.tolist(), value) for index, value in score(engine, T([3, 3, 3, 3]), 6, scored))
+    assert found == [([i], 10 * i) for i in range(4)] and engine.oom_limits == {SCORE: 3}
+    dummies = engine.told.index([0])
+    # at 3: the least in the place of the first pass, and two more; else nobody waits, and the other passes are left out
+    assert dummies == {0: 0, 2: 0, 3: 3}[stage] and engine.told[dummies:] == [[0], [1], [2], [3]]
+    assert others.asked == ["release"] + (["forget", -3] if stage >= 2 else [])
+
+
+def test_who_has_scored_all_keeps_step_with_who_has_not_and_takes_its_limit(others):
+    engine, passes = Noted(2), iter([1, 2, 0])
+    engine.num_forwards = lambda own: next(passes)
+    others.says += [-5]
+    assert [value for _, value in score(engine, T([3]), 6, len)] == [1]
+    assert engine.told == ["dummy", "dummy"] and others.asked == ["forget", -sys.maxsize]
+    assert engine.oom_limits == {SCORE: 5}

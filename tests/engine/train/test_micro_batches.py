@@ -7,8 +7,7 @@ import torch
 
 from hybrid_rlhf.core.tensors import token_budget_groups
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
-from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engine.train import accumulate
+from hybrid_rlhf.engine import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.roles import Actor, Critic, Reward
 from hybrid_rlhf.roles import policy_module as policy_module
 from hybrid_rlhf.rollout import Prompts, Rollout
@@ -133,13 +132,3 @@ def test_padding_is_weighed_against_the_price_of_a_group():
     assert cut([100, 90, 20, 10], 400, 161) == [[100, 90, 20, 10]]
     assert cut([100, 90, 20, 10], 400, 159) == [[100, 90], [20, 10]]
     assert cut([100, 90, 20, 10], 400, 0) == [[100], [90], [20], [10]]
-
-
-def test_a_large_model_is_spared_padding_and_a_small_one_forwards():
-    lengths = torch.tensor([120, 60, 50, 40] * 4)
-    sizes = {}
-    for width in (8, 4096):
-        engine = HybridEngine(torch.nn.Linear(width, width))
-        sizes[width] = [(len(rows), int(lengths[rows].max())) for rows, _ in
-                        accumulate.score(engine, lengths, 8192, lambda rows: rows)]
-    assert sizes == {8: [(16, 120)], 4096: [(4, 120), (12, 60)]}

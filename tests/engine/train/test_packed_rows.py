@@ -10,13 +10,11 @@ import torch
 
 from hybrid_rlhf.core.tensors import predicting
 from hybrid_rlhf.data.collate import collate_sft
-from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.memory_plan.live_bytes import counting
 from hybrid_rlhf.models.backbone import hidden_states
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.models.shared_prefix import documents
 from hybrid_rlhf.roles import Actor, PolicyModule
-from hybrid_rlhf.roles.scoring import prefix_groups
 from hybrid_rlhf.trainers.sft import SFTTrainer
 from tests.factories.tiny import tiny_causal_lm
 from tests.factories.trainers import policy, trained, weights
@@ -70,25 +68,6 @@ def test_training_on_packed_rows_makes_no_mask_and_the_weights_of_rows_alone(mon
     assert not any(made)
     for ours, theirs in zip(*map(weights, engines), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-def test_the_longest_attention_is_a_document_s_not_a_row_s(monkeypatch):
-    """64 documents of 16 tokens in one row of 1024: no tensor of the forward has 1024 x 1024 numbers."""
-    rows = [{"input_ids": [5 + i % 200] * 16, "loss_mask": [1] * 16} for i in range(64)]
-    batch = collate_sft(rows, 0, packing_length=1024)
-    engine = HybridEngine(PolicyModule(tiny_causal_lm(max_position_embeddings=1024)))
-    assert prefix_groups(engine, batch) is None
-    largest = []
-    original = torch.nn.functional.scaled_dot_product_attention
-
-    def attend(query, *given, **named):
-        largest.append(query.shape[0] * query.shape[2] ** 2)
-        assert named.get("attn_mask") is None
-        return original(query, *given, **named)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    engine.module.states(batch)
-    assert largest == [64 * 16 * 16] * 2
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["kept", "checkpointed"])

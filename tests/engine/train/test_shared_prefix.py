@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right, prefix_groups_within
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.data.collate import collate_pairs
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.models.heads import ScalarModel
@@ -13,7 +13,6 @@ from hybrid_rlhf.models.shared_prefix import packing, prefix_groups
 from hybrid_rlhf.roles import Actor, Critic, Reward
 from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.trainers.reward import RewardTrainer
 from tests.factories.tiny import tiny_causal_lm, tiny_scalar_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [5, 6, 7, 8, 9], [11, 12], [5, 6, 7, 8, 9], [21, 22, 23]]
@@ -119,13 +118,6 @@ def test_rows_that_share_too_little_are_left_as_they_are():
     assert prefix_groups(batch_of()).tolist() == [0, 1, 0, 1, 0, 5]
 
 
-def test_rows_of_one_prefix_stay_together_within_the_budget():
-    groups, lengths = torch.tensor([0, 1, 0, 1, 4]), torch.tensor([10, 4, 8, 6, 2])
-    assert [g.tolist() for g in prefix_groups_within(groups, lengths, 100)] == [[0, 2, 1, 3, 4]]
-    assert [g.tolist() for g in prefix_groups_within(groups, lengths, 20)] == [[0, 2], [1, 3, 4]]
-    assert [g.tolist() for g in prefix_groups_within(groups, lengths, 1)] == [[0], [2], [1], [3], [4]]
-
-
 def actor(max_tokens: int, shares: bool) -> Actor:
     model = tiny_causal_lm(3, initializer_range=0.2)
     module = PolicyModule(model)
@@ -187,18 +179,6 @@ def scalar_engine(shares: bool) -> HybridEngine:
     module._can_share = None if shares else False
     return HybridEngine(module, pad_id=0).prepare_training(
         OptimizerConfig(learning_rate=1e-2, optim="sgd", max_grad_norm=1e9), lambda step: 1.0, ZeroConfig())
-
-
-@pytest.mark.parametrize("max_tokens", [8192, 40])
-def test_a_reward_model_s_step_does_not_move_with_sharing_or_the_token_budget(max_tokens):
-    first, second = (RewardTrainer(Reward(scalar_engine(shares), tokens), center_coef=0.01)
-                     for shares, tokens in ((True, max_tokens), (False, 8192)))
-    found = [trainer.step(pair_batch()).compute() for trainer in (first, second)]
-    for name in ("loss", "margin", "grad_norm"):
-        assert found[0][name] == pytest.approx(found[1][name], rel=1e-5), name
-    for mine, theirs in zip(first.reward.engine.module.parameters(), second.reward.engine.module.parameters(),
-                            strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_critic_s_step_does_not_move_with_sharing():

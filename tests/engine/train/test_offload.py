@@ -12,9 +12,9 @@ from torch import nn
 
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.train import offload
-from hybrid_rlhf.engine.train.offload import HostBlock, IdleOffload, pinned_like
+from hybrid_rlhf.engine.train.offload import HostBlock, IdleOffload, pinned_like, saved_on_cpu
 from tests.factories.tiny import optimizer_step, tiny_causal_lm
-from tests.factories.trainers import PROMPTS, count_of, policy, ppo, settings, weights
+from tests.factories.trainers import PROMPTS, count_of, ppo, settings, weights
 from tests.simulated_card import simulated_card
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
@@ -161,19 +161,6 @@ def test_activations_wait_in_ordinary_memory_where_none_can_be_locked(runtime, m
     assert len(caplog.messages) == 1 and "CUDA error: out of memory" in caplog.messages[0]
 
 
-def test_a_failure_to_come_back_or_to_leave_can_be_tried_again(monkeypatch):
-    engine = policy().offload_when_idle(is_forced=True)
-    before = [p.numel() for p in engine.module.parameters()]
-    with pytest.raises(ZeroDivisionError), engine.resident(), engine.active():
-        1 / 0  # noqa: B018
-    assert all(p.untyped_storage().nbytes() == 0 for p in engine.module.parameters())
-    with engine.resident():
-        with engine.active():
-            pass
-        assert [p.untyped_storage().nbytes() // 4 for p in engine.module.parameters()] == before
-    assert engine._activation.offload.num_moves == 2
-
-
 def test_on_a_card_nothing_of_a_role_that_waits_is_left_and_its_step_is_the_same():
     norms, states = [], []
     for waits in (False, True):
@@ -196,3 +183,34 @@ def test_on_a_card_nothing_of_a_role_that_waits_is_left_and_its_step_is_the_same
                            for name in engine.training.parameters})
     assert norms[0] == norms[1]
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+# -- activations that wait on the CPU come back as they were, and weights do not travel -------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_bit_equal_and_the_weights_stay_where_they_are(checkpointing):
+    model, ids = tiny_causal_lm().train(), torch.arange(4, 36).view(2, 16)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model(input_ids=ids).logits.logsumexp(-1).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with saved_on_cpu(model, min_bytes=0) as moved:
+        loss = model(input_ids=ids).logits.logsumexp(-1).sum()
+    loss.backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    states = 2 * 16 * 32 * 4  # one layer's input in bytes
+    assert moved["bytes"] >= 2 * states
+    if checkpointing:  # the inputs of two layers, and what lies outside them: final norm, head and loss
+        assert moved["bytes"] < 8 * states + 2 * 2 * 16 * 300 * 4
+
+
+def test_what_is_small_or_no_activation_stays():
+    weight = torch.nn.Linear(64, 64)
+    with saved_on_cpu(weight, min_bytes=10**6) as moved:
+        weight(torch.randn(4, 64)).square().sum().backward()
+    assert moved["bytes"] == 0
+    with saved_on_cpu(weight, min_bytes=0) as moved:
+        weight(torch.randn(4, 64, requires_grad=True)).sum().backward()  # saves the input and the weight
+    assert moved["bytes"] == 4 * 64 * 4
