@@ -12,9 +12,8 @@ from starlette.testclient import TestClient
 
 from hybrid_rlhf.studio import preflight
 from hybrid_rlhf.studio.goals import STUDIO_GOALS
-from hybrid_rlhf.studio.studio import Studio
+from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.studio.studio_app import make_app
-from tests.factories.direct_look import DirectLook
 from tests.factories.stage_options import write_rows
 from tests.factories.tiny import chatml_tokenizer, own_cache, save_tiny, tiny_scalar_model
 
@@ -69,3 +68,15 @@ def answers(place: Path, goal: str) -> dict:
 def rows_of(goal: str) -> str:
     found = {"function": "sums", "imitate": "sft", "prefer": "reward", "reward": "reward", "three_stages": "reward"}
     return found.get(goal, "ppo")
+
+
+class DirectLook:
+    def ask(self, kind: str, asked: dict, key: str | None = None) -> dict:
+        reply = json.loads(json.dumps(preflight.reply(kind, json.loads(json.dumps(asked))), allow_nan=False))
+        if "error" in reply:
+            assert reply["error"]["status"] != 500, reply["error"]["traceback"]
+            raise Refused(reply["error"]["status"], reply["error"]["text"], reply["error"]["option"])
+        return reply["answer"]
+
+    def close(self) -> None:
+        pass

@@ -18,6 +18,7 @@ DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium") or shut
 AXE = Path(os.environ.get("AXE") or Path.home() / ".cache/hybrid_rlhf/npm/node_modules/axe-core/axe.min.js")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1100,900")
+ALL_IMPACTS = ("minor", "moderate", "serious", "critical")
 needs_browser = pytest.mark.skipif(not (DRIVER and BROWSER), reason="no chromium and chromedriver on this machine")
 needs_axe = pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed")
 
@@ -59,6 +60,17 @@ def until(browser, condition: Callable[[], object], seconds: float = 60):  # noq
 
     gone = (NoSuchElementException, StaleElementReferenceException)
     return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=gone).until(lambda _: condition())
+
+
+@contextmanager
+def narrow(browser, width: int = 360) -> Iterator[None]:  # noqa: ANN001
+    """The window of a telephone, until the block ends."""
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
+        "width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False})
+    try:
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def axe_faults(browser, scheme: str = "light", impacts: tuple[str, ...] = ("serious", "critical")) -> list:  # noqa: ANN001

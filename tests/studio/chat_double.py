@@ -28,8 +28,6 @@ class Handler(BaseHTTPRequestHandler):
         if how == "stream":
             self._stream(asked)
             return
-        if how == "wait":
-            time.sleep(asked["seconds"])
         status = asked.get("status", 200)
         text = json.dumps({"path": self.path, "headers": dict(self.headers.items()), "bytes": len(body)}).encode()
         self.send_response(status)

@@ -34,7 +34,7 @@ def stub():
 @pytest.fixture
 def page(browser, stub, tmp_path, monkeypatch):
     """The page of a new run over `stub`."""
-    from tests.factories.new_run_pages import new_run_page
+    from tests.factories.new_run_stub import new_run_page
 
     with new_run_page(browser, stub, tmp_path / "outputs", monkeypatch) as found:
         yield found

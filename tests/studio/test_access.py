@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from starlette.testclient import TestClient
 
-from hybrid_rlhf.studio.studio import Refused, Route, Studio
+from hybrid_rlhf.studio.studio import News, Refused, Route, Studio
 from hybrid_rlhf.studio.studio_app import make_app
 
 TOKEN, PORT = "t" * 32, 8090
@@ -107,3 +109,18 @@ def test_only_folders_below_the_outputs_are_runs(tmp_path, name):
     assert Studio(outputs).folder("a") == outputs / "a"
     with pytest.raises(Refused):
         Studio(outputs).folder(name)
+
+
+def test_tabs_that_listen_end_with_the_studio():
+    async def listen() -> list[str]:
+        news, heard = News(), []
+        stream = news.listen()
+        heard.append(await anext(stream))
+        news.publish("runs", {})
+        heard.append(await anext(stream))
+        news.end()
+        heard += [text async for text in stream]
+        return heard
+
+    found = asyncio.run(asyncio.wait_for(listen(), 5))
+    assert found[1:] == ["event: runs\ndata: {}\n\n"]

@@ -1,23 +1,31 @@
-"""One job: its process and state, its output, and a watcher that keeps the exit code on a full disk."""
+"""One job: its process, state and output, also after its studio or its watcher was killed."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from types import SimpleNamespace
+from contextlib import ExitStack
 
 import pytest
 
-from hybrid_rlhf.core.own_files import take_lock
+from hybrid_rlhf.core.own_files import is_locked
 from hybrid_rlhf.studio import job
 from hybrid_rlhf.studio.job import find_process, process_note, read_job, read_output
-from tests.factories.studio_jobs import until
+from tests.factories.studio_jobs import (
+    StudioProcess,
+    ended,
+    look,
+    notes,
+    process_of,
+    queue_client,
+    start,
+    until,
+    use_quick_launcher,
+)
 
 
 @pytest.fixture
@@ -49,48 +57,6 @@ def test_the_exit_code_is_kept_on_a_disk_that_is_full_at_the_end(folder, monkeyp
     assert sizes == [4096] and (folder / "end.json").stat().st_size == 4096  # no byte more than was taken before
     found = state_of(folder)
     assert (found.state, found.rc) == ("failed", 4)
-
-
-def test_nothing_is_started_where_there_is_no_room_for_the_exit_code(folder, monkeypatch, capfd):
-    def full(_handle):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(job.os, "fsync", full)
-    monkeypatch.setattr(job.subprocess, "Popen", lambda *_, **__: pytest.fail("it was started"))
-    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
-    assert job.main([str(folder)]) == 75
-    assert capfd.readouterr().out == "error: the job cannot be started: No space left on device\n"
-    assert state_of(folder).state == "queued"
-
-
-def test_the_watchers_own_note_is_not_overwritten(folder, monkeypatch):
-    """It may be there before the studio goes on: without the process in it the job could be started a second time."""
-    def started(*_, **__):
-        (folder / "process.json").write_text('{"process": 1}')
-        return SimpleNamespace(pid=os.getpid())
-
-    monkeypatch.setattr(job.subprocess, "Popen", started)
-    job.start(folder)
-    assert (folder / "process.json").read_text() == '{"process": 1}'
-
-
-def test_a_look_at_the_lock_loses_no_job(folder, monkeypatch):
-    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
-    look = (folder / "lock").open("a")
-    fcntl.flock(look, fcntl.LOCK_SH)
-    timer = threading.Timer(0.3, look.close)
-    timer.start()
-    assert job.main([str(folder)]) == 0
-    timer.join()
-    assert state_of(folder).rc == 4
-
-
-def test_a_second_watcher_leaves_the_job_to_the_first(folder, monkeypatch):
-    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(job, "_LOCK_WAIT", 0.1)
-    monkeypatch.setattr(job, "watch", lambda _: pytest.fail("it was started"))
-    with take_lock(folder / "lock"):
-        assert job.main([str(folder)]) == 0
 
 
 def test_a_job_that_ends_between_two_looks_is_not_lost(folder, monkeypatch):
@@ -158,3 +124,69 @@ def test_the_studio_and_its_watchers_are_small():
             "print(sorted({'torch', 'transformers', 'datasets', 'deepspeed', 'numpy', 'pandas'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    return use_quick_launcher(monkeypatch, tmp_path)
+
+
+def states(client) -> dict:
+    return {job["run"]: job["state"] for job in client.get("/api/jobs").json()["jobs"]}
+
+
+def test_a_killed_studio_leaves_its_jobs_to_the_next(script, outputs, tmp_path):
+    file = str(tmp_path / "notes")
+    first = StudioProcess(script, outputs)
+    try:
+        running = start(first.client, "a", gate=str(tmp_path / "gate"), rc=7, say="no luck", notes=file)
+        waiting = start(first.client, "b", notes=file)
+        until(lambda: notes(tmp_path / "notes"))
+        assert states(first.client) == {"a": "running", "b": "queued"}
+    finally:
+        first.end(signal.SIGKILL)
+    second = StudioProcess(script, outputs)
+    try:
+        assert states(second.client) == {"a": "running", "b": "queued"}
+        (tmp_path / "gate").touch()
+        job = ended(second.client, running["id"])  # whose parent is not this studio's child
+        assert (job["state"], job["rc"], job["error"]) == ("failed", 7, "no luck")
+        assert ended(second.client, waiting["id"])["state"] == "done"
+    finally:
+        assert second.end() == 0
+    assert [row["what"] for row in notes(tmp_path / "notes")] == ["begin", "end"] * 2
+
+
+def test_of_two_studios_on_one_folder_one_runs_the_queue_and_then_the_other(script, outputs, tmp_path):
+    file = str(tmp_path / "notes")
+    with ExitStack() as stack:
+        studios = [stack.enter_context(queue_client(outputs)) for _ in range(2)]
+        made = [start(studios[i % 2], f"r{i}", seconds=0.1, notes=file) for i in range(4)]
+        assert [job["id"] for job in made] == [f"{i:06d}" for i in range(1, 5)]
+        for client in studios:
+            for job in made:
+                assert ended(client, job["id"])["state"] == "done"
+        assert [row["what"] for row in notes(tmp_path / "notes")] == ["begin", "end"] * 4
+        body = {"kind": "train", "stage": "sft", "run": "long", "settings": {"seconds": 60}}
+        assert studios[0].post("/api/jobs", json=body).status_code == 200
+        assert studios[1].post("/api/jobs", json=body).status_code == 409
+        job = until(lambda: studios[1].get("/api/jobs").json()["jobs"][0])
+        until(lambda: look(studios[1], job["id"])["state"] == "running")
+        assert studios[1].post("/api/job/stop", json={"id": job["id"]}).status_code == 200
+        assert ended(studios[0], job["id"])["state"] == "stopped"
+
+
+def test_a_run_whose_watcher_is_killed_still_counts_and_still_stops(script, outputs, tmp_path):
+    with queue_client(outputs) as client:
+        job = start(client, "a", seconds=60, notes=str(tmp_path / "notes"))
+        waiting = start(client, "b")
+        found = process_of(outputs, job["id"])
+        until(lambda: notes(tmp_path / "notes"))
+        os.kill(found["watcher"]["pid"], signal.SIGKILL)
+        until(lambda: not is_locked(outputs / ".studio/jobs" / job["id"] / "lock"))
+        assert look(client, job["id"])["state"] == "running" and look(client, waiting["id"])["state"] == "queued"
+        client.post("/api/job/stop", json={"id": job["id"]})
+        job = ended(client, job["id"])
+        assert (job["state"], job["rc"]) == ("lost", None) and "not known" in job["error"]
+        assert [row["what"] for row in notes(tmp_path / "notes")] == ["begin", "signal", "end"]
+        assert ended(client, waiting["id"])["state"] == "done"

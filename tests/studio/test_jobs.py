@@ -1,30 +1,29 @@
-"""The queue: one job at a time and in order, stopped as asked, judged by what its process leaves behind."""
+"""The queue: one job at a time and in order, stopped as asked, judged by what it leaves; and the real launcher."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
-from hybrid_rlhf.core.own_files import take_lock
 from hybrid_rlhf.studio import job as job_module
 from hybrid_rlhf.studio import jobs
-from hybrid_rlhf.studio.studio import Studio
 from tests.factories.studio_jobs import (
     ended,
     look,
     notes,
-    process_of,
     queue_client,
     start,
     until,
     use_quick_launcher,
 )
+from tests.factories.tiny import own_cache, save_tiny
 
 
 @pytest.fixture
@@ -52,13 +51,12 @@ def test_a_job_is_a_process_of_its_own_session_without_a_terminal(client, output
     assert client.get("/api/job", params={"id": job["id"]}).json()["output"] == "hello\n"
 
 
-@pytest.mark.slow
-def test_ten_starts_at_once_are_ten_jobs_that_run_one_at_a_time_in_order(client, tmp_path):
+def test_starts_at_once_are_jobs_that_run_one_at_a_time_in_order(client, tmp_path):
     file = str(tmp_path / "notes")
-    with ThreadPoolExecutor(10) as pool:
-        made = list(pool.map(lambda i: start(client, f"r{i}", notes=file, seconds=0.05), range(10)))
+    with ThreadPoolExecutor(5) as pool:
+        made = list(pool.map(lambda i: start(client, f"r{i}", notes=file, seconds=0.05), range(5)))
     ids = sorted(job["id"] for job in made)
-    assert ids == [f"{i:06d}" for i in range(1, 11)]
+    assert ids == [f"{i:06d}" for i in range(1, 6)]
     for number in ids:
         assert ended(client, number)["state"] == "done"
     runs = {job["id"]: job["run"] for job in made}
@@ -156,28 +154,6 @@ def test_a_process_that_someone_kills_has_failed(client, tmp_path):
     assert job["error"] == "its process was ended by SIGKILL; the system does that where memory runs out"
 
 
-def test_a_folder_that_is_gone_is_one_line_of_the_job(client, tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    first = start(client, "a", seconds=0.5)
-    second = start(client, "b")
-    monkeypatch.chdir(tmp_path)
-    until(lambda: look(client, first["id"])["state"] == "running")
-    (tmp_path / "here").rmdir()
-    job = ended(client, second["id"])
-    assert (job["state"], job["rc"]) == ("failed", 2)
-    assert job["error"] == f"error: cannot start in {tmp_path / 'here'}: No such file or directory"
-
-
-def test_requests_that_name_nothing_are_refused(client):
-    answer = client.post("/api/jobs", json={"kind": "evaluate", "runs": ["a", "b"], "settings": {}})
-    assert answer.status_code == 404 and "\n" not in answer.json()["error"]
-    for number in ("1", "000009", "../x"):
-        assert client.post("/api/job/stop", json={"id": number}).status_code == 404
-    assert client.get("/api/job", params={"id": "000001/../000002"}).status_code == 404
-    assert client.get("/api/jobs").json() == {"jobs": []}
-
-
 def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_job(client, outputs, monkeypatch):
     def full(_handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -192,68 +168,6 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_job(client, outputs, mo
     assert {path.name for path in (outputs / ".studio/jobs").iterdir()} == {"000001", "changes.lock", "queue.lock"}
 
 
-def test_a_stop_on_a_full_disk_still_stops_the_run(client, tmp_path, monkeypatch):
-    def full(_path: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    job = start(client, "a", seconds=60, notes=str(tmp_path / "notes"))
-    process_of(tmp_path / "outputs", job["id"])
-    until(lambda: notes(tmp_path / "notes"))
-    monkeypatch.setattr(job_module.Path, "touch", full)
-    assert client.post("/api/job/stop", json={"id": job["id"]}).status_code == 200
-    monkeypatch.undo()
-    job = ended(client, job["id"])
-    assert (job["state"], job["rc"]) == ("stopped", 130)
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_is_taken_as_it_is(script, outputs, tmp_path, monkeypatch, number):
-    def flock(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    (tmp_path / "site").mkdir()  # for the watchers
-    (tmp_path / "site/sitecustomize.py").write_text(
-        f"import fcntl\ndef flock(*_):\n    raise OSError({number}, 'x')\nfcntl.flock = flock\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    monkeypatch.setattr("fcntl.flock", flock)
-    with queue_client(outputs) as client:
-        assert ended(client, start(client, "a")["id"])["state"] == "done"
-        job = start(client, "b", seconds=60, ignores=1, notes=str(tmp_path / "notes"))
-        process_of(outputs, job["id"])
-        until(lambda: notes(tmp_path / "notes"))
-        client.post("/api/job/stop", json={"id": job["id"]})
-        until(lambda: len(notes(tmp_path / "notes")) == 2)
-        with pytest.raises(AssertionError):  # by the watcher, and not by the studio too
-            until(lambda: len(notes(tmp_path / "notes")) > 2, 1)
-        os.kill(notes(tmp_path / "notes")[0]["pid"], signal.SIGTERM)
-        assert ended(client, job["id"])["state"] == "stopped"
-
-
-def test_ten_threads_hold_a_lock_one_at_a_time(tmp_path):
-    inside, most = [], []
-
-    def hold(number: int) -> None:
-        with take_lock(tmp_path / "lock"):
-            inside.append(number)
-            most.append(len(inside))
-            time.sleep(0.002)
-            inside.remove(number)
-
-    with ThreadPoolExecutor(10) as pool:
-        list(pool.map(hold, range(50)))
-    assert most == [1] * 50
-
-
-def test_two_threads_may_forget_a_removed_job_at_once(outputs):
-    class Racing(dict):
-        def keys(self):  # as another thread has read them before it removed one
-            return {"000009"}
-
-    queue = jobs.Jobs(Studio(outputs))
-    queue._ended = Racing()
-    assert queue.all() == []
-
-
 def test_what_has_no_room_to_start_waits_and_says_why(client, monkeypatch):
     monkeypatch.setattr(job_module, "MIN_FREE", 2**62)
     monkeypatch.setattr(jobs, "RETRY_SECONDS", 0.1)
@@ -264,3 +178,101 @@ def test_what_has_no_room_to_start_waits_and_says_why(client, monkeypatch):
     monkeypatch.setattr(job_module, "MIN_FREE", 0)
     job = ended(client, job["id"])
     assert (job["state"], job["error"]) == ("done", None)
+
+
+STRANGE = "it's \"a\"\n#1: {x} !!python/object/apply:os.system ['touch hit'] \u2028 é"
+SETTINGS = {"train.max_steps": 60, "train.per_device_train_batch_size": 2, "train.save_steps": 0,
+            "train.num_fixed_prompts": 0, "data.eval_fraction": 0.0}
+
+
+@pytest.fixture
+def launching(tmp_path, monkeypatch):
+    """A client of the queue with the real launcher."""
+    own_cache(monkeypatch, tmp_path / "cache")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(jobs, "LOOK_SECONDS", 0.05)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    with queue_client(tmp_path / "outputs") as found:
+        yield found
+
+
+@pytest.fixture
+def tiny(tmp_path) -> dict:
+    """Settings of a run on rows of a strange file with a tiny model."""
+    rows = [{"prompt": f"What is {i} and {i + 1}?", "completion": f"It is {2 * i + 1}."} for i in range(24)]
+    data = tmp_path / f"{STRANGE.replace('/', '-')}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {**SETTINGS, "data.sources": [str(data)], "model.model_name_or_path": save_tiny(tmp_path / "tiny")}
+
+
+def done(launching, number: str) -> None:
+    state = ended(launching, number, 240)["state"]
+    assert state == "done", launching.get("/api/job", params={"id": number}).text
+
+
+def rows_of(run: Path) -> list[dict]:
+    """metrics.jsonl without what depends on the moment."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in found]
+
+
+@pytest.mark.slow
+def test_settings_that_the_launcher_refuses_are_one_line_of_the_job(launching, tmp_path):
+    settings = {"data.sources": STRANGE, "model.preset": "tiny"}
+    job = ended(launching, start(launching, "a", **settings)["id"], 120)
+    assert (job["state"], job["rc"]) == ("failed", 2)
+    assert job["error"].startswith("error: ") and "it's" in job["error"] and "\n" not in job["error"]
+    assert not (tmp_path / "hit").exists() and not (tmp_path / "outputs/a/model").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_goes_on_exactly_also_if_it_began_with_resume_never(launching, tmp_path, tiny):
+    outputs = tmp_path / "outputs"
+    whole = start(launching, "demo/whole", **tiny)
+    done(launching, whole["id"])
+    assert json.loads((outputs / "demo/whole/run.json").read_text())["config"]["data"]["sources"][0][
+        "path"] == tiny["data.sources"][0]
+    job = start(launching, "demo/cut", **tiny, resume="never")
+    until(lambda: (outputs / "demo/cut/metrics.jsonl").exists() and rows_of(outputs / "demo/cut"), 240)
+    launching.post("/api/run/stop", json={"id": "demo/cut"})
+    job = ended(launching, job["id"], 120)
+    assert (job["state"], job["rc"], job["error"]) == ("stopped", 130, None)
+    assert 1 <= len(rows_of(outputs / "demo/cut")) < 60
+    assert "stopped after step" in launching.get("/api/job", params={"id": job["id"]}).json()["output"]
+    refused = launching.post("/api/jobs", json={"kind": "train", "stage": "sft", "run": "demo/cut", "settings": tiny})
+    assert refused.status_code == 409
+
+    resumed = launching.post("/api/run/resume", json={"id": "demo/cut"}).json()
+    assert (resumed["title"], resumed["run"]) == ("sft: demo/cut, resumed", "demo/cut")
+    assert launching.post("/api/run/resume", json={"id": "demo/cut"}).status_code == 409  # it waits already
+    done(launching, resumed["id"])
+    assert rows_of(outputs / "demo/cut") == rows_of(outputs / "demo/whole")
+    mine, theirs = (load_file(outputs / "demo" / name / "model/model.safetensors") for name in ("cut", "whole"))
+    assert mine.keys() == theirs.keys() and all((mine[name] == theirs[name]).all() for name in mine)
+    assert launching.post("/api/run/resume", json={"id": "demo/cut"}).json()["error"] == "demo/cut is finished"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_evaluation_takes_prompts_and_rewards_from_its_runs_after_a_signal_check(launching, tmp_path, tiny):
+    """The evaluation is given two runs and nothing else: the second was trained on rewards."""
+    outputs = tmp_path / "outputs"
+    data = {**{name: tiny[name] for name in ("data.sources", "model.model_name_or_path", "data.eval_fraction")},
+            "data.max_prompt_length": 64, "ppo.sampling.max_new_tokens": 8,
+            "reward.functions": "builtin:length_penalty",
+            "reward.options": {"length_penalty": {"max_tokens": 8, "buffer": 4}}}
+    check = launching.post("/api/jobs", json={"kind": "signal", "stage": "grpo", "run": "b", "settings": data}).json()
+    first = start(launching, "a", **{**tiny, "train.max_steps": 1})
+    second = start(launching, "b", stage="grpo", **data, **{
+        "train.max_steps": 1, "train.per_device_train_batch_size": 2, "ppo.sampling.num_samples": 2})
+    done(launching, check["id"])
+    output = launching.get("/api/job", params={"id": check["id"]}).json()["output"]
+    assert "verdict: " in output and "a training step" in output
+    for job in (first, second):
+        done(launching, job["id"])
+    made = launching.post("/api/jobs", json={"kind": "evaluate", "runs": ["a", "b"]}).json()
+    assert (made["run"], made["title"]) == ("evaluate/1", "evaluation of a, b")
+    done(launching, made["id"])
+    found = json.loads((outputs / "evaluate/1/evaluate.json").read_text())
+    assert [row["model"] for row in found["models"]] == ["a", "b"]

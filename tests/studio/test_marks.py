@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.studio.marks import listed, mark
 from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.training.registry import READS
-from tests.factories.tiny import chatml_tokenizer, own_cache, save_tiny
+from tests.factories.tiny import chatml_tokenizer
 
 ASKED = [{"role": "user", "content": "What is it?"}]
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Red or blue?"},
@@ -80,22 +78,6 @@ def test_a_thumb_is_read_with_its_label(studio, cached):
     assert said == {TALK_TEXT + "  Because.<|im_end|>": True, TALK_TEXT + "No.<|im_end|>": False}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "kind"), [("dpo", "pairs"), ("reward", "pairs"), ("kto", "thumbs")])
-def test_the_stages_train_on_them(studio, tmp_path, monkeypatch, stage, kind):
-    from hybrid_rlhf.cli import main
-
-    own_cache(monkeypatch, tmp_path / "kernels")
-    for number in range(8):
-        pair(studio, f" {number}", "no", [{"role": "user", "content": f"say {number}"}])
-        found = thumb(studio, f" {number}", number % 2 == 0, [{"role": "user", "content": f"say {number}"}])
-    base = save_tiny(tmp_path / "base")
-    out = tmp_path / "out"
-    assert main(["--stage", stage, "--model", base, "--output_dir", str(out), "--data.max_length", "64",
-                 f"--data.sources=[{{path: '{found[kind + '_path']}'}}]", "--train.max_steps", "2"]) == 0
-    assert json.loads((out / "run.json").read_text())["status"] == "finished"
-
-
 def test_a_mark_that_contradicts_one_takes_its_place(studio):
     pair(studio, "a", "b")
     pair(studio, "c", "b")
@@ -127,26 +109,6 @@ def test_lines_that_others_wrote_stay_and_a_torn_one_goes(studio):
     assert lines[1:4] == [b"not JSON \xff", b"[1]", b'{"prompt": "mine"}']
     assert (json.loads(lines[4])["chosen"], lines[5:]) == ([{"role": "assistant", "content": "c"}], [b""])
     assert found["pairs"] == 5
-
-
-def test_many_at_once_lose_none(studio):
-    def work(number):
-        for i in range(5):
-            thumb(studio, f"{number} {i}")
-            pair(studio, f"{number}", f"{number} {i}", how="edited")
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(10, 18)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    found, = listed(studio)
-    assert (found["name"], found["pairs"], found["thumbs"]) == ("marks", 40, 40)
-    assert len({json.dumps(r) for r in rows(found["thumbs_path"])}) == 40
-
-
-def test_they_are_for_this_user_alone(studio):
-    assert os.stat(thumb(studio)["thumbs_path"]).st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize("name", ["", " a", ".a", "../a", "a/b", "a\n", "é", "a" * 81])

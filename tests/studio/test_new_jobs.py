@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from hybrid_rlhf import cli
-from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.studio.job import Job
 from hybrid_rlhf.studio.jobs import module_code
 from hybrid_rlhf.studio.new_jobs import _is_ending, evaluation, named_code, new_folder, own_settings, run_settings
@@ -67,12 +66,6 @@ def test_text_that_looks_like_a_number_is_text_to_the_launcher_too(tmp_path):
     config, _ = cli.read_settings("sft", ["--config", str(tmp_path / "a.yaml")])
     assert [source.path for source in config.data.sources] == ["1e-5", ".5"]
     assert (config.model.tokenizer_name_or_path, config.train.learning_rate) == ("1E5", 1e-5)
-
-
-@pytest.mark.parametrize("settings", [{"a": 1, "a.b": 2}, {"a.b": 1, "a": {"c": 2}}, {"a.b": 1, "a.b.c": 2}])
-def test_two_values_of_one_option_are_refused(settings):
-    with pytest.raises(UserError, match="are both given"):
-        run_settings(settings, None)
 
 
 def test_settings_do_not_move_the_run(tmp_path):
@@ -182,15 +175,6 @@ def test_a_strangers_run_is_resumed_after_a_word_of_confirmation_only(monkeypatc
         assert client.get("/api/jobs").json()["jobs"] == []
         assert client.post("/api/run/resume", json={"id": "theirs", "is_confirmed": "yes"}).status_code == 409
         assert client.post("/api/run/resume", json={"id": "theirs", "is_confirmed": True}).status_code == 200
-
-
-@pytest.mark.parametrize("text", ["a: [", "a: 2024-99-99"])
-def test_settings_that_cannot_be_read_are_not_resumed(monkeypatch, tmp_path, text):
-    use_quick_launcher(monkeypatch, tmp_path)
-    (a_strangers_run(tmp_path / "outputs") / "config.yaml").write_text(text)
-    with queue_client(tmp_path / "outputs", is_open=False) as client:
-        answer = client.post("/api/run/resume", json={"id": "theirs"})
-        assert answer.status_code == 409 and "cannot be read" in answer.json()["error"]
 
 
 def test_a_module_in_the_current_folder_is_not_taken_for_the_library(tmp_path):

@@ -1,17 +1,21 @@
-"""A new run from the page: what the launcher would refuse is one line, code that settings name is not run."""
+"""A new run from the page: goals, refusals in one line, data, examples, memory, and no code that settings name."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+import yaml
 
+from hybrid_rlhf import cli
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
-from tests.factories.asked_new_run import answers, post
+from hybrid_rlhf.core.options import value_of
+from hybrid_rlhf.rewards.builtin import BUILTINS
+from hybrid_rlhf.studio.goals import STUDIO_GOALS
+from hybrid_rlhf.studio.preflight_answers import plain
+from hybrid_rlhf.training.registry import STAGES
+from tests.factories.asked_new_run import ASKS, answers, post, rows_of
 from tests.factories.tiny import save_tiny
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -30,13 +34,10 @@ from tests.factories.tiny import save_tiny
     ({"reward.options": {"numeric_match": {"colum": "x"}}}, None, "colum"),
     ({"ppo.estimator": "rloo"}, "ppo.estimator", "is --stage ppo with ppo.estimator grpo"),
     ({"stage": "ppo2"}, "stage", "there is no such stage"), ({"config": "x"}, None, "cannot name another"),
-    ({"print_config": "x"}, "print_config", "unknown option print_config"), ({"plan": True}, None, ""),
-    ({"data.chat_template": "#a"}, None, ""),
     ({"a\nb": 1}, None, "unknown option"), ({"model": {"class_path": "os.system"}}, "model", "both given"),
     ({"train": {"class_path": "subprocess.Popen"}}, None, "unknown option train.class_path"),
-    ({"reward.options": {"numeric_match": {"class_path": "os.system"}}}, None, "there is no class_path"),
     ({"reward.judge.model": "a", "reward.judge.url": "http://b"}, "reward.judge.model", "choose one"),
-    ({"seed": 10**400}, None, ""), ({"data.eval_fraction": 2}, "data.eval_fraction", "must lie in"),
+    ({"data.eval_fraction": 2}, "data.eval_fraction", "must lie in"),
 ])
 def test_what_the_launcher_would_refuse_is_one_line_about_an_option(client, place, changes, option, said):
     found = post(client, "settings", stage="grpo", settings=answers(place, "function") | changes)
@@ -112,13 +113,11 @@ DATA = {
     "control.jsonl": (json.dumps({"prompt": "\x1b[2J\u202e\x07", "completion": "c"}).encode(), True,
                       "prompt-completion"),
     "utf8.jsonl": (b'{"prompt": "\xff"}\n', False, "byte 0xff is not utf-8"),
-    "line.jsonl": (b'{"prompt": "' + b"x" * 3_000_000 + b'", "completion": "c"}\n', True, "prompt-completion"),
     "empty.jsonl": (b"", False, "is empty"), "list.json": (b"[1, 2]", False, "a JSON object is needed"),
     "no.jsonl": (b"{", False, "line 1: not valid JSON"),
     "odd.jsonl": (b'{"riddle": "q", "solution": "s"}', False, "columns riddle, solution fit no known format"),
     "wrong.jsonl": (b'{"prompt": 3, "completion": "c"}', False, "row 1: prompt must be a string"),
     "dropped.jsonl": (b'{"prompt": null, "completion": "c"}', True, "row 1 would be dropped (no prompt)"),
-    "nan.jsonl": (b'{"prompt": "p", "completion": "c", "x": NaN, "y": Infinity}', True, "prompt-completion"),
     "b.parquet": (b"PAR1", False, "not a readable parquet file"), "x.docx": (b"x", False, "unknown kind of file"),
     "huge.jsonl": ((ROW.encode() + b"\n") * 2_000_000, True, "prompt-completion")}
 
@@ -165,15 +164,6 @@ def test_data_that_does_not_serve_a_stage_says_what_would(client, place, tmp_pat
 
 # --- requests --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("body", [{}, {"stage": "sfr"}, {"stage": "sft", "card": "9gb"},
-                                  {"stage": "sft", "settings": {"model": 3}}])
-@pytest.mark.parametrize("kind", ["settings", "preview", "plan"])
-def test_odd_requests_are_refused_in_one_line(client, kind, body):
-    answer = client.post(f"/api/{kind}", json=body)
-    text = answer.json()["error"]["text"] if answer.status_code == 200 else answer.json()["error"]
-    assert answer.status_code in (200, 400) and text and "\n" not in text
-
-
 @pytest.mark.parametrize("stage", ["", "ppo\n", "../sft"])
 def test_a_stage_that_there_is_not_is_one_line(client, stage):
     answer = client.get("/api/options", params={"stage": stage})
@@ -181,13 +171,110 @@ def test_a_stage_that_there_is_not_is_one_line(client, stage):
     assert client.get("/api/options").status_code == 400
 
 
+PAIRS = [(name, stage) for name, goal in STUDIO_GOALS.items() for stage in {*goal.stages[:1], *goal.stages[-1:]}]
+
+
+def test_the_goals_name_what_there_is(client):
+    found = client.get("/api/goals").json()
+    assert [goal["id"] for goal in found["goals"]] == list(STUDIO_GOALS)
+    assert {row["name"] for row in found["builtin_rewards"]} == {*BUILTINS}
+    offered = {stage for goal in found["goals"] for stage in goal["stages"]}
+    assert {*STAGES} - offered == {"evaluate", "conditional_sft", "process_grpo"}
+    assert found["cards"][:2] == ["cpu", "8gb"] and found["card"] == "cpu"
+    assert all({*goal["asks"]} <= {*ASKS} and goal["rows"] and goal["help"] for goal in found["goals"])
+
+
+@pytest.mark.parametrize(("goal", "stage"), PAIRS)
+def test_a_goals_answers_are_settings_that_the_launcher_takes(client, place, tmp_path, goal, stage):
+    chosen = answers(place, goal) | {"seed": 3}
+    found = post(client, "settings", stage=stage, settings=chosen, card="cpu", run=f"{goal}/{stage}")
+    assert found["error"] is None
+    folder = str(place / "outputs" / goal / stage)
+    assert found["given"] == chosen | {"output_dir": folder, "model.lora.r": 16, "engine.micro_batch_tokens": 1024}
+    assert found["command"] == f"hybrid-rlhf --stage {stage} --config {stage}.yaml" and found["file"] == f"{stage}.yaml"
+    (tmp_path / "a.yaml").write_text(found["yaml"])
+    config, _ = cli.read_settings(stage, ["--config", str(tmp_path / "a.yaml")])
+    for name, value in found["settings"].items():
+        assert plain(value_of(config, name)) == value, name
+    for name, value in found["given"].items():
+        assert found["settings"][name] == value, name
+    read = yaml.safe_load(found["yaml"])
+    assert read["model"]["model_name_or_path"] == str(place / "base") and read["data"]["sources"] == chosen[
+        "data.sources"]
+
+
+@pytest.mark.parametrize("goal", STUDIO_GOALS)
+def test_a_goals_data_its_examples_and_its_memory_can_be_looked_at(client, place, goal):
+    stage, chosen = STUDIO_GOALS[goal].stages[0], answers(place, goal)
+    data = post(client, "data", path=chosen["data.sources"][0], stage=stage)
+    assert (data["fits"], data["rows"], len(data["first"])) == (True, 30, 3) and json.loads(data["first"][0])
+    found = post(client, "preview", stage=stage, settings=chosen)
+    assert sum(row["rows"] for row in found["counts"] if row["name"].endswith("read")) == 30 * (
+        3 if goal == "three_stages" else 1)
+    text = "".join(part["text"] for part in found["examples"][0]["parts"])
+    assert ("+ 1" if goal == "function" else "say ") in text and "<|im_start|>" in text
+    trained = [part["is_trained"] for example in found["examples"] for part in example["parts"]]
+    assert any(trained) == (rows_of(goal) in ("sft", "reward"))
+    plan = post(client, "plan", stage=stage, settings=chosen, memory=2**30)
+    assert plan["fits"] and plan["available"] == 2**30 and plan["verdict"].find("fits: needs") >= 0
+    peak = max(phase["bytes"] for phase in plan["phases"])
+    assert peak < 2**30 and sum(line["bytes"] for line in plan["lines"]) >= peak
+    assert all(time["seconds"] >= 0 for time in plan["times"]) and plan["time_note"]
+
+
+def test_a_preview_marks_what_is_trained_and_says_why_rows_are_dropped(client, place, tmp_path):
+    rows = [{"prompt": "say red", "chosen": "red", "rejected": "no"},
+            {"prompt": "say x", "chosen": "same", "rejected": "same"}, *(
+                {"prompt": f"say {word}", "chosen": f"{word}\x1b[31m", "rejected": "no"} for word in "abc")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = post(client, "preview", stage="dpo", settings={
+        "data.sources": str(path), "model.model_name_or_path": str(place / "base"), "data.eval_fraction": 0.0})
+    assert {row["name"]: row["rows"] for row in found["counts"]} == {
+        "rows read": 5, "to train on": 4, "held out": 0}
+    assert found["dropped"] == [{"why": "the two answers are the same", "rows": 1}]
+    assert len(found["examples"]) == 6  # both sides of three pairs
+    first = [part for example in found["examples"] for part in example["parts"] if part["is_trained"]]
+    assert "red<|im_end|>" in [part["text"] for part in first]
+    assert not any("\x1b" in part["text"] for part in first)
+
+
+def test_a_column_that_a_built_in_reward_needs_is_missed_before_the_run(client, place):
+    chosen = answers(place, "function") | {"data.sources": [str(place / "ppo.jsonl")]}
+    found = post(client, "preview", 400, stage="grpo", settings=chosen)
+    assert found["option"] == "reward.functions" and "numeric_match needs a column answer" in found["error"]
+    assert post(client, "preview", stage="grpo", settings=chosen | {"reward.functions": ["builtin:repetition_penalty"]})
+
+
+def test_a_plan_that_does_not_fit_says_what_would(client, place):
+    chosen = answers(place, "imitate") | {"train.per_device_train_batch_size": 64, "data.max_length": 200}
+    found = post(client, "plan", stage="sft", settings=chosen, memory=100 * 2**20)
+    assert not found["fits"] and found["verdict"].startswith("short by ") and "try --engine" in found["verdict"]
+    assert found["changes"][0]["option"] == "engine.micro_batch_tokens"
+    better = chosen | {change["option"]: change["value"] for change in found["changes"]}
+    assert post(client, "plan", stage="sft", settings=better, memory=100 * 2**20)["fits"]
+    elsewhere = post(client, "plan", stage="sft", settings=chosen, card="24gb")
+    assert elsewhere["fits"] and elsewhere["available"] == 24 * 2**30 * 97 // 100
+    assert elsewhere["times"] and "published figures" in elsewhere["time_note"]  # of another card than this machine's
+
+
+ONE_STEP = {"train.max_steps": 1, "train.per_device_train_batch_size": 2, "data.max_prompt_length": 64}
+SHORT = {
+    "distil": ONE_STEP | {"distill.sampling.max_new_tokens": 4},
+    # a model that has learned nothing writes no verdict
+    "judge": ONE_STEP | {"ppo.sampling.max_new_tokens": 4, "reward.judge.score": "probability"},
+    "three_stages": {"ppo.sampling.max_new_tokens": 4, "data.max_prompt_length": 64, **{
+        f"stages.{stage}.max_steps": 1 for stage in ("sft", "reward", "ppo")}}}
+
+
 @pytest.mark.slow
-def test_the_studios_own_process_loads_nothing_heavy(place, tmp_path):
-    """All addresses, asked of a studio with its real process that looks."""
-    code = Path(__file__).parent.parent / "factories" / "asked_studio.py"
-    done = subprocess.run([sys.executable, str(code), str(tmp_path), str(place)], capture_output=True, text=True,
-                          timeout=280)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["status"] == {"goals": 200, "options": 200, "settings": 200, "data": 200, "preview": 200, "plan": 200}
-    assert not {*found["loaded"]} & {"torch", "transformers", "datasets", "deepspeed", "peft", "pyarrow", "tokenizers"}
+@pytest.mark.parametrize("goal", SHORT)
+def test_a_goals_file_trains(client, place, tmp_path, goal):
+    stage = STUDIO_GOALS[goal].stages[0]
+    chosen = answers(place, goal) | SHORT[goal]
+    found = post(client, "settings", stage=stage, settings=chosen, run=f"{goal}/trained")
+    assert found["error"] is None
+    (tmp_path / found["file"]).write_text(found["yaml"])
+    assert cli.main(["--stage", stage, "--config", str(tmp_path / found["file"])]) == 0
+    last = "ppo" if stage == "all" else ""
+    assert json.loads((place / "outputs" / goal / "trained" / last / "run.json").read_text())["status"] == "finished"

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from tests.factories.browser import needs_browser, texts
-from tests.factories.new_run_pages import entry
+from hybrid_rlhf.studio.studio import Refused
+from tests.factories.browser import ALL_IMPACTS, axe_faults, narrow, needs_axe, needs_browser, texts
+from tests.factories.new_run_stub import entry
 
 pytestmark = [needs_browser, pytest.mark.slow]
 
@@ -34,15 +35,6 @@ def test_a_beginner_is_led_from_the_goal_to_a_run(page, stub, tmp_path):
         "kind": "train", "stage": "dpo", "run": "my-pairs-dpo", "settings": {
             "model.lora.r": 16, "model.load_in_4bit": True, "data.sources": [str(stored)],
             "model.model_name_or_path": f"{page.studio.studio.outputs}/demo/sft"}}
-
-
-def test_an_example_that_needs_nothing_is_filled_in(page, stub):
-    page.visit()
-    page.click("#try-out")
-    page.says("Everything is there")
-    found = stub.last("settings")
-    assert (found["stage"], found["settings"]["model.preset"]) == ("sft", "demo")
-    assert found["settings"]["data.sources"] == ["demo/demonstrations"]
 
 
 def test_every_goal_sends_the_settings_of_its_own_question(page):
@@ -178,18 +170,6 @@ def test_a_file_is_dropped_and_one_that_is_refused_is_told(page, stub):
     assert page.settings["data.sources"] == [path]
 
 
-def test_sources_are_looked_at_one_after_another(page, stub):
-    stub.slow["data"] = 0.6
-    page.visit("?goal=three_stages&model=org/name")
-    page.click("input[value=three]")
-    began = time.monotonic()
-    for stage in ("sft", "reward", "ppo"):
-        page.fill(entry(f"data.sources.{stage}"), f"pairs-{stage}.jsonl")
-    page.until(lambda: len(page.all(".verdict.good")) == 3)
-    assert time.monotonic() - began > 3 * 0.6
-    assert len(stub.asked["data"]) == 3
-
-
 def test_entries_survive_a_reload_and_another_page_until_started_over(page):
     page.ready()
     assert "?" not in page.browser.current_url  # a reload does not bring back what the link said
@@ -212,3 +192,282 @@ def leave_and_return(page) -> None:
     page.until(lambda: not page.all(".new-run"))
     page.run("location.hash = '#/new'")
     page.until(lambda: page.find(entry("model.lora.r")))
+
+
+def test_options_follow_the_card_and_a_change_has_a_way_back(page, stub):
+    page.ready()
+    rank = entry("model.lora.r")
+    page.until(lambda: page.find(rank).get_attribute("value") == "16")
+    assert "the default is 0" in page.find(entry("model.lora.r", ".mark")).text
+    page.fill(rank, "64")
+    page.sends("model.lora.r", 64)
+    mark = page.find(entry("model.lora.r", ".mark"))
+    assert "Changed by you" in mark.text
+    mark.find_element("css selector", "button").click()
+    assert page.find(rank).get_attribute("value") == "16"
+    page.focuses(rank)
+    page.until(lambda: "model.lora.r" not in page.settings)
+    page.click("#card option[value=cpu]")
+    page.until(lambda: page.find(rank).get_attribute("value") == "0")
+    assert stub.last("settings")["card"] == "cpu"
+
+
+def test_all_other_options_are_found_by_searching_and_say_what_was_changed(page):
+    page.ready()
+    assert not page.find(entry("train.warmup_ratio")).is_displayed()
+    page.click("details.all > summary")
+    page.fill("#option-search", "rises rate")
+    assert page.find(entry("train.warmup_ratio")).is_displayed()
+    assert not page.find(entry("engine.offload")).is_displayed()
+    assert "1 of 14 options" in page.find("details.all").text
+    for option, typed, value in (("train.warmup_ratio", "0.1", 0.1), ("engine.offload", "optimizer, parameters",
+                                 ["optimizer", "parameters"]), ("train.adam_epsilon", "1e-6", 1e-6),
+                                 ("data.split", "[1, 2, 3]", [1, 2, 3]), ("model.freeze", '["a,b"]', ["a,b"]),
+                                 ("engine.micro_batch_tokens", "many", "many")):
+        page.fill("#option-search", option.split(".")[1])
+        page.set(option, typed)
+        page.until(lambda option=option, value=value: page.settings.get(option) == value)
+    assert "(6 changed)" in page.find("details.all > summary").text
+    page.fill("#option-search", "preset")
+    page.click(entry("model.preset", "option[value=tiny]"))
+    assert page.sent("model.preset") == "tiny"
+    page.click(entry("model.preset", "option[value='']"))
+    page.until(lambda: page.settings.get("model.preset") is None)
+
+
+def test_options_of_another_method_are_left_out_and_that_is_said(page, stub):
+    page.ready()
+    page.set("dpo.beta", "0.5")
+    assert page.sent("dpo.beta") == 0.5
+    page.goal("imitate")
+    page.until(lambda: stub.last("settings")["stage"] == "sft")
+    assert "dpo.beta" not in page.settings
+    assert "Left out" in page.find("#page").text and "dpo.beta" in page.find(".notice").text
+    page.goal("prefer")
+    assert page.sent("dpo.beta") == 0.5
+
+
+def test_a_refusal_stands_beside_its_option_and_the_focus_goes_there(page, stub):
+    page.ready()
+    stub.refusal = {"option": "train.warmup_ratio", "text": "train.warmup_ratio is 7; it must be between 0 and 1"}
+    page.set("model.lora.r", "8")
+    page.says("between 0 and 1")
+    assert not page.is_focused(entry("train.warmup_ratio"))  # nobody is taken away from where they type
+    for press in ("#start", "#ask-preview", "#ask-plan"):
+        page.click(press)
+        page.focuses(entry("train.warmup_ratio"))
+        said = page.find(entry("train.warmup_ratio", ".fault"))
+        assert said.is_displayed() and "between 0 and 1" in said.text
+        assert page.find(entry("train.warmup_ratio")).get_attribute("aria-invalid") == "true"
+    page.fill("#option-search", "warmup")  # what is found already stays found; what a search hides is shown again
+    page.click("#start")
+    page.focuses(entry("train.warmup_ratio"))
+    assert page.find("#option-search").get_attribute("value") == "warmup"
+    page.fill("#option-search", "preset")
+    page.click("#start")
+    page.focuses(entry("train.warmup_ratio"))
+    stub.refusal = {"option": None, "text": "two things do not go together"}
+    page.set("model.lora.r", "9")
+    page.until(lambda: "do not go together" in page.find("#settings-fault").text)
+    assert not page.find(entry("train.warmup_ratio", ".fault")).is_displayed()
+    stub.refusal = None
+    stub.refusals["jobs"] = Refused(409, "there is a run of that name", None)
+    page.set("model.lora.r", "10")
+    page.says("Everything is there")
+    page.click("#start")
+    page.focuses("#run-name")
+    assert "of that name" in page.fault("run")
+
+
+def test_a_refusal_of_a_ready_made_function_stands_beside_its_settings(page, stub):
+    page.visit("?goal=function&model=org/name")
+    page.until(lambda: page.find("#reward-length_penalty"))
+    page.press("Take the built-in demo data")
+    page.until(lambda: page.find(".verdict"))  # what is said of the rows moves what a click below it would meet
+    assert page.sent("reward.functions") == ["builtin:demo_correct"]  # what can score the answers to it
+    assert page.find("#reward-demo_correct").is_selected()
+    page.click("#reward-length_penalty")
+    page.sends("reward.options", {"length_penalty": {"max_tokens": 256, "buffer": 64}})
+    stub.refusal = {"option": "reward.functions", "text": "reward.functions: builtin:length_penalty needs max_tokens"}
+    page.set("reward.options.length_penalty", "{}")
+    page.until(lambda: "needs max_tokens" in page.fault("reward.options.length_penalty"))
+    page.set("reward.options.length_penalty", '{"max_tokens"')
+    page.until(lambda: "Not complete JSON" in page.fault("reward.options.length_penalty"))
+
+
+def test_answers_that_come_late_do_not_replace_newer_ones(page, stub):
+    page.ready()
+    stub.slow["settings"] = 1.5
+    page.set("model.lora.r", "8")
+    page.sends("model.lora.r", 8)
+    stub.slow.clear()
+    page.set("model.lora.r", "9")
+    page.until(lambda: "model.lora.r: 9" in page.find("pre.same-yaml").text)
+    time.sleep(1.5)
+    assert "model.lora.r: 9" in page.find("pre.same-yaml").text
+
+
+def test_questions_that_another_tab_replaced_are_asked_again(page, stub):
+    stub.once |= {name: [Refused(409, "replaced") for _ in range(2)] for name in ("get options", "settings", "data")}
+    page.ready()
+    stub.once["plan"] = [Refused(409, "replaced")]
+    page.click("#ask-plan")
+    page.until(lambda: page.find(".checks .bars"))
+
+
+def test_options_that_cannot_be_loaded_are_asked_for_again(page, stub):
+    stub.refusals["get options"] = Refused(503, "the process that looks ended")
+    page.visit("?goal=prefer&model=demo/sft&data=pairs.jsonl")
+    page.until(lambda: "the process that looks ended" in page.find("#page").text)
+    del stub.refusals["get options"]
+    page.press("Try again")
+    page.says("Everything is there")
+
+
+def test_the_rows_are_shown_as_the_model_sees_them_trained_ones_marked(page, stub):
+    page.ready()
+    page.click("#ask-preview")
+    page.until(lambda: page.find(".example"))
+    assert stub.last("preview") == {"stage": "dpo", "card": "24gb", "settings": page.settings | {
+        "model.lora.r": 16, "model.load_in_4bit": True}}
+    assert texts(page.browser, ".example .trained") == ["4<|end|>"]
+    assert texts(page.browser, ".example .said span") == ["<b>user</b>: What is 2 + 2?\n"]
+    mark = page.run("return getComputedStyle(document.querySelector('.example .trained'), '::before').content")
+    assert mark == '"⟦"'
+    assert "62: longer than data.max_length" in page.find(".checks").text
+    assert "0: no prompt" not in page.find(".checks").text
+    page.set("model.lora.r", "8")
+    page.until(lambda: "have changed since" in page.find(".checks").text)
+
+
+def test_the_plan_is_bars_and_its_advice_can_be_taken(page, stub):
+    page.ready()
+    page.click("#ask-plan")
+    page.until(lambda: page.find(".checks .bars"))
+    assert stub.last("plan")["memory"] is None  # this machine's own
+    text = page.find(".checks").text
+    assert "✗ short by 7 GiB" in text and "31.0 GiB (too much)" in text and "24.0 GiB" in text
+    widths = [bar.size["width"] for bar in page.all(".checks .bar")]
+    assert abs(widths[0] / widths[1] - 9 / 31) < 0.02
+    page.click("#card option[value='80gb']")
+    page.until(lambda: stub.last("settings")["card"] == "80gb" and "have changed since" in page.find(".checks").text)
+    page.click("#ask-plan")
+    page.until(lambda: stub.last("plan")["memory"] == 80 * 2**30)
+    page.click(".notice li button")
+    assert page.find(entry("model.load_in_4bit")).is_selected()
+    page.until(lambda: page.settings.get("model.load_in_4bit") is True)
+    page.focuses(entry("model.load_in_4bit"))
+
+
+def test_the_signal_check_is_followed_to_its_verdict_and_over_a_reload(page, stub):
+    page.visit("?goal=function&model=demo/sft&data=demo/prompts")
+    page.click("#reward-exact_match")
+    page.says("Everything is there")
+    stub.output = "8 responses to each\n"
+    page.click("#ask-signal")
+    page.until(lambda: "The check: running" in page.find(".checks").text)
+    assert stub.last("jobs")["kind"] == "signal"
+    page.until(lambda: page.find("#start").text == "Add to the queue")
+    page.until(lambda: "8 responses to each\n" in texts(page.browser, ".checks details pre"))
+    page.visit()
+    page.until(lambda: "The check: running" in page.find(".checks").text)
+    page.run("document.getElementById('ask-signal').scrollIntoView()")  # what nobody sees waits
+    stub.output += "verdict: <b>nothing</b> to learn\n"
+    page.studio.studio.news.publish("job", {"id": "job1"})
+    page.until(lambda: "<b>nothing</b> to learn" in texts(page.browser, ".checks .verdict"))
+    stub.change("job1", state="done")
+    page.until(lambda: "The check: done" in page.find(".checks").text)
+    page.until(lambda: page.find("#start").text == "Start training")
+
+
+def test_a_name_that_cannot_be_is_told_at_once(page, stub):
+    page.ready()
+    for name in ("taken", "a b", ".hidden", "../x", "a//b", "-x"):
+        page.fill("#run-name", name)
+        assert page.find(entry("run", ".fault")).is_displayed(), name
+        page.click("#start")
+        page.focuses("#run-name")
+        assert "jobs" not in stub.asked, name
+    page.fill("#run-name", "mine/first")
+    assert not page.find(entry("run", ".fault")).is_displayed()
+
+
+def test_the_yaml_can_be_copied_and_downloaded_and_the_command_stands_there(page):
+    page.ready()
+    page.until(lambda: "hybrid-rlhf --stage dpo --config pairs-dpo.yaml" in page.find("pre.same-command").text)
+    page.run("navigator.clipboard.writeText = async (text) => (window.copied = text);"
+                        "URL.createObjectURL = (blob) => ((window.saved = blob), 'blob:x');"
+                        "HTMLAnchorElement.prototype.click = function () {window.savedAs = [this.download, this.href]}")
+    page.click(".run-panel .buttons:not(:has(#start)) button")
+    assert page.until(lambda: page.run("return window.copied")) == page.find("pre.same-yaml").get_attribute(
+        "textContent")
+    page.click("#download")
+    assert page.run("return window.savedAs") == ["pairs-dpo.yaml", "blob:x"]
+    text = page.browser.execute_async_script("window.saved.text().then(arguments[0])")
+    assert text == page.find("pre.same-yaml").get_attribute("textContent")
+
+
+def test_without_a_mouse_everything_is_reached_and_the_run_is_started(page, stub):
+    from selenium.webdriver.common.keys import Keys
+
+    page.visit()
+    page.run("document.getElementById('page').focus()")
+    page.keys(Keys.TAB, Keys.TAB, Keys.TAB, Keys.SPACE)  # two buttons, then the goals
+    page.until(lambda: page.find("#step-4"))
+    page.keys(Keys.ARROW_DOWN)
+    page.until(lambda: stub.last("settings")["stage"] == "dpo")
+    assert page.find("input[value=prefer]").is_selected()
+    page.tab_to(entry("model.model_name_or_path"))
+    page.keys("org/name")
+    page.tab_to(entry("data.sources"))
+    page.keys("pairs.jsonl")
+    page.says("Everything is there")
+    page.tab_to("#file-data")
+    page.tab_to("details.all > summary")
+    page.keys(Keys.ENTER)
+    page.tab_to("#option-search")
+    page.tab_to("#ask-preview")
+    page.keys(Keys.ENTER)
+    page.until(lambda: page.find(".example"))
+    page.focuses("#ask-preview")
+    page.tab_to("#start")
+    page.keys(Keys.ENTER)
+    page.until(lambda: "#/run/pairs-dpo" in page.browser.current_url)
+
+
+def test_a_link_from_marks_chooses_the_method_and_what_is_entered_is_text(page, stub):
+    for stage in ("kto", "dpo"):
+        page.visit(f"?goal=prefer&stage={stage}&data=marks.jsonl")
+        page.until(lambda stage=stage: stub.last("settings")["stage"] == stage)
+        page.run("sessionStorage.clear()")
+    page.visit("?goal=prefer")
+    for text in ("Rücken an: pairs.jsonl", "<img src=x onerror=document.title='broken'>"):
+        page.set("data.sources", text)
+        page.sends("data.sources", [text])
+        page.until(lambda text=text: text in page.find("pre.same-yaml").text)
+    assert not page.all("main img")
+
+
+@needs_axe
+@pytest.mark.timeout(600)
+def test_every_goal_stays_within_a_narrow_screen_and_has_no_axe_findings(page, stub):
+    def looks_right() -> None:
+        for scheme in ("light", "dark"):
+            assert axe_faults(page.browser, scheme, ALL_IMPACTS) == []
+        for width in (360, 1100):
+            with narrow(page.browser, width):
+                assert page.run("return document.documentElement.scrollWidth") <= width
+
+    page.visit()
+    looks_right()
+    stub.refusal = {"option": "model.lora.r", "text": "no"}
+    for query in ("?goal=judge&model=org/name", "?goal=three_stages", "?goal=function&model=a/b&data=prompts.jsonl"):
+        page.visit(query)
+        page.open_everything()
+        looks_right()
+    stub.refusal = None
+    page.visit("?goal=prefer&model=demo/sft&data=pairs.jsonl")
+    page.says("Everything is there")
+    page.open_everything()
+    page.set("model.lora.r", "8")
+    looks_right()

@@ -89,19 +89,6 @@ def test_one_without_an_answer_in_time_is_ended_and_the_next_question_has_anothe
     assert look.ask("data", {"say": 1})["say"] == 1
 
 
-@pytest.mark.slow
-def test_a_question_that_was_beside_one_that_took_too_long_is_asked_again(make):
-    look = make(seconds=4.0)
-    first = look.ask("data", {})["pid"]
-    with ThreadPoolExecutor(8) as pool:
-        slow = pool.submit(look.ask, "preview", {"sleep": 60})
-        time.sleep(3.0)  # it is ended while the next question is being answered
-        found = look.ask("settings", {"sleep": 1.5, "say": 1})
-        assert found["say"] == 1 and found["pid"] != first
-        with pytest.raises(Refused, match="no answer"):
-            slow.result()
-
-
 def test_a_crash_is_one_line_and_the_next_question_has_another_process(make):
     look = make()
     for kind in ("data", "settings"):

@@ -1,23 +1,20 @@
-"""The list of runs: what is found, what each row says, and that damage is one line of one row."""
+"""The list of runs: what is found, what each row says, its parents, and that damage is one line of one row."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from hybrid_rlhf.core.own_files import is_locked
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.studio import run_history, runs
+from hybrid_rlhf.studio import run_files, runs
 from hybrid_rlhf.studio.run_history import Histories
-from hybrid_rlhf.studio.runs import RunList
+from hybrid_rlhf.studio.runs import RunList, parent_names, parents_of
 from hybrid_rlhf.studio.studio import Refused, Studio
 from tests.factories.studio_runs import START, make_run
-
-needs_rights = pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 
 
 def opened(outputs):
@@ -68,17 +65,6 @@ def test_a_run_whose_process_is_gone_is_lost(tmp_path):
     assert found.row("a")["status"] == "running"
     run.finish("stopped")
     assert found.row("a")["status"] == "stopped"
-
-
-def test_a_run_that_ends_while_it_is_looked_at_is_not_lost(tmp_path, monkeypatch):
-    run = make_run(tmp_path, "a", "sft", 3, "running")
-
-    def locked(_path):
-        run.finish()  # after run.json was read, and before its lock was tried
-        return False
-
-    monkeypatch.setattr(runs, "is_locked", locked)
-    assert opened(tmp_path).row("a")["status"] == "finished"
 
 
 def test_looking_takes_no_lock_away_and_makes_no_file(tmp_path, monkeypatch):
@@ -167,15 +153,6 @@ def test_runs_within_a_run_are_found_and_its_own_folders_are_not_searched(tmp_pa
     assert sorted(by_id(opened(tmp_path))) == ["a", "a/inner"]
 
 
-def test_a_damaged_file_of_metrics_is_a_line_of_its_row(tmp_path):
-    make_run(tmp_path, "good")
-    make_run(tmp_path, "bad", "ppo", 5, "stopped")
-    (tmp_path / "bad/metrics.jsonl").unlink()
-    (tmp_path / "bad/metrics.jsonl").mkdir()
-    rows = by_id(opened(tmp_path))
-    assert rows["good"]["error"] is None and "metrics.jsonl cannot be read" in rows["bad"]["error"]
-
-
 def test_what_is_left_out_of_the_list_is_said(tmp_path, monkeypatch):
     make_run(tmp_path, "good", steps=1)
     (tmp_path / "run.json").write_text("{}")
@@ -183,18 +160,6 @@ def test_what_is_left_out_of_the_list_is_said(tmp_path, monkeypatch):
     assert [row["id"] for row in rows] == ["good"] and ["itself a run" in note for note in notes] == [True]
     monkeypatch.setattr(runs, "MAX_FOLDERS", 1)
     assert any("the others are not shown" in note for note in opened(tmp_path).rows()[1])
-
-
-@needs_rights
-def test_what_may_not_be_read_is_said(tmp_path):
-    make_run(tmp_path, "good", steps=1)
-    make_run(tmp_path, "a", steps=1)
-    (tmp_path / "a/run.json").chmod(0)
-    (tmp_path / "closed").mkdir(mode=0)
-    rows, notes = opened(tmp_path).rows()
-    assert any("closed cannot be read" in note for note in notes)
-    assert "cannot be read" in {row["id"]: row for row in rows}["a"]["error"]
-    (tmp_path / "closed").chmod(0o700)
 
 
 def test_alarms_are_those_of_the_report_or_of_the_metrics(tmp_path):
@@ -214,46 +179,6 @@ def test_alarms_are_those_of_the_report_or_of_the_metrics(tmp_path):
     assert found.row("a")["alarms"] == 1
 
 
-def test_alarms_of_large_files_wait_for_the_next_look(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "ALARM_READ", 1)
-    for name in ("a", "b"):
-        make_run(tmp_path, name, "grpo", 10, "stopped")
-    found = opened(tmp_path)
-    assert sorted(str(row["alarms"]) for row in found.rows()[0]) == ["0", "None"]
-    assert [row["alarms"] for row in found.rows()[0]] == [0, 0]
-
-
-def test_the_list_is_there_while_alarms_are_looked_for(tmp_path, monkeypatch):
-    is_looking, may_end, look = threading.Event(), threading.Event(), runs.alarms_of
-
-    def slow(*given):
-        is_looking.set()
-        assert may_end.wait(30)
-        return look(*given)
-
-    make_run(tmp_path, "a", "grpo", 10, "stopped")
-    found = opened(tmp_path)
-    monkeypatch.setattr(runs, "alarms_of", slow)
-    thread = threading.Thread(target=found.rows)
-    thread.start()
-    try:
-        assert is_looking.wait(30)
-        assert [row["alarms"] for row in found.rows()[0]] == [None]
-    finally:
-        may_end.set()
-        thread.join()
-    assert [row["alarms"] for row in found.rows()[0]] == [0]
-
-
-def test_one_look_for_alarms_reads_a_part_of_a_large_file(tmp_path, monkeypatch):
-    run = make_run(tmp_path, "a", "grpo", 10, "stopped")
-    monkeypatch.setattr(run_history, "ALARM_READ", (run.folder / "metrics.jsonl").stat().st_size // 2)
-    found = opened(tmp_path)
-    assert [found.rows()[0][0]["alarms"] for _ in range(4)] == [None, 0, 0, 0]
-    read = found.num_read
-    assert found.row("a")["alarms"] == 0 and found.num_read == read
-
-
 def test_max_steps_come_from_the_first_lines_or_the_settings(tmp_path):
     run = make_run(tmp_path, "a", steps=3, max_steps=50, settings={"train.max_steps": -1, "train.max_seconds": 4.0})
     found = opened(tmp_path)
@@ -261,3 +186,74 @@ def test_max_steps_come_from_the_first_lines_or_the_settings(tmp_path):
     run.record["facts"]["header"] = []
     run.write()
     assert found.row("a")["max_steps"] is None
+
+
+OUTPUTS, KNOWN = Path("/data/outputs"), {"demo/sft", "demo/reward", "demo/ppo", "big", "demo/judge"}
+
+
+def parents(config, run="demo/ppo", facts=None, stage="ppo"):
+    return parent_names(run, parents_of(run, {"stage": stage, "config": config, "facts": facts or {}}, OUTPUTS), KNOWN)
+
+
+def role(name, path):
+    return {"roles": {name: {"model_name_or_path": path}}}
+
+
+@pytest.mark.parametrize(("output_dir", "path"), [
+    ("/data/outputs/demo/ppo", "/data/outputs/demo/sft"), ("/data/outputs/demo/ppo", "/data/outputs/demo/sft/model"),
+    ("/data/outputs/demo/ppo", "/data/outputs/demo/sft/checkpoints/step-00000010"),
+    ("outputs/demo/ppo", "outputs/demo/sft"), ("outputs/demo/ppo", "./outputs/demo/sft/"),
+    ("/old/place/demo/ppo", "/old/place/demo/sft"), ("demo/ppo", "demo/sft"),
+    ("elsewhere", "/data/outputs/demo/sft"), (None, "/data/outputs/demo/sft/model_ema")])
+def test_a_run_is_found_wherever_it_was_made(output_dir, path):
+    assert parents({"output_dir": output_dir, "model": {"model_name_or_path": path}}) == ["demo/sft"]
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-0.6B", "/models/demo/sft", "/data/outputs", "/data/outputs/none",
+                                  "/data/outputs/../sft", "outputs/demo/sft"])
+def test_other_models_are_named_as_they_are(path):
+    assert parents({"output_dir": "/data/outputs/demo/ppo", "model": {"model_name_or_path": path}}) == [path]
+
+
+def test_all_models_that_a_run_learns_from_are_its_parents():
+    named = {"actor": "outputs/demo/sft", "ref": "outputs/demo/sft", "reward": "outputs/demo/reward",
+             "teacher": "outputs/big"}
+    config = {"output_dir": "outputs/demo/ppo", "model": {"model_name_or_path": None},
+              "roles": {name: {"model_name_or_path": path} for name, path in named.items()},
+              "reward": {"models": "org/reward", "judge": {"model": "outputs/demo/judge"}}}
+    assert parents(config) == ["demo/sft", "demo/reward", "big", "org/reward", "demo/judge"]
+    assert parents({"evaluate": {"models": ["start=/data/outputs/demo/sft", "/data/outputs/demo/ppo", "org/m"]}},
+                   "demo/eval", stage="evaluate") == ["demo/sft", "demo/ppo", "org/m"]
+
+
+def test_models_that_nobody_named_are_those_that_the_run_says_it_took():
+    config = {"output_dir": "/data/outputs/demo/ppo", "train": {}, "model": {}} | role("reward", None)
+    assert parents(config) == ["demo/sft", "demo/reward"]  # beside it, as a run takes them
+    line = "model: /data/outputs/big; trained: all 136,320 parameters; float32 on cpu"
+    assert parents(config, facts={"header": ["data: 3", line]}) == ["big", "demo/reward"]
+    assert parents(config, facts={"base_model": "/data/outputs/big", "reward_model": "org/r"}) == ["big", "org/r"]
+    assert parents(config | {"reward": {"functions": ["builtin:format"]}}) == ["demo/sft"]
+    assert parents(config, run="other/ppo") == [] and parents(config, stage="sft", run="demo/x") == ["demo/reward"]
+
+
+def test_a_run_is_not_its_own_parent():
+    assert parents({"model": {"model_name_or_path": "/data/outputs/demo/ppo"}}) == []
+
+
+def test_the_last_rows_are_whole_ones(tmp_path):
+    path = tmp_path / "x"
+    path.write_text('{"step": 1}{"step": 2}\n{"step": 3}\n{"step": 4')
+    assert run_files.last_rows(path) == [{"step": 3}]
+    assert run_files.last_rows(path, 34) == [{"step": 3}]  # begins at {"step": 2}, in the midst of a line
+    assert run_files.last_rows(path, 5) == [] and run_files.last_rows(tmp_path / "none") == []
+
+
+def test_a_folder_s_size_is_that_of_its_own_files(tmp_path):
+    (tmp_path / "elsewhere").write_bytes(b"0" * 1000)
+    folder = tmp_path / "run"
+    (folder / "a/b").mkdir(parents=True)
+    (folder / "x").write_bytes(b"0" * 10)
+    (folder / "a/b/y").write_bytes(b"0" * 5)
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "up").symlink_to(tmp_path)
+    assert run_files.size_of(folder) == 15 and run_files.size_of(tmp_path / "none") == 0

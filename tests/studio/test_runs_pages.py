@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 
-from tests.factories.browser import find, needs_browser, texts, until
-from tests.factories.studio_pages import curve, is_drawn, press, studio_with_queue
-from tests.factories.studio_runs import make_run
+from tests.factories.browser import ALL_IMPACTS, axe_faults, find, narrow, needs_axe, needs_browser, texts, until
+from tests.factories.studio_pages import curve, is_drawn, press
+from tests.factories.studio_runs import append, make_run, samples
 
 pytestmark = [needs_browser, pytest.mark.slow]
 
@@ -200,23 +203,6 @@ def test_a_chart_is_read_by_pointer_and_by_arrow_keys(opened, outputs):
     assert value_of(page, "loss") == "9"
 
 
-def test_curves_are_chosen_and_the_choice_is_remembered(opened, outputs):
-    make_run(outputs, "a", "sft", 9)
-    page = opened("#/run/a")
-    until(page, lambda: is_drawn(page, "loss"))
-    find(page, ".picker summary").click()
-    find(page, "input[value=loss]").click()
-    find(page, "input[value=num_tokens]").click()
-    page.execute_script("document.querySelector('[data-metric=num_tokens]').scrollIntoView()")
-    until(page, lambda: is_drawn(page, "num_tokens"))
-    assert not page.find_elements("css selector", "[data-metric=loss]")
-    assert "tokens read so far" in find(page, "[data-metric=num_tokens]").text
-    opened("#/run/a")
-    until(page, lambda: page.find_elements("css selector", "[data-metric=num_tokens]"))
-    assert not page.find_elements("css selector", "[data-metric=loss]")
-    page.execute_script("localStorage.clear()")
-
-
 def test_refusals_stand_beside_the_buttons_in_the_servers_words(opened, outputs, queue):
     running = make_run(outputs, "a", "sft", 5, "running", max_steps=50)
     make_run(outputs, "b", "sft", 5, "stopped")
@@ -233,17 +219,6 @@ def test_refusals_stand_beside_the_buttons_in_the_servers_words(opened, outputs,
     find(page, "button.primary").click()
     until(page, lambda: queue.asked[-1] == ("/api/run/resume", {"id": "b"}))
     running.die()
-
-
-def test_a_studio_that_has_ended_is_said(browser, outputs, queue):
-    make_run(outputs, "b", "sft", 5, "stopped")
-    with studio_with_queue(outputs, queue) as studio:
-        browser.get(studio.url)
-        browser.get(f"{studio.base}/#/run/b")
-        until(browser, lambda: find(browser, "button.primary").is_displayed())
-    find(browser, "button.primary").click()
-    until(browser, lambda: "the studio does not answer; has it been ended?" in texts(browser, ".fault"))
-    assert find(browser, "h1").text == "b"
 
 
 def test_a_run_that_waits_shows_its_job_and_becomes_its_page(opened, outputs, queue):
@@ -280,3 +255,131 @@ def test_runs_are_compared_curve_over_curve_and_answer_by_answer(opened, outputs
                                           "settings": {}})]
     page.find_elements("css selector", "ul.compared a[aria-label]")[1].click()
     until(page, lambda: texts(page, "[data-metric=reward] .label") == ["one", "three"])
+
+
+MARKUP = "<img src=x onerror=document.title='broken'>"
+
+
+def sticking_out(page) -> list[str]:
+    """What makes the page scroll sideways; nothing where it does not."""
+    return page.execute_script("""
+        const width = document.documentElement.clientWidth;
+        if (document.documentElement.scrollWidth <= width) return [];
+        return [...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right > width + 1)
+          .map((e) => `${e.outerHTML.slice(0, 150)} ${e.getBoundingClientRect().right}`);""")
+
+
+def test_what_models_and_names_say_is_never_markup(opened, outputs, queue):
+    run = make_run(outputs, f"x/{MARKUP}", "grpo", 5, "failed", error=MARKUP)
+    row = samples(9)[0] | {"prompt": MARKUP, "completion": MARKUP, "judge": MARKUP, "scores": {MARKUP: 1.0}}
+    append(run.folder / "samples.jsonl", [row])
+    append(run.folder / "metrics.jsonl", [{"step": 6, MARKUP: 1.0}])
+    make_run(outputs, "x/other", "grpo", 5, parents=[f"x/{MARKUP}"])
+    queue.add("1", "queued", title=MARKUP, error=MARKUP)
+    page = opened("#/runs")
+    until(page, lambda: len(texts(page, "tr.run")) == 2 and texts(page, ".job-title") == [MARKUP])
+    link = next(a for a in page.find_elements("css selector", "tr.run a") if a.text == MARKUP)
+    link.click()
+    until(page, lambda: find(page, "h1").text == f"x/{MARKUP}")
+    until(page, lambda: MARKUP in texts(page, ".sample .said"))
+    assert MARKUP in texts(page, "#page > div > .fault")
+    find(page, ".picker summary").click()
+    opened(f"#/compare/x/other,x/{'%3Cimg%20src%3Dx%20onerror%3Ddocument.title%3D%27broken%27%3E'}")
+    until(page, lambda: len(texts(page, "ul.compared li")) == 2)
+    assert not page.find_elements("css selector", "#page img")
+    assert page.title.startswith("Compare")
+
+
+@pytest.fixture
+def full(opened, outputs, queue):
+    """Pages with something of everything, under names without a place to break."""
+    make_run(outputs, "demo/sft", "sft", 12)
+    run = make_run(outputs, "demo/ppo", "ppo", 12, "running", parents=["demo/sft"], max_steps=30, has_tools=True)
+    run.evaluate()
+    make_run(outputs, "demo/other", "grpo", 12, settings={"ppo.kl_coef": 0.5, "long": "x" * 90})
+    make_run(outputs, "y" * 60, "sft", 3, "failed", error="z" * 120)
+    queue.add("1", "running", run="demo/ppo", started="2026-11-23T14:00:00+00:00", title="w" * 70)
+    yield opened
+    run.die()
+
+
+EVALUATION = """# Evaluation
+
+- prompts: rows.jsonl (held out)
+
+## Results
+
+| model | score \\| mean |
+|---|---|
+| sft | 0.5 [0.4, 0.6] |
+| <b>ppo</b> | **0.9** |
+"""
+
+
+def test_the_page_of_an_evaluation_shows_what_it_found(opened, outputs):
+    run = make_run(outputs, "compared", "evaluate", steps=0)
+    (run.folder / "evaluate.md").write_text(EVALUATION)
+    page = opened("#/run/compared")
+    until(page, lambda: "sft" in find(page, "#page").text)
+    assert texts(page, "#page table thead th")[:2] == ["model", "score | mean"]
+    assert texts(page, "#page table tbody td")[:4] == ["sft", "0.5 [0.4, 0.6]", "<b>ppo</b>", "0.9"]
+    shown = [each.text for each in page.find_elements("css selector", "a.button, button") if each.is_displayed()]
+    assert "Talk" not in shown and "no step yet" not in find(page, "#page").text
+
+
+def test_a_run_that_has_written_nothing_can_be_dropped_stopped_and_changed(opened, queue):
+    job = queue.add("7", "queued", run="soon", place=1)
+    page = opened("#/run/soon")
+    until(page, lambda: find(page, "#page button").text == "Drop")
+    find(page, "#page button").click()
+    until(page, lambda: queue.asked == [("/api/job/stop", {"id": "7"})])
+    job |= {"state": "failed", "place": None, "error": "there is no such model"}
+    opened.publish("jobs", {})
+    until(page, lambda: find(page, "#page a.button[href='#/new']").is_displayed())
+    assert not find(page, "#page button").is_displayed()
+
+
+@needs_axe
+@pytest.mark.timeout(600)
+def test_every_page_stays_within_a_narrow_screen_has_no_axe_findings_and_one_origin(full):
+    page = full("#/runs")
+    page.get_log("performance"), page.get_log("browser")  # what came before
+    for where in ("#/runs", "#/run/demo/ppo", "#/compare/demo/ppo,demo/other", "#/compare/demo/ppo"):
+        full(where)
+        until(page, lambda: not page.find_elements("css selector", ".chart") or is_drawn(page, "reward"))
+        page.execute_script("for (const d of document.querySelectorAll('details')) d.open = true")
+        if where == "#/runs":
+            find(page, "tr.run input").click()
+        time.sleep(0.3)
+        for scheme in ("light", "dark"):
+            assert axe_faults(page, scheme, ALL_IMPACTS) == [], (where, scheme)
+        with narrow(page):
+            time.sleep(0.3)
+            assert sticking_out(page) == [], where
+    asked = [json.loads(e["message"])["message"] for e in page.get_log("performance")]
+    urls = {e["params"]["request"]["url"] for e in asked if e["method"] == "Network.requestWillBeSent"}
+    assert any("/api/history" in url for url in urls)
+    assert not {url for url in urls if url.startswith("http") and not url.startswith(f"{full.studio.base}/")}
+    assert not [e for e in page.get_log("browser") if e["level"] == "SEVERE"]
+
+
+def test_ten_tabs_are_open_and_each_loads(opened, outputs):
+    """A browser has six connections to one server: hidden tabs must not keep them."""
+    make_run(outputs, "a", "sft", 10)
+    browser = opened("#/runs")
+    first = browser.current_window_handle
+    try:
+        for _ in range(9):
+            browser.switch_to.new_window("tab")
+            browser.get(f"{opened.studio.base}/#/run/a")
+            until(browser, lambda: find(browser, "[data-metric=loss] .plot .curve").get_attribute("d"))
+        run = make_run(outputs, "b", "sft", 10, "running")
+        browser.switch_to.window(first)  # what came while it was hidden is loaded now
+        until(browser, lambda: len(texts(browser, "tr.run")) == 2)
+        run.die()
+    finally:
+        for handle in browser.window_handles:
+            if handle != first:
+                browser.switch_to.window(handle)
+                browser.close()
+        browser.switch_to.window(first)

@@ -1,4 +1,4 @@
-"""The whole way through the studio in a browser, with real training: from a dropped file to a model in other hands."""
+"""The studio in a browser with the real launcher: from a dropped file to an exported model, and before a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.factories.browser import chromium, find, needs_browser, texts, until
+from tests.factories.browser import find, needs_browser, texts, until
 from tests.factories.studio_server import running_studio
 from tests.factories.tiny import chatml_tokenizer, save_tiny
 
@@ -14,12 +14,18 @@ pytestmark = [needs_browser, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 1500  # seconds enough to be stopped in
 
 
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory):
+    with running_studio(tmp_path_factory.mktemp("whole") / "outputs") as found:
+        yield found
+
+
 @pytest.fixture
-def opened(tmp_path):
-    with chromium(tmp_path / "profile") as browser, running_studio(tmp_path / "outputs") as studio:
-        browser.get(studio.url)
-        yield browser, studio
-        browser.get("about:blank")
+def page(browser, studio):
+    browser.get(studio.url)
+    browser.execute_script("sessionStorage.clear()")
+    yield browser
+    browser.get("about:blank")
 
 
 def write_rows(path) -> str:
@@ -66,8 +72,8 @@ def reaches(browser, wanted: str) -> None:
     assert find(browser, ".state").text == wanted, find(browser, "#page").text
 
 
-def test_from_a_dropped_file_to_an_exported_model(opened, tmp_path):
-    browser, studio = opened
+def test_from_a_dropped_file_to_an_exported_model(page, studio, tmp_path):
+    browser = page
     model, rows = save_tiny(tmp_path / "start", 0), write_rows(tmp_path / "talks.jsonl")
     chatml_tokenizer().save_pretrained(model)
     begin(browser, studio, str(model), rows, "long", STEPS)
@@ -99,3 +105,17 @@ def test_from_a_dropped_file_to_an_exported_model(opened, tmp_path):
     until(browser, lambda: button(browser, "Export")).click()
     until(browser, lambda: texts(browser, "article.export h3") == ["short"], 240)
     assert (studio.studio.outputs / "exports" / "short" / "model.safetensors").is_file()
+
+
+def test_rows_and_memory_of_the_example_are_those_of_the_launcher(page, studio):
+    go(page, studio, "#/new")
+    until(page, lambda: find(page, "#try-out"), 240).click()
+    until(page, lambda: "Everything is there" in find(page, ".next-line").text, 240)
+    find(page, "#ask-plan").click()
+    until(page, lambda: find(page, ".checks .bars"), 240)
+    assert "fits: needs" in find(page, ".checks .verdict").text
+    find(page, "#ask-preview").click()
+    until(page, lambda: find(page, ".example"), 240)
+    assert len(page.find_elements("css selector", ".example")) == 3
+    assert all(text.endswith("<|im_end|>") for text in texts(page, ".example .trained"))
+    assert "24,000" in find(page, ".checks").text

@@ -13,16 +13,65 @@ from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
 from hybrid_rlhf.studio import chat_process
-from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, texts, until
+from tests.factories.browser import ALL_IMPACTS, axe_faults, find, narrow, needs_axe, needs_browser, texts, until
 from tests.factories.studio_runs import make_run
 from tests.factories.studio_server import running_studio
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 from tests.inference.server.scripted_model import scripted
 from tests.inference.server.tiny_server import chat, content, running, serving
-from tests.studio.talk_page import button, choose, fill, open_models, press, rows, say, shoot, told
 
 pytestmark = [needs_browser, pytest.mark.slow]
 ENDS = "<|im_end|>"
+
+
+def choose(page, selector: str, text: str) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    Select(find(page, selector)).select_by_visible_text(text)
+
+
+def open_models(page, *models: str, reward: str | None = None) -> None:
+    if not find(page, "#talk-open").is_displayed():
+        find(page, "#talk-choice summary").click()
+    for number, name in enumerate(models, 1):
+        choose(page, f"#talk-model-{number}", name)
+    if reward:
+        choose(page, "#talk-reward", reward)
+    find(page, "#talk-open").click()
+    until(page, lambda: find(page, "#talk-state").text.startswith("Open: " + models[0]), 60)
+
+
+def say(page, text: str) -> None:
+    count = len(texts(page, ".turn"))
+    until(page, lambda: find(page, "#send").is_enabled())
+    find(page, "#message").send_keys(text + "\n")
+    until(page, lambda: len(texts(page, ".turn")) == count + 1)
+    until(page, lambda: find(page, "#talk-told").text == "Answered.", 60)
+
+
+def press(page, text: str, number: int = 0) -> None:
+    button(page, text, number).click()
+
+
+def button(page, text: str, number: int = 0):
+    found = [b for b in page.find_elements("css selector", ".turn:last-of-type button") if b.text == text]
+    return found[number]
+
+
+def rows(studio, kind: str, name: str = "marks") -> list[dict]:
+    path = studio.studio.home / "marks" / f"{name}.{kind}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def told(page, text: str) -> None:
+    until(page, lambda: text in find(page, "#talk-told").text)
+
+
+def fill(page, selector: str, text: str) -> None:
+    if not find(page, selector).is_displayed():
+        find(page, "#settings summary").click()
+    find(page, selector).clear()
+    find(page, selector).send_keys(text + "\t")
 
 
 @pytest.fixture(scope="module")
@@ -85,32 +134,29 @@ def page(browser, studio):
 # -- opening ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_goes_on_until_the_models_are_there(page, script, monkeypatch):
+def test_it_says_what_goes_on_until_the_models_are_there_or_why_not(page, script, studio, monkeypatch):
     monkeypatch.setenv("STARTS", "2.5")
     options = texts(page, "#talk-model-1 option")
     assert set(options) == {"demo/sft", "demo/ppo", "new (running: it has no checkpoint yet)"}
     assert find(page, "#talk-state").text == "No model is open."
     assert not find(page, ".chat").is_displayed()
+    place = studio.studio.outputs.parent / "serving"
+    works, _ = place.read_text(), place.write_text("error: out of memory (while loading x); take less")
+    choose(page, "#talk-model-1", "demo/sft")
+    find(page, "#talk-open").click()
+    until(page, lambda: find(page, "#talk-state").text == "It cannot be opened: out of memory (while loading x); "
+                                                          "take less")
+    place.write_text(works)
     choose(page, "#talk-model-1", "demo/sft")
     find(page, "#talk-open").click()
     until(page, lambda: find(page, "#talk-state").text == "Opening: loading demo-sft ...")
     until(page, lambda: find(page, ".opening span").text in ("1 s", "2 s"))
-    shoot(page, "talk_opening")
     until(page, lambda: find(page, "#talk-state").text == "Open: demo/sft.")
     assert find(page, ".chat").is_displayed() and not find(page, "#talk-open").is_displayed()
     assert page.switch_to.active_element.text == "Models"
     page.switch_to.active_element.click()
     find(page, "#talk-close").click()
     until(page, lambda: find(page, "#talk-state").text == "No model is open.")
-
-
-def test_what_keeps_it_from_opening_is_shown(page, studio):
-    (studio.studio.outputs.parent / "serving").write_text("error: out of memory (while loading x); take less")
-    choose(page, "#talk-model-1", "demo/sft")
-    find(page, "#talk-open").click()
-    until(page, lambda: find(page, "#talk-state").text == "It cannot be opened: out of memory (while loading x); "
-                                                          "take less")
-    shoot(page, "talk_failed")
 
 
 def test_a_link_opens_the_model_that_it_names_and_the_same_link_again_nothing(browser, studio, script):
@@ -262,7 +308,6 @@ def test_two_answers_side_by_side_are_scored_and_one_is_better(page, script, stu
     assert (found["prompt"], found["chosen"][0]["content"], found["rejected"][0]["content"], found["how"]) == (
         prompt, "It is Paris, of course.", "Paris.", "compared")
     assert [button(page, "This one is better", i).get_attribute("aria-pressed") for i in (0, 1)] == ["false", "true"]
-    shoot(page, "talk_compared")
     say(page, "Sure?")
     press(page, "This one is better", 0)
     until(page, lambda: len(rows(studio, "pairs")) == 2)
@@ -309,54 +354,42 @@ def test_a_link_leads_to_a_training_on_what_was_marked(page, script, studio):
 
 
 @needs_axe
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_at_any_stage(page, script, scheme):
-    every = ("minor", "moderate", "serious", "critical")
-    assert axe_faults(page, scheme, every) == []
+def test_at_every_stage_axe_finds_nothing_and_a_narrow_window_shows_all(page, script):
+    def has_no_findings() -> None:
+        for scheme in ("light", "dark"):
+            assert axe_faults(page, scheme, ALL_IMPACTS) == []
+
+    script(["A" * 300], ["Paris."])
+    has_no_findings()
     open_models(page, "demo/sft", "demo/ppo", reward="demo/reward")
-    assert axe_faults(page, scheme, every) == []
+    has_no_findings()
     find(page, "#settings summary").click()
-    say(page, "What is the capital of France?")
+    say(page, "What is the capital of France, and why? " + "b" * 200)
     press(page, "Good")
     told(page, "Marked good.")
     press(page, "Say it better", 1)
-    assert axe_faults(page, scheme, every) == []
-    shoot(page, f"talk_{scheme}")
+    has_no_findings()
+    with narrow(page):
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 360
+        left, right = (e.rect for e in page.find_elements("css selector", ".answer"))
+        assert left["x"] == right["x"] and left["y"] < right["y"]
 
 
-def test_without_a_mouse_all_of_it_can_be_done(page, script, studio):
+def test_by_keys_a_message_has_two_lines_and_an_edit_is_left_or_saved(page, script, studio):
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
-
-    def tab_to(what: str) -> None:
-        for _ in range(40):
-            page.switch_to.active_element.send_keys(Keys.TAB)
-            active = page.switch_to.active_element
-            if what in (active.get_attribute("id"), active.text):
-                return
-        raise AssertionError(f"{what} is not reached")
 
     def type_in(*keys: str) -> None:
         ActionChains(page).send_keys(*keys).perform()
 
-    tab_to("talk-model-1")
-    page.switch_to.active_element.send_keys(Keys.HOME)
-    while page.switch_to.active_element.get_attribute("value") != "demo/sft":  # of the models that there are
-        page.switch_to.active_element.send_keys(Keys.ARROW_DOWN)
-    tab_to("talk-open")
-    type_in(Keys.ENTER)
-    until(page, lambda: find(page, "#talk-state").text == "Open: demo/sft.")
-    tab_to("message")
+    open_models(page, "demo/sft")
+    find(page, "#message").click()
     type_in("What is the capital of France?")
     ActionChains(page).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()
     type_in("Say.", Keys.ENTER)
     until(page, lambda: find(page, "#talk-told").text == "Answered.")
     assert texts(page, ".mine .said") == ["What is the capital of France?\nSay."]
-    page.execute_script("document.querySelector('.log').focus()")
-    tab_to("Good")
-    type_in(Keys.SPACE)
-    told(page, "Marked good.")
-    tab_to("Say it better")
+    page.execute_script("arguments[0].focus()", button(page, "Say it better"))
     type_in(Keys.ENTER)
     assert page.switch_to.active_element.tag_name == "textarea"
     type_in(" Of course.", Keys.ESCAPE)  # away
@@ -364,31 +397,3 @@ def test_without_a_mouse_all_of_it_can_be_done(page, script, studio):
     type_in(Keys.ENTER, Keys.END, " Yes.", Keys.TAB, Keys.ENTER)
     told(page, "Kept: ")
     assert rows(studio, "pairs")[0]["chosen"][0]["content"] == "Paris. Yes."
-
-
-def test_a_narrow_window_shows_all_of_it(page, script):
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 360, "height": 740, "deviceScaleFactor": 1,
-                                                                "mobile": False})
-    try:
-        script(["A" * 300], ["Paris."])
-        open_models(page, "demo/sft", "demo/ppo")
-        say(page, "What is the capital of France, and why? " + "b" * 200)
-        shoot(page, "talk_narrow")
-        assert page.execute_script("return document.documentElement.scrollWidth") <= 360
-        left, right = (e.rect for e in page.find_elements("css selector", ".answer"))
-        assert left["x"] == right["x"] and left["y"] < right["y"]
-    finally:
-        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def test_nothing_is_asked_of_any_other_origin(page, script, studio):
-    page.get_log("performance")
-    page.refresh()
-    until(page, lambda: find(page, "#talk-model-1 option"))
-    open_models(page, "demo/sft", reward="demo/reward")
-    say(page, "What is the capital of France?")
-    asked = [json.loads(e["message"])["message"] for e in page.get_log("performance")]
-    urls = {e["params"]["request"]["url"] for e in asked if e["method"] == "Network.requestWillBeSent"}
-    assert any("chat_stream.js" in url for url in urls) and any("api/talk/score" in url for url in urls)
-    assert not {u for u in urls if u.startswith(("http", "ws")) and not u.startswith(studio.base + "/")}
-    assert not [e for e in page.get_log("browser") if "Content Security Policy" in e["message"]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.core.own_files import fresh_path
 from hybrid_rlhf.studio import uploads
-from hybrid_rlhf.studio.studio import Studio
 from tests.factories.studio_jobs import queue_client, until, use_quick_launcher
 from tests.factories.studio_server import TOKEN, running_studio
 
@@ -75,13 +71,6 @@ def test_a_name_leads_nowhere_else(outputs, name, kept):
     assert sorted(path.name for path in outputs.iterdir()) in ([], [".studio"])
 
 
-def test_what_is_no_file_is_refused(client, outputs):
-    assert client.post("/api/upload", params={"name": "a.csv"}, json={}).status_code == 415
-    assert client.post("/api/upload", content=b"x", headers=BINARY).status_code == 415
-    assert send(client, "a.csv", b"").json()["error"] == "the file is empty"
-    assert left(outputs) == []
-
-
 def test_two_of_one_name_at_once_are_two_files(client, outputs):
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda i: send(client, "a.csv", f"{i}" * 2**20).json(), range(4)))
@@ -120,25 +109,3 @@ def test_a_client_that_leaves_midway_leaves_nothing(outputs):
                 assert len(part) == 1 and part[0].startswith(".hybrid_rlhf-")
                 assert studio.client.get("/api/uploads").json() == {"files": []}
             until(lambda: not left(outputs))
-
-
-def test_a_disk_that_fills_up_leaves_nothing(client, outputs, monkeypatch):
-    def full(_handle):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(uploads.os, "fsync", full)
-    answer = send(client, "a.csv", b"x" * 2**21)
-    assert answer.status_code == 507
-    assert answer.json()["error"] == "a.csv: No space left on device; make room"
-    assert left(outputs) == []
-
-
-def test_an_abandoned_upload_is_removed_and_one_that_grows_is_not(outputs):
-    folder = outputs / ".studio/data"
-    folder.mkdir(parents=True)
-    dead, living = fresh_path(folder), fresh_path(folder)
-    for path in (dead, living):
-        path.write_bytes(b"x")
-    os.utime(dead, (10**9, 10**9))
-    uploads.clear(Studio(outputs))
-    assert left(outputs) == [living.name]
