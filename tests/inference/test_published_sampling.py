@@ -31,12 +31,6 @@ def test_what_sampling_knows_is_taken_and_what_it_cannot_take_is_not(values, exp
     assert all(type(found[name]) is type(getattr(SamplingConfig(), name)) for name in found)
 
 
-def test_a_folder_without_settings_of_generation_has_none(tmp_path):
-    save_tiny(tmp_path / "model")
-    (tmp_path / "model/generation_config.json").unlink()
-    assert published_sampling(str(tmp_path / "model")) == {}
-
-
 @pytest.mark.parametrize(("flags", "expected"), [
     ((), ROW), (("--temperature", "0", "--max_new_tokens", "5"), ROW | {"temperature": 0.0, "max_new_tokens": 5})])
 def test_a_chat_takes_them_where_no_flag_says_otherwise_and_says_so_once(flags, expected, tmp_path, capsys):

@@ -1,16 +1,17 @@
-"""Scores of given tokens: transformers' log-softmax, in any order, with what was scored before."""
+"""Scores of given tokens: transformers' log-softmax; single tokens as text and bytes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.inference.sequence_scores import SequenceScorer
+from hybrid_rlhf.inference.sequence_scores import SequenceScorer, TokenText
 from tests.factories.architectures import build
+from tests.factories.tiny import tiny_tokenizer
 
 MODELS = {kind: build(kind) for kind in ("llama", "mamba")}
 IDS = st.lists(st.integers(5, 8), min_size=2, max_size=9)  # few tokens, so that beginnings are shared
@@ -23,6 +24,7 @@ def _truth(model, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
+@settings(max_examples=40, deadline=None)
 @given(asked=st.lists(st.tuples(IDS, st.integers(1, 9), st.integers(0, 4), st.booleans()), min_size=1, max_size=6))
 def test_scores_are_those_of_transformers_whatever_was_asked_before(kind, asked):
     model = MODELS[kind]
@@ -62,3 +64,34 @@ def test_broken_weights_are_said():
             model.lm_head.weight.fill_(float("nan"))
         with pytest.raises(UserError, match="not finite"):
             scorer.score([5, 6, 7], 1)
+
+
+@pytest.mark.parametrize("text", [
+    "Once upon a time", "h\u00e9llo \u4e16\u754c \U0001f98a!\n\t", "<|im_end|> x\u00a0\u2028"])
+def test_the_bytes_of_byte_level_tokens_are_those_of_the_text(text):
+    tokenizer = tiny_tokenizer()
+    texts = TokenText(tokenizer)
+    found = [texts.of(token) for token in tokenizer(text)["input_ids"]]
+    assert b"".join(bytes(data) for _, data in found) == text.encode()
+    for shown, data in found:
+        if not shown.startswith("bytes:"):
+            assert shown.encode() == bytes(data)
+
+
+def test_a_part_of_a_character_and_a_row_without_a_token_are_named():
+    tokenizer = tiny_tokenizer()
+    texts, ids = TokenText(tokenizer), tokenizer("\u4e16")["input_ids"]
+    assert [texts.of(token) for token in ids] == [
+        ("bytes:\\xe4", [0xE4]), ("bytes:\\xb8", [0xB8]), ("bytes:\\x96", [0x96])]
+    assert texts.of(10_000) == ("token_id:10000", None)
+
+
+def test_sentencepiece_marks_are_spaces_and_its_byte_tokens_bytes():
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE({"\u2581a": 0, "b": 1, "<0xE4>": 2, "<s>": 3}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    texts = TokenText(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>"))
+    assert [texts.of(i) for i in range(4)] == [
+        (" a", [32, 97]), ("b", [98]), ("bytes:\\xe4", [0xE4]), ("<s>", [60, 115, 62])]

@@ -5,19 +5,15 @@ from __future__ import annotations
 import io
 import json
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.chat import repl
-from hybrid_rlhf.inference.chat.session import Session, read_conversation
-from hybrid_rlhf.inference.chat_models import Chain, chain_of, open_chat_models
+from hybrid_rlhf.inference.chat.session import Session
+from hybrid_rlhf.inference.chat_models import open_chat_models
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, save_adapter
 from tests.factories.chats import conversation
 from tests.factories.merged import merged_state_dict
@@ -70,12 +66,6 @@ def test_base_sft_and_ppo_are_one_load_and_answer_as_their_own_folders_do(runs):
     assert len(set(said.values())) == 3
 
 
-def test_a_chain_of_adapters_is_read_from_the_files(runs):
-    assert chain_of(runs["base"]) == Chain(runs["base"])
-    assert chain_of(f"{runs['ppo']}/model") == Chain(runs["base"], (Path(runs["sft"], "adapter"),
-                                                                    Path(runs["ppo"], "adapter")))
-
-
 def test_a_run_whose_base_was_trained_again_is_loaded_by_itself_which_is_said(tmp_path, caplog):
     from tests.factories.chats import greedy_by_transformers
 
@@ -126,6 +116,10 @@ def test_what_was_saved_is_loaded_and_goes_on(monkeypatch, capsys, tmp_path):
     assert "be brief" in later.engine.prompts[0]
     assert "cat" in later.engine.prompts[0]
     assert (out, "3 messages read" in err, "assistant: dog" in err) == ("dog\n", True, True)
+    for row in ({"messages": [{"role": "user", "content": 3}]}, {"messages": []}, {"prompt": "x"}):
+        file.write_text(json.dumps(row))
+        code, _, err = typed(monkeypatch, capsys, Session({"m": conversation()}), f"/load {file}")
+        assert (code, err.count("\n"), "holds no conversation" in err) == (2, 1, True), err
 
 
 def test_another_system_message_starts_anew(monkeypatch, capsys):
@@ -155,29 +149,6 @@ def test_the_score_is_the_reward_models(monkeypatch, capsys, reward_folder):
             **tokenizer(text, return_tensors="pt")).logits.item()
     assert f"(score {wanted:.3f})" in err
     assert err.count("(score") == 1
-
-
-@pytest.mark.parametrize(("line", "said"), [
-    ("/compare on", "/compare needs several models"), ("/score on", "/score needs a reward model"),
-    ("/score maybe", "/score takes on or off"), ("/model x", "no model x"), ("/undo", "no question to take back"),
-    ("/again", "no question to take back"), ("/edit", "/edit takes the question"), ("/load", "/load takes a file"),
-    ("/load /no/such", "cannot read /no/such"), ("/compar", "no command /compar (did you mean /compare?)"),
-])
-def test_what_cannot_be_done_is_one_line(line, said, monkeypatch, capsys):
-    code, out, err = typed(monkeypatch, capsys, Session({"m": conversation()}), line)
-    assert (code, out, err.count("\n"), said in err) == (2, "", 1, True), err
-
-
-@given(st.one_of(st.binary(max_size=60), st.recursive(
-    st.none() | st.booleans() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["messages", "role", "content", "x"]), inner, max_size=3), max_leaves=8).map(
-            lambda value: json.dumps(value).encode())))
-def test_a_file_that_is_no_conversation_is_refused_in_one_line(tmp_path_factory, content):
-    file = tmp_path_factory.getbasetemp() / "hostile.jsonl"
-    file.write_bytes(content)
-    with suppress(UserError):
-        assert all(isinstance(m["content"], str) for m in read_conversation(str(file))[0])
 
 
 def test_columns_stand_beside_each_other_and_hold_no_escape_sequences():

@@ -7,15 +7,13 @@ import json
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import compose_messages, encode_all
 from hybrid_rlhf.data.schema import detect, read_row
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.chat import repl
-from hybrid_rlhf.inference.chat.session import Session, read_conversation, read_tools
+from hybrid_rlhf.inference.chat.session import Session, read_tools
 from hybrid_rlhf.inference.conversation import Conversation
 from tests.factories.chats import conversation
 from tests.factories.tiny import save_tiny
@@ -119,9 +117,7 @@ def test_tool_without_a_call_is_one_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("{", "not JSON"), ("{}", "not a list"), ("[]", "not a list"), ("[1]", "tool 1 has no name"),
-    ("[" * 500, "not JSON"), ("\x00", "not JSON"),
-    ('[{"type": "function", "function": {"name": 3}}]', "tool 1 has no name")])
+    ("{", "not JSON"), ("{}", "not a list"), ("[1]", "tool 1 has no name")])
 def test_a_file_that_holds_no_tools_is_refused_in_one_line(text, said, tmp_path, capsys):
     file = tmp_path / "tools.json"
     file.write_text(text)
@@ -141,39 +137,3 @@ def test_tools_for_a_model_whose_template_has_none_are_refused_at_start(tmp_path
     out, err = capsys.readouterr()
     said = [line for line in err.split("\n") if line and "Loading weights" not in line]
     assert (out, len(said), "leaves out the tools" in said[0]) == ("", 1, True)
-
-
-VALUES = st.recursive(st.none() | st.integers() | st.text(max_size=4) | st.sampled_from(["assistant", "tool", "user"]),
-                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
-                          ["role", "content", "tool_calls", "function", "name", "arguments", "tools"]), inner,
-                          max_size=5), max_leaves=10)
-
-
-@given(st.fixed_dictionaries({"messages": st.lists(st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.just("x") | VALUES},
-    optional={"tool_calls": VALUES | st.lists(st.fixed_dictionaries({"function": VALUES | st.fixed_dictionaries(
-        {"name": VALUES, "arguments": VALUES})}), max_size=2), "name": VALUES}), max_size=3)},
-    optional={"tools": VALUES}))
-@settings(max_examples=200, deadline=None)
-def test_a_row_with_tools_is_read_or_refused_in_one_line(tmp_path_factory, row):
-    file = tmp_path_factory.getbasetemp() / "tools.jsonl"
-    file.write_text(json.dumps(row))
-    try:
-        messages, tools = read_conversation(str(file))
-    except UserError as error:
-        said = str(error)
-    else:
-        talk, said = talking_cached(), ""
-        talk.messages, talk.tools = messages, tools
-        assert len(list(Session({"m": talk}).history())) == len(messages)
-        assert len(talk.open_calls()) <= 2
-    assert "\n" not in said and len(said) < 600
-
-
-KNOWN: list = []
-
-
-def talking_cached() -> Conversation:
-    if not KNOWN:
-        KNOWN.append(talking())
-    return KNOWN[0]

@@ -99,14 +99,6 @@ def test_stop_keeps_what_was_written_and_escape_stops_too(page, served):
         until(page, lambda: all(m.num_open == 0 for m in served.models))
 
 
-def test_what_a_model_or_a_user_writes_is_never_markup(page):
-    say(page, "<img src=x onerror=document.title='broken'><b>bold</b>")
-    until(page, lambda: is_answered(page))
-    assert texts(page, ".mine .said") == ["<img src=x onerror=document.title='broken'><b>bold</b>"]
-    assert page.title.startswith("Chat")
-    assert not page.find_elements("css selector", ".said *")
-
-
 def test_a_refusal_is_shown_in_the_servers_words(page):
     fill(page, "#temperature", "-3")
     page.execute_script("document.getElementById('composer').noValidate = true")
@@ -114,29 +106,25 @@ def test_a_refusal_is_shown_in_the_servers_words(page):
     until(page, lambda: "temperature" in "".join(texts(page, ".answer .fault")))
 
 
-def test_nothing_is_asked_of_any_other_origin(page, served):
+@needs_axe
+def test_text_is_never_markup_axe_finds_nothing_and_nothing_comes_from_elsewhere(page, served):
     import json
 
     page.get_log("performance")  # what came before
     page.refresh()
     until(page, lambda: find(page, "#model").get_attribute("value"))
-    say(page, "Hello?")
+    choose(page, "#other", "base")
+    fill(page, "#max_tokens", "12")
+    say(page, "<img src=x onerror=document.title='broken'><b>bold</b>")
     until(page, lambda: is_answered(page))
+    assert texts(page, ".mine .said") == ["<img src=x onerror=document.title='broken'><b>bold</b>"]
+    assert page.title.startswith("Chat") and not page.find_elements("css selector", ".said *")
+    for scheme in ("light", "dark"):
+        assert axe_faults(page, scheme) == []
     asked = [json.loads(e["message"])["message"] for e in page.get_log("performance")]
     urls = {e["params"]["request"]["url"] for e in asked if e["method"] == "Network.requestWillBeSent"}
-    assert urls
-    elsewhere = {u for u in urls if u.startswith(("http", "ws")) and not u.startswith(served.url + "/")}
-    assert not elsewhere
+    assert urls and not {u for u in urls if u.startswith(("http", "ws")) and not u.startswith(served.url + "/")}
     assert not [e for e in page.get_log("browser") if "Content Security Policy" in e["message"]]
-
-
-@needs_axe
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(page, scheme):
-    choose(page, "#other", "base")
-    say(page, "Hello?")
-    until(page, lambda: is_answered(page))
-    assert axe_faults(page, scheme) == []
 
 
 def test_without_a_mouse_tab_reaches_everything_in_order(browser, served):
