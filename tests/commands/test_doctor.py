@@ -55,25 +55,18 @@ def test_a_missing_dependency_is_named_with_its_cure_and_exit_code_3(lacking, ca
     assert 'pip install "peft' in said and ">=" in said
 
 
-def test_a_release_outside_the_tested_range_says_the_range(lacking, capsys):
-    lacking(transformers="4.40.0")
-    assert doctor.main(["--no_compile", "--json"]) == 3
-    assert by_name(capsys)["transformers"]["found"].startswith("4.40.0, outside the tested range")
-
-
-def test_a_release_newer_than_the_tested_one_is_a_warning_with_the_one_to_install(lacking, capsys):
-    lacking(transformers="9.1.0")
-    assert doctor.main(["--no_compile", "--json"]) == 0
-    line = by_name(capsys)["transformers"]
-    assert line["state"] == "warning" and line["found"].startswith("9.1.0, newer than 5.")
-    assert line["cure"] == f'pip install "transformers=={compat.TESTED["transformers"]}" if anything is slow or fails'
-
-
-def test_a_missing_extra_is_a_note_and_not_an_error(lacking, capsys):
-    lacking(bitsandbytes=None)
-    assert doctor.main(["--no_compile", "--json"]) == 0
-    extra = by_name(capsys)["extra: quantize"]
-    assert (extra["state"], extra["cure"]) == ("warning", 'pip install "hybrid-rlhf[quantize]"')
+@pytest.mark.parametrize(("versions", "name", "code", "state", "found", "cure"), [
+    ({"transformers": "4.40.0"}, "transformers", 3, "missing", "4.40.0, outside the tested range", "pip install"),
+    ({"transformers": "9.1.0"}, "transformers", 0, "warning", "9.1.0, newer than 5.",
+     f'pip install "transformers=={compat.TESTED["transformers"]}" if anything is slow or fails'),
+    ({"bitsandbytes": None}, "extra: quantize", 0, "warning", "", 'pip install "hybrid-rlhf[quantize]"')],
+    ids=["too old", "newer than tested", "an extra is missing"])
+def test_a_release_that_is_not_the_tested_one_is_named_with_its_cure(lacking, capsys, versions, name, code, state,
+                                                                     found, cure):
+    lacking(**versions)
+    assert doctor.main(["--no_compile", "--json"]) == code
+    line = by_name(capsys)[name]
+    assert line["state"] == state and line["found"].startswith(found) and line["cure"].startswith(cure)
 
 
 def test_without_a_compiler_it_says_what_is_slower(monkeypatch, capsys):

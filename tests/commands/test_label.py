@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.commands import label
 from hybrid_rlhf.data.labels import read_labels
 from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.training import scored_answers
@@ -138,14 +137,6 @@ def test_the_same_command_asks_nothing_again_and_writes_the_same(tmp_path, serve
     assert (tmp_path / "out.jsonl").read_bytes() == first and len(server.asked) == count
 
 
-def test_what_somebody_else_has_written_there_stays(tmp_path, server, capsys) -> None:
-    assert run(tmp_path, server) == 0
-    with (tmp_path / "out.jsonl").open("a") as file:
-        file.write(json.dumps({"prompt": "mine", "chosen": "a", "rejected": "b"}) + "\n")
-    assert run(tmp_path, server) == 2 and len(pairs_of(tmp_path / "out.jsonl")) == 13
-    assert "is not what this command has written there" in capsys.readouterr().err
-
-
 def test_a_judge_that_stops_leaves_no_output_and_the_rest_is_asked_later(tmp_path, server, capsys) -> None:
     """Two prompts of six questions each are answered; then the key is refused."""
     good = [(200, longer)] * 12
@@ -263,6 +254,7 @@ def test_a_reward_model_judges_as_plain_transformers_does(tmp_path, model) -> No
         assert row["score_chosen"] > row["score_rejected"]
 
 
+@pytest.mark.slow
 def test_a_kill_loses_no_answer_that_had_come(tmp_path, server) -> None:
     """A process of its own is killed while the second prompt's questions are answered slowly."""
     server.answers = [(200, longer)] * 6 + [(200, lambda body: time.sleep(0.4) or longer(body))]
@@ -323,13 +315,3 @@ def test_bad_input_is_one_line_and_leaves_no_output(tmp_path, server, model, cap
     assert len(lines) == 1 and (told if told != "NONE" else places["NONE"]) in lines[0]
     assert "reward.judge" not in lines[0]
     assert not (tmp_path / "out.jsonl").exists() and pairs_of(tmp_path / "rows.jsonl") == ROWS
-
-
-def test_a_disk_that_is_full_is_one_line(tmp_path, server, capsys, monkeypatch) -> None:
-    def refused(*_, **__):
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(label, "to_json", refused)
-    assert run(tmp_path, server) == 2 and not (tmp_path / "out.jsonl").exists()
-    assert "and the same command goes on" in capsys.readouterr().err.splitlines()[-1]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl.work", "rows.jsonl"]

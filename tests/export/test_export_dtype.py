@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from hybrid_rlhf.export.folder import difference_of, export, has_experts, is_rough
+from hybrid_rlhf.export.folder import difference_of, export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
@@ -100,21 +100,3 @@ def test_where_rounding_is_rough_a_quarter_of_the_tokens_may_differ(is_routed, w
     again = live + 0.02
     again[0, :wrong, 1] += 0.98
     assert difference_of(live, again, is_routed) == pytest.approx(difference, rel=1e-4)
-
-
-@pytest.mark.parametrize(("live", "written", "expected"), [
-    ("float32", "float32", False), ("bfloat16", "bfloat16", True), ("float32", "bfloat16", True),
-    ("float16", "float32", True)])
-def test_rounding_is_rough_where_the_model_or_the_folder_has_16_bits(live, written, expected):
-    model = build("llama").to(getattr(torch, live))
-    assert is_rough(model, getattr(torch, written)) is expected
-
-
-def test_a_number_that_is_none_differs_in_a_model_with_experts_too():
-    again = torch.ones(1, 4, 5)
-    again[0, 0, 0] = torch.nan
-    assert not difference_of(torch.ones(1, 4, 5), again, True) <= 1.0
-
-
-def test_models_with_experts_are_told_from_dense_ones():
-    assert [has_experts(build(kind)) for kind in ("llama", "qwen3_moe", "gpt_oss")] == [False, True, True]

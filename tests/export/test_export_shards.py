@@ -1,5 +1,7 @@
 """An export is made weight by weight and written file by file: the bits of one that is made whole, in little memory."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid_rlhf.export import folder as export_folder
+from hybrid_rlhf.export import folder as exported
 from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.memory_plan.live_bytes import LiveBytes
 from hybrid_rlhf.models import load, saving
@@ -16,7 +19,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
 from hybrid_rlhf.models.merging import plain_weights
 from tests.factories.merged import whole_merge
-from tests.factories.tiny import save_tiny, tiny_tokenizer
+from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
 WIDE = dict(hidden_size=64, intermediate_size=128)
 # what is loaded, how, and with which adapters
@@ -104,7 +107,7 @@ def test_the_index_names_the_file_of_every_weight_and_transformers_loads_it(tmp_
     torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["LoRA, bfloat16", "QLoRA, 4 bits", "QLoRA, 8 bits", "fused experts"])
+@pytest.mark.parametrize("form", ["LoRA, bfloat16", "QLoRA, 4 bits", "fused experts"])
 def test_no_more_than_a_file_and_a_layer_are_held_while_an_export_is_written(form, tmp_path, monkeypatch):
     """In bytes of operations, as fp32 a layer of the model: what a linear layer's merge takes at once (the weight, B A,
     that scaled, the sum) is less, and fused experts are cut into those of the file a layer at a time."""
@@ -123,8 +126,7 @@ def test_no_more_than_a_file_and_a_layer_are_held_while_an_export_is_written(for
     assert live.peak > bound or not kept  # what was made whole is seen to be too much
 
 
-@pytest.mark.parametrize("form", ["full", "LoRA, bfloat16", "QLoRA, 4 bits"])
-def test_the_model_that_was_written_is_compared_on_the_cpu(form, tmp_path, monkeypatch):
+def test_the_model_that_was_written_is_compared_on_the_cpu(tmp_path, monkeypatch):
     """On a card that is full nothing of it would fit beside the live model."""
     moved = []
     real = export_folder.reload_like
@@ -135,5 +137,31 @@ def test_the_model_that_was_written_is_compared_on_the_cpu(form, tmp_path, monke
         return again
 
     monkeypatch.setattr(export_folder, "reload_like", reloaded)
-    export(made(form, tmp_path / "base"), tiny_tokenizer(), tmp_path / "model", [3])
+    export(made("QLoRA, 4 bits", tmp_path / "base"), tiny_tokenizer(), tmp_path / "model", [3])
     assert not moved
+
+
+@torch.no_grad()
+def test_a_reward_model_whose_first_score_is_near_zero_is_exported(tmp_path):
+    """In bfloat16, with a head that gives the fixed row of the comparison 0: what is left there is rounding, which
+    merging the adapters changes by more than a twentieth of it."""
+    model = tiny_scalar_model().bfloat16()
+    model.config.pad_token_id = 0
+    add_lora(model, LoraConfig(r=4))
+    torch.manual_seed(0)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.normal_(std=0.1)
+    hidden = model.model(input_ids=exported._row(model, tiny_tokenizer())).last_hidden_state[0, -1].float()
+    head = model.score.weight
+    head.copy_(head.float() - head.float() @ hidden[:, None] * hidden / hidden.square().sum())
+    scores = exported._logits(model, tiny_tokenizer()).flatten()
+    assert abs(scores[0]) < 0.05 * scores.abs().max()
+    assert (export(model, tiny_tokenizer(), tmp_path / "model", [3]) / "model.safetensors").exists()
+
+
+def test_the_comparison_keeps_no_activations():
+    for model in (tiny_scalar_model(), tiny_causal_lm()):
+        model.config.pad_token_id = 0
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert not exported._logits(model, tiny_tokenizer()).requires_grad

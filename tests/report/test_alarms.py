@@ -37,7 +37,7 @@ def names(rows: list[dict]) -> list[str]:
     return [alarm.name for alarm in find(rows)]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_run_that_goes_well_rings_nothing_however_noisy(seed) -> None:
     assert names(history(seed=seed, noise=0.2, **{"completions/clipped_ratio": (0.1, 0.1)})) == []
 
@@ -186,7 +186,7 @@ def test_one_that_is_paid_for_has_no_correlation_and_is_not_asked_to_follow() ->
     assert names([{k: v for k, v in row.items() if k != "rewards/truth/correlation"} for row in rows]) == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_what_noise_may_hide_is_no_alarm(seed) -> None:
     """A check of 64 responses of which half are right: a step's mean is .06 from the truth. It follows by half."""
     rng, rows = random.Random(seed), history(steps=30, noise=0.0, **FOOLED | {"rewards/truth/mean": (0.5, 0.59, 0.59)})
@@ -196,7 +196,7 @@ def test_what_noise_may_hide_is_no_alarm(seed) -> None:
     assert names(rows) == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_noise_alone_is_no_fall(seed) -> None:
     assert names(history(seed=seed, noise=0.1, **{"rewards/truth/mean": (0.5, 0.5)})) == []
 
@@ -325,7 +325,3 @@ def test_memory_that_goes_on_rising_is_told_with_what_is_left() -> None:
     [1 + i / 10_000 for i in range(100)]])  # 1%
 def test_memory_that_stays_or_has_just_begun_rings_nothing(gib) -> None:
     assert names(memory(*gib)) == []
-
-
-def test_memory_that_would_last_for_ages_rings_nothing() -> None:
-    assert names(memory(*(1 + i / 100 for i in range(100)), free=800.0)) == []

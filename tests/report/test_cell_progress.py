@@ -13,8 +13,7 @@ import pytest
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.report import notebook
-from hybrid_rlhf.report.notebook import CellProgress, display, spread, stderr_in_cell
+from hybrid_rlhf.report.notebook import CellProgress, display, stderr_in_cell
 from hybrid_rlhf.report.terminal import Progress
 from hybrid_rlhf.run.loop import Stopped
 
@@ -135,21 +134,6 @@ def test_nothing_that_a_model_or_data_says_is_markup(kernel):
     assert not re.search(r"<(script|img|u|b|i)>", page) and "<img" not in page
 
 
-def test_a_notebook_that_is_gone_ends_no_run(kernel):
-    kernel.publish = None
-    with display("ppo", KEYS, 2) as progress:
-        progress.step(1, VALUES, is_logged=True, samples=[])
-
-
-def test_what_keeps_every_version_is_given_the_last_one_only(kernel):
-    kernel.outputs = []  # as IPython's %%capture has it
-    with display("ppo", KEYS, 2) as progress:
-        for step in (1, 2):
-            progress.step(step, VALUES, is_logged=True, samples=[])
-            time.sleep(0.6)
-    assert len(kernel.shown) == 1
-
-
 def test_what_the_process_is_doing_is_heard_while_the_run_lasts(kernel):
     with display("ppo", KEYS, 2) as progress:
         activity.doing("sampling")
@@ -171,9 +155,3 @@ def test_a_run_speaks_to_its_cell_and_elsewhere_to_stderr(kernel, monkeypatch, c
 def test_ipython_shows_a_line_of_an_error_that_is_the_user_s_and_of_a_stopped_run():
     assert UserError("x is 3;\n give \x1b[2J4")._render_traceback_() == ["error: x is 3; give ␛[2J4"]
     assert Stopped("stopped after step 2")._render_traceback_() == ["stopped after step 2"]
-
-
-def test_few_rows_are_all_shown():
-    rows = [(str(i), []) for i in (1, 10, 20)] + [("held out", ["1"]), ("30", []), ("held out", ["2"])]
-    assert spread(rows, 12) == [*rows[:3], *rows[4:]], "of the held-out rows the last"
-    assert spread([], 12) == [] and notebook.NUM_AT_END == 12

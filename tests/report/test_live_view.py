@@ -12,7 +12,8 @@ from rich.console import Console
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.report import terminal
-from hybrid_rlhf.report.terminal import Progress
+from hybrid_rlhf.report.html import html
+from hybrid_rlhf.report.terminal import Progress, last_turn, sample_lines
 
 KEYS = ("reward", "kl", "completions/mean_length")
 VALUES = {"reward": 0.123456, "kl": 2.0, "completions/mean_length": 13.25, "other": 9.0}
@@ -101,17 +102,6 @@ def test_below_the_table_live_the_step_the_sample_and_the_time_left(monkeypatch,
     assert notice.strip() == "finishing"
 
 
-def test_a_step_that_is_a_row_of_the_table_is_not_shown_a_second_time_below_it(monkeypatch):
-    watched(monkeypatch)
-    progress = Progress("ppo", KEYS, 8)
-    progress._live = object()  # as if it were drawn
-    for step, is_logged, count in ((1, True, 0), (2, False, 1), (3, True, 0)):
-        progress.step(step, VALUES, is_logged=is_logged)
-        screen = Console(file=io.StringIO(), width=80, force_terminal=False)
-        screen.print(progress._frame())
-        assert screen.file.getvalue().count("0.1235") == count
-
-
 def test_no_control_character_of_a_sample_reaches_a_watched_terminal(capsys, monkeypatch):
     watched(monkeypatch)
     with Progress("ppo", KEYS, 2) as progress:
@@ -120,23 +110,6 @@ def test_no_control_character_of_a_sample_reaches_a_watched_terminal(capsys, mon
     err = capsys.readouterr().err
     assert "completion: " in err, "the sample was shown"
     assert "\x1b]0;" not in err and "\x1b[2J" not in err and "\x9b" not in err and "\u202e" not in err
-
-
-def test_a_dumb_terminal_gets_plain_lines(capsys, monkeypatch):
-    watched(monkeypatch)
-    monkeypatch.setenv("TERM", "dumb")
-    with Progress("ppo", KEYS, 2) as progress:
-        progress.step(1, VALUES, is_logged=True)
-    err = capsys.readouterr().err
-    assert err.startswith("ppo 1/2  reward 0.1235") and "\x1b" not in err
-
-
-def test_what_others_print_to_a_piped_stdout_stays_there_while_the_table_lives(capsys, monkeypatch):
-    watched(monkeypatch)
-    with Progress("ppo", KEYS, 2) as progress:
-        progress.step(1, VALUES, is_logged=True)
-        print("data")
-    assert capsys.readouterr().out == "data\n"
 
 
 def test_time_left_is_the_smaller_of_what_steps_and_max_seconds_leave(clock):
@@ -153,23 +126,6 @@ def test_time_left_is_the_smaller_of_what_steps_and_max_seconds_leave(clock):
     assert progress.pace.seconds_left() == pytest.approx(2 * 17 / 7)  # 7 steps took 17 s
     clock[0] += 100
     assert progress.pace.seconds_left() == 0.0
-
-
-def test_the_first_step_which_compiles_is_no_part_of_the_estimate_and_time_goes_by_within_a_step(clock):
-    progress = Progress("sft", KEYS, 10)
-    assert progress.pace.seconds_left() == float("inf")
-    for seconds in (100, 2, 2):
-        clock[0] += seconds
-        progress.step(progress._step + 1, VALUES, is_logged=False)
-    assert progress.pace.seconds_left() == 14.0  # 7 steps of 2 s, not of 35
-    clock[0] += 1.5
-    assert progress.pace.seconds_left() == 12.5
-
-
-def test_before_the_second_step_a_line_says_nothing_of_the_time_left(capsys, clock):
-    with Progress("ppo", KEYS, 2) as progress:
-        progress.step(1, VALUES, is_logged=True)
-    assert capsys.readouterr().err.splitlines()[0] == "ppo 1/2  reward 0.1235  kl 2  mean_length 13.25"
 
 
 def test_what_the_process_is_doing_is_heard_while_the_run_lasts():
@@ -251,3 +207,29 @@ def test_the_live_view_says_where_the_time_went_and_who_holds_the_memory(monkeyp
     monkeypatch.setattr(terminal, "device", lambda: torch.device("cuda"))
     assert terminal.memory_by_role(values) == "memory: actor 3 MiB (train), ref 1.0 GiB (score)"
     assert (terminal.time_shares({}), terminal.memory_by_role({})) == ("", "")
+
+
+CHATML = ("<|im_start|>system\nYou are kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello."
+          "<|im_end|>\n<|im_start|>user\nWhat is <b>2</b>\n+ 3?<|im_end|>\n<|im_start|>assistant\n")
+PROMPTS = {  # as published templates write them
+    CHATML: "What is <b>2</b>\n+ 3?",
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user"
+    "<|end_header_id|>\n\nWhy?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n": "Why?",
+    "<bos><start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n": "Why?",
+    "<s>[INST] Hi [/INST] Hello.</s>[INST] Why? [/INST]": "Why?",
+    "<|user|>System failure: why?</s>\n<|assistant|>\n": "System failure: why?",
+    "<|user|>\nWhy?</s>\n<|assistant|>\n": "Why?",
+    "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Why?\n\nAssistant:": "Why?",
+    "Once upon a time": "Once upon a time", " user of 2 < 3\n": " user of 2 < 3\n", "": "",
+    "<|im_start|>assistant\n": "<|im_start|>assistant\n"}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_the_last_turn_is_what_was_asked(prompt):
+    assert last_turn(prompt) == PROMPTS[prompt]
+
+
+def test_samples_on_the_terminal_and_in_the_report_begin_with_it():
+    assert sample_lines({"prompt": CHATML}, 60) == ["    prompt: What is <b>2</b> + 3?"]
+    page = html("t", [], [{"prompt": CHATML, "answer": "5"}])
+    assert "<summary>What is &lt;b&gt;2&lt;/b&gt;\n+ 3?</summary>&lt;|im_start|&gt;system" in page

@@ -76,20 +76,6 @@ def test_a_long_first_step_is_known_once_two_parts_of_its_training_are_done(cloc
     assert pace.seconds_left() == 80.0
 
 
-def test_steps_after_the_critic_s_warm_up_train_the_actor_too(clock):
-    pace = Pace(5)
-    pace.forecast = Forecast(warmup=2)
-    pace.begin()
-    for number in (1, 2):
-        clock[0] += 6.0
-        activity.doing("training", 0, 1)
-        pace.hear()
-        clock[0] += 4.0
-        pace.mark(number)
-        assert pace.seconds_left() == {1: 10.0 + 3 * (10.0 + 4.0), 2: 3 * 14.0}[number]
-    activity.doing("")
-
-
 def test_phases_ahead_are_part_of_what_is_left_until_they_are_over(clock):
     pace = Pace(2)
     pace.is_rehearsed, pace.rehearsed = True, 6.0
@@ -106,16 +92,3 @@ def test_phases_ahead_are_part_of_what_is_left_until_they_are_over(clock):
     clock[0] += 8.5
     pace.end_phase()
     assert pace.seconds_left() == 7.0 + 3.0 and pace.phase_seconds(EVALUATE) == 10.0
-
-
-def test_sampling_fewer_prompts_takes_less_but_not_in_proportion(clock):
-    pace = Pace(2)
-    pace.forecast = Forecast(eval_batches=3, eval_share=0.25)
-    pace.begin()
-    clock[0] += 8.0
-    activity.doing("training", 0, 1)
-    pace.hear()
-    clock[0] += 12.0
-    pace.mark(1)
-    activity.doing("")
-    assert pace.phase_seconds(EVALUATE) == 3 * 8.0 * 0.25 ** 0.5
