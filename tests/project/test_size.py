@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5165, 29),
     "inference": (3666, 27),
-    "tests": (58049, 364),
+    "tests": (55840, 334),
     "benchmarks": (7545, 51),
     ENTRY_POINTS: (1163, 8),
 }
