@@ -298,6 +298,16 @@ def test_several_calls_of_a_turn_are_made_in_their_order_and_counted_by_what_bec
     assert play.episode.messages[1]["content"].startswith("x\n[cut here") and play.episode.num_cut == 1
 
 
+def test_a_turn_that_ends_with_the_header_of_the_next_is_parsed_without_it(monkeypatch, template):
+    monkeypatch.setattr(episodes, "added_tokens", lambda *given: [FOREIGN, 50])
+    play, _ = played(instance_of(Adder), [8, 60, FOREIGN], [7, END])
+    assert play.tokens == [8, 60, FOREIGN, 50, 7, END]
+    assert [ids for ids, _ in template] == [[8, 60], [7, END]]  # what was said is without the header
+    monkeypatch.setattr(episodes, "special_ids", lambda tokenizer: {"<end>": END})  # a word of the user's choice
+    played(instance_of(Adder), [60, FOREIGN], [7, END])
+    assert [ids for ids, _ in template[2:]] == [[60, FOREIGN], [7, END]]
+
+
 def test_the_last_64_tokens_before_a_turn_may_open_a_thought(template):
     played(instance_of(Adder), [7, END], ids=range(100, 200))
     assert template[0][1] == " ".join(map(str, range(136, 200)))
