@@ -184,7 +184,8 @@ def _requests() -> list[Request]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "capture"), [("llama", None), ("llama", called), ("jamba", None)], ids=["llama", "captured", "jamba"])
+@pytest.mark.parametrize(("kind", "capture"), [("llama", None), ("llama", called), ("jamba", None)],
+                         ids=["llama", "captured", "jamba"])
 def test_requests_that_enter_and_leave_at_any_time_draw_what_they_draw_alone(kind, capture):
     model, order = build(kind), random.Random(3)
     requests, dropped = _requests(), []
