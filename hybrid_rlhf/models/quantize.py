@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from functools import cache, partial
+from functools import partial
 from types import MethodType, ModuleType
 from typing import Protocol
 
@@ -74,9 +74,10 @@ def settle(model: nn.Module, source: str, dtype: torch.dtype) -> nn.Module:
         if isinstance(module, bnb.nn.Linear4bit):
             BITSANDBYTES.require(module, "support_avx512bf16_for_cpu")
             module.support_avx512bf16_for_cpu = False
-            module.packed_weight = Dequantised(partial(_dequantised_4bit, module), _packed_4bit(module))
+            module.packed_weight = Dequantised(partial(_dequantised_4bit, module),
+                                               partial(_packed_4bit, module, dtype, {}))
         elif isinstance(module, bnb.nn.Linear8bitLt):
-            module.packed_weight = RowScaled(partial(_values_and_factors, module))
+            module.packed_weight = RowScaled(partial(_values_and_scales, module))
         else:
             continue
         layers.append(module)
@@ -136,37 +137,36 @@ def _dequantised_4bit(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     return _bitsandbytes().functional.dequantize_4bit(layer.weight.data, state).view(shape).to(dtype)
 
 
-def _packed_4bit(layer: nn.Module) -> Callable[[], PackedMatrix | None]:
-    """Returns the weight as bitsandbytes keeps it, for kernels of ours; None for other blocks than 64 of one row.
+def _packed_4bit(layer: nn.Module, dtype: torch.dtype, kept: dict[str, Tensor]) -> PackedMatrix | None:
+    """The weight as bitsandbytes keeps it, for kernels of ours; None for other blocks than 64 of one row, and where its
+    numbers are rounded to another type before `dtype`.
 
-    Scales that are quantised themselves are dequantised once, as recorded steps keep their address: half a bit for each
-    number of the weight.
+    Scales that are quantised themselves are dequantised once and `kept`, as recorded steps know their address: half a
+    bit for each number of the weight.
     """
     state = layer.weight.quant_state
+    if state.blocksize != 64 or state.shape[-1] % 64 or state.dtype not in (torch.float32, dtype):
+        return None
+    if kept.get("source") is not state.absmax:
+        scales = (_bitsandbytes().functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+                  if state.nested else state.absmax)
+        kept.update(source=state.absmax, scales=scales.float())
+    return PackedMatrix(layer.weight.data.view(torch.uint8).view(-1), kept["scales"], state.code, state.shape)
 
-    @cache
-    def scales() -> Tensor:
-        if not state.nested:
-            return state.absmax.float()
-        return (_bitsandbytes().functional.dequantize_blockwise(state.absmax, state.state2) + state.offset).float()
 
-    def packed() -> PackedMatrix | None:
-        if state.blocksize != 64 or state.shape[-1] % 64:
-            return None
-        return PackedMatrix(layer.weight.data.view(torch.uint8).view(-1), scales(), state.code, state.shape)
-
-    return packed
+def has_own_product(layer: nn.Module) -> bool:
+    """Whether the layer's forward is still the one that `settle` gave it."""
+    return getattr(vars(layer).get("forward"), "__func__", None) is _forward
 
 
 def _fused_4bit(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     return _bitsandbytes().matmul_4bit(x, layer.weight.data, layer.weight.quant_state, bias=bias)
 
 
-def _values_and_factors(layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """Row i is its int8 values times the row's largest magnitude over 127."""
+def _values_and_scales(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """int8 values (out, in), and the largest magnitude of each row, which 127 stands for."""
     values = layer.weight.CB if layer.weight.CB is not None else layer.state.CB
-    scale = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
-    return values, scale.float() / 127.0
+    return values, layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
 
 
 def _forward(self: nn.Module, x: Tensor) -> Tensor:
@@ -277,15 +277,22 @@ class RowScaled:
     every floating dtype holds exactly, and the factors are applied to the outputs: the only copy of the weight is in
     the dtype of the product."""
 
-    def __init__(self, parts: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        self._parts, self._scales = parts, parts()[1]  # recorded steps keep the address of these
-        largest = float(self._scales.max())
+    def __init__(self, raw_parts: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        self._raw_parts, self._kept = raw_parts, {}
+        largest = float(self._parts()[1].max())
         # values up to 127 may overflow float16 (65,504): a power of two scales them to the size of weights, exactly
         self._power = 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 1.0
 
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """Values and factors, which are kept, as recorded steps know their address."""
+        values, scales = self._raw_parts()
+        if self._kept.get("source") is not scales:
+            self._kept.update(source=scales, factors=scales.float() / 127.0)
+        return values, self._kept["factors"]
+
     def packed(self) -> PackedMatrix | None:
-        values, _ = self._parts()
-        return PackedMatrix(values, self._scales, None, values.shape)
+        values, factors = self._parts()
+        return PackedMatrix(values, factors, None, values.shape)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         values, factors = self._parts()

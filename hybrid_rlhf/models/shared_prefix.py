@@ -32,8 +32,10 @@ from hybrid_rlhf.models.transformers_compat import (
     sdpa_replaced,
 )
 
-_BLOCK_TOKENS = {"cpu": 32, "cuda": 4096}  # cost of another block in attention, in padding tokens
-_WIDTH_UNIT = {"cpu": 1, "cuda": 64}  # widths of blocks are multiples of it: few shapes on a card
+_BLOCK_TOKENS = 32  # cost of another block in attention, in padding tokens
+# On a card each block is a dozen launches a layer, worth up to 4096 tokens; but an eighth of all at most, as the
+# backward pass keeps them. Widths are multiples of 64, for fewer shapes.
+_CARD_BLOCK_TOKENS, _CARD_SHARE, _CARD_WIDTHS = 4096, 1 / 8, 64
 LEAST_SAVED = 0.1  # share of the batch's tokens with padding: below it, spreading out costs as much as it saves
 
 _log = logging.getLogger(__name__)
@@ -101,8 +103,10 @@ def documents(batch: SequenceBatch) -> Packing:
 def _in_blocks(index: Tensor, source: Tensor, positions: Tensor, lengths: Tensor,
                shared: list[tuple[int, int, list[int]]], device: torch.device) -> Packing:
     """shared: (first of the N, length, rows) of each prefix of several rows."""
-    members = token_budget_groups(lengths, index.numel(), _BLOCK_TOKENS.get(device.type, 32))
-    unit, width = _WIDTH_UNIT.get(device.type, 1), index.shape[1]
+    unit, cost, width = 1, _BLOCK_TOKENS, index.shape[1]
+    if device.type == "cuda":
+        unit, cost = _CARD_WIDTHS, min(_CARD_BLOCK_TOKENS, _CARD_SHARE * int(lengths.sum()))
+    members = token_budget_groups(lengths, index.numel(), cost)
     blocks = [(len(rows), -(int(lengths[rows].max()) // -unit) * unit) for rows in members]
     wide = functional.pad(index, (0, -width % unit))  # causal attention does not see what follows a row
     spread = torch.cat([wide[rows, :size].flatten() for rows, (_, size) in zip(members, blocks, strict=True)])

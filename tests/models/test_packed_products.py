@@ -67,8 +67,9 @@ def row_scaled(out=48, width=40, size=0.3):
     """(weight in int8, the same in fp64), its rows of different sizes."""
     g = torch.Generator().manual_seed(0)
     values = torch.randint(-127, 128, (out, width), generator=g, dtype=torch.int8)
-    factors = size / 127 * torch.linspace(0.2, 1, out)
-    return RowScaled(lambda: (values, factors)), values.double() * factors.double()[:, None]
+    largest = size * torch.linspace(0.2, 1, out)
+    factors = largest / 127
+    return RowScaled(lambda: (values, largest)), values.double() * factors.double()[:, None]
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -35,18 +35,30 @@ def by_hand(query, key, value, mask) -> torch.Tensor:
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 6)])
 @pytest.mark.parametrize("heads", [None, 1, 4])  # of the mask; None: causal
-def test_grouped_heads_reach_a_fused_kernel(asked, capability, heads):
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
+def test_grouped_heads_reach_a_fused_kernel(asked, capability, heads, dtype, bound):
     draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, n, 6, 16, generator=draw) for n in (4, 2, 2))
+    query, key, value = (torch.randn(2, n, 6, 16, generator=draw).to(dtype) for n in (4, 2, 2))
     mask = None if heads is None else torch.rand(2, heads, 6, 6, generator=draw) > 0.3
     seen = torch.ones(6, 6, dtype=torch.bool).tril() if mask is None else mask | torch.eye(6, dtype=torch.bool)
     mask = None if mask is None else seen
     with simulated_card(capability=capability):
         found = dense_attention(*(t.to("cuda") for t in (query, key, value)), mask if mask is None else mask.to("cuda"),
                                 scaling=0.25).cpu()
-    torch.testing.assert_close(found, by_hand(query, key, value, seen))
-    # before Ampere none takes grouped heads, and with a mask none does at all
-    assert asked == [(mask is not None, mask is None and capability >= (8, 0))]
+    wanted = by_hand(*(t.float() for t in (query, key, value)), seen)
+    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=bound)
+    # with a mask, in fp32 and before Ampere none takes grouped heads
+    assert asked == [(mask is not None, mask is None and capability >= (8, 0) and dtype == torch.bfloat16)]
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 6), (1, 1, 1, 6), (1, 1, 6, 6)])
+def test_a_mask_for_all_queries_or_rows_is_one_for_each(card, shape):
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, n, 6, 16, generator=draw) for n in (4, 2, 2))
+    mask = torch.rand(shape, generator=draw) > 0.3
+    mask[..., 0] = True
+    found = dense_attention(*(t.to("cuda") for t in (query, key, value)), mask.to("cuda"), scaling=0.25).cpu()
+    torch.testing.assert_close(found, by_hand(query, key, value, mask))
 
 
 def ragged(seed: int, device: str) -> SequenceBatch:
@@ -63,9 +75,12 @@ def ragged(seed: int, device: str) -> SequenceBatch:
 
 def test_ragged_micro_batches_that_share_prefixes_have_few_shapes(card):
     blocks = [packing(ragged(seed, "cuda")).blocks for seed in range(30)]
-    assert max(map(len, blocks)) <= 2
-    assert len({block for found in blocks for block in found}) <= 20
+    assert max(map(len, blocks)) <= 3
+    assert len({block for found in blocks for block in found}) <= 30
     assert len({block for seed in range(30) for block in packing(ragged(seed, "cpu")).blocks}) > 100
+    for seed, found in enumerate(blocks):  # padding, which the backward pass keeps, is bounded
+        tokens = int(ragged(seed, "cpu").attention_mask.sum())
+        assert sum(rows * width for rows, width in found) <= 1.6 * tokens
 
 
 def test_their_states_are_those_of_the_processor(card):

@@ -116,17 +116,18 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def _grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """As dense_attention. On a card torch's fused kernels take grouped heads without a mask only, and before Ampere
-    not at all; what is left to it makes (B, H, Q, W) scores in fp32."""
+    """As dense_attention. On a card torch's fused kernels take grouped heads without a mask only, in 16 bits and from
+    Ampere on; what is left to it makes (B, H, Q, W) scores in fp32."""
     heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
     attend = partial(F.scaled_dot_product_attention, scale=scaling)
-    if mask is None and torch.cuda.get_device_capability(query.device)[0] >= 8:
+    is_taken = query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256
+    if mask is None and is_taken and torch.cuda.get_device_capability(query.device)[0] >= 8:
         out = attend(query, key, value, is_causal=True, enable_gqa=True)
     elif mask is None or mask.shape[1] > 1:
         key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
         out = attend(query, key, value, attn_mask=mask, is_causal=mask is None)
     else:  # the heads of a group as further queries of one head: nothing of the columns is copied
+        mask = mask.expand(-1, -1, query.shape[2], -1).repeat(1, 1, repeats, 1)
         query = query.unflatten(1, (heads, repeats)).flatten(2, 3)
-        out = attend(query, key, value, attn_mask=mask.repeat(1, 1, repeats, 1)).unflatten(2, (repeats, -1))
-        out = out.flatten(1, 2)
+        out = attend(query, key, value, attn_mask=mask).unflatten(2, (repeats, -1)).flatten(1, 2)
     return out.transpose(1, 2)

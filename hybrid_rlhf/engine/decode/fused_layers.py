@@ -25,6 +25,7 @@ from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows, StateRows, Step
 from hybrid_rlhf.kernels.fusions import activation_of, are_close
 from hybrid_rlhf.models.hf_attention import cache_name
 from hybrid_rlhf.models.lora_products import is_only_adapter, plain_adapter
+from hybrid_rlhf.models.quantize import has_own_product
 
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _ROWS = 3  # of the trial
@@ -87,7 +88,7 @@ class Form(NamedTuple):
 
     def is_free(self) -> bool:
         """Whether no part has been replaced or hooked since, and its adapters are plain ones now."""
-        return (all((_is_packed(m) or "forward" not in vars(m)) and (m is self.layer or not is_hooked(m))
+        return (all(("forward" not in vars(m) or has_own_product(m)) and (m is self.layer or not is_hooked(m))
                     for m in self.layer.modules())
                 and all(plain_adapter(m, self.like().dtype) for m in self.matrices() if _is_adapted(m))
                 and all(m.packed_weight.packed for m in self.linears() if _is_packed(m)))

@@ -44,7 +44,8 @@ class MasterAdamW(torch.optim.Optimizer):
         for parameter in self._parameters():
             if parameter.dtype != torch.float32:
                 # moments too, before the first activations: lasting memory between those would fragment the heap
-                self.state[parameter] |= {"master": parameter.detach().float(), **_fresh(parameter)}
+                master = parameter.detach().float().contiguous()  # as the gradients' buffers are
+                self.state[parameter] |= {"master": master, **_fresh(master)}
                 parameter.register_post_accumulate_grad_hook(self._collect)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -60,7 +61,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._is_summing = not is_last or bool(self._summed) or world_size() > 1
         for parameter in self._parameters() if self._is_summing else ():
             if self.has_master(parameter) and "sum" not in self.state[parameter]:  # all at once, for the heap
-                self.state[parameter]["sum"] = torch.empty_like(parameter, dtype=torch.float32)
+                self.state[parameter]["sum"] = torch.empty(parameter.shape, device=parameter.device)
 
     def _collect(self, parameter: nn.Parameter) -> None:
         if not self._is_summing:  # the only pass: its gradient need not be kept twice
@@ -136,7 +137,8 @@ class MasterAdamW(torch.optim.Optimizer):
             else:
                 norms += [torch.linalg.vector_norm(_fp32(piece, spare)) for (piece,) in _pieces(_PIECE, gradient)]
         if on_card:
-            norms += torch._foreach_norm(on_card, 2, dtype=torch.float32)
+            for dtype in {g.dtype: None for g in on_card}:  # unlike types go one by one
+                norms += torch._foreach_norm([g for g in on_card if g.dtype == dtype], 2, dtype=torch.float32)
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
         both = torch.stack([norm, factor]).cpu()  # the only wait for the device
@@ -211,7 +213,8 @@ class MasterAdamW(torch.optim.Optimizer):
         """torch's own step, on gradients times the factor of `clip`, which they keep."""
         if self._factor != 1.0:
             torch._foreach_mul_(gradients, self._factor)
-        (beta1, beta2), counts = group["betas"], torch.full((len(masters),), float(count), device=masters[0].device)
+        place = masters[0].device if self._fused else "cpu"  # from which the others read the count
+        (beta1, beta2), counts = group["betas"], torch.full((len(masters),), float(count), device=place)
         adamw(masters, gradients, averages, squares, [], list(counts.unbind()), fused=self._fused,
               foreach=has_many and not self._fused, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
               eps=group["eps"], weight_decay=group["weight_decay"], maximize=False)

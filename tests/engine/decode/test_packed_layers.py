@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,49 @@ def test_other_weights_in_their_place_are_multiplied_by_the_models_own_code(fold
             other = engine.generate(PROMPTS, GREEDY, seed=3)
         logits = model(torch.tensor([PROMPTS[0]])).logits[0, -1]
     assert other.tokens[0][0] == int(logits.argmax())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_that_changed_since_they_were_loaded_are_read_as_they_are(folder, bits):
+    """As peft leaves them after merging an adapter and taking it out again; and a copy's own weights."""
+    import bitsandbytes as bnb
+
+    model = loaded(folder, bits)
+    copied = copy.deepcopy(model)
+    layer = next(iter(quantize.quantized_layers(model).values()))
+    before = layer.packed_weight.packed()
+    other = 3 * quantize.dequantised(layer).bfloat16() + 0.1
+    kind = bnb.nn.Params4bit if bits == 4 else bnb.nn.Int8Params
+    settings = dict(quant_type="nf4") if bits == 4 else dict(has_fp16_weights=False)
+    layer.weight = kind(other.cpu(), requires_grad=False, **settings).to("cpu")
+    if bits == 8:
+        layer.state.CB = layer.state.SCB = None
+    packed = layer.packed_weight.packed()
+    assert not torch.equal(packed.scales, before.scales)
+    assert torch.equal(reference.unpacked(packed, torch.bfloat16), layer.packed_weight.dequantised(torch.bfloat16))
+    kept = next(iter(quantize.quantized_layers(copied).values()))
+    assert torch.equal(reference.unpacked(kept.packed_weight.packed(), torch.bfloat16),
+                       reference.unpacked(before, torch.bfloat16))
+
+
+def test_a_number_that_is_rounded_to_another_type_first_is_left_to_bitsandbytes(folder):
+    model = loaded(folder, 4)
+    layer = next(iter(quantize.quantized_layers(model).values()))
+    layer.weight.quant_state.dtype = torch.float16
+    assert layer.packed_weight.packed() is None
+
+
+def test_a_layer_whose_forward_was_replaced_runs_by_it(folder, monkeypatch):
+    with_layers(monkeypatch, has_layers=True)
+    model = loaded(folder, 4)
+    layer = model.model.layers[1].mlp.down_proj
+    own = layer.forward
+    layer.forward = lambda x: -3 * own(x)
+    engine = HybridEngine.for_inference(model, SimpleNamespace(eos_token_id=None, pad_token_id=0))
+    with torch.no_grad(), engine.inference():
+        first = engine.generate(PROMPTS, GREEDY, seed=3).tokens[0][0]
+    with torch.no_grad():
+        assert first == int(model(torch.tensor([PROMPTS[0]])).logits[0, -1].argmax())
 
 
 def test_a_kernel_that_reads_no_packed_weights_is_not_asked(folder, monkeypatch):
