@@ -21,6 +21,7 @@ from hybrid_rlhf.core.options import value_of, with_value
 from hybrid_rlhf.core.processor import bf16_line, bf16_unit
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.train.optimizers import MASTERED
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig, configuration, configured_positions
@@ -31,7 +32,6 @@ from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, By, Rate
 # Below SMALL_MODEL parameters every rate of the table is multiplied by its factor `small`: GRPO of all weights takes
 # 1e-5 for 135 million (docs/results/smollm2.md), and nothing larger was measured. Below TINY_MODEL: by TINY_FACTOR.
 SMALL_MODEL, TINY_MODEL, TINY_FACTOR = 200_000_000, 20_000_000, 10
-MAX_LENGTH = "data.max_length"
 # What null meant to runs that were made before the table had the option.
 FORMERLY = {"ppo.update_kl": 0.0, "ppo.early_stop_kl": 0.0}
 # Below so many weights the overhead of calls, not matrix products, takes a step's time: bfloat16 does not help.
@@ -64,8 +64,8 @@ def of_method(config: object) -> dict:
 def resolve(config: object, start: ModelConfig | None = None) -> object:
     """The settings with every null of the table filled in.
 
-    Settings without a null are returned unchanged, except that a default data.max_length beyond the model's positions
-    is lowered. An existing run in output_dir keeps the values that it was made with.
+    Settings without a null are returned unchanged, except that default lengths beyond the model's positions are
+    lowered. An existing run in output_dir keeps the values that it was made with.
 
     start: the model that the run starts from, where an earlier stage of the same command has not written it yet.
     """
@@ -98,16 +98,29 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
     return config
 
 
+def _lengths(config: object) -> dict[str, int]:
+    """The options whose tokens must together fit into the model's positions, with their defaults."""
+    if not hasattr(config, "data"):
+        return {}
+    for section in ("ppo", "online", "rejection", "distill"):
+        if hasattr(getattr(config, section, None), "sampling"):
+            return {"data.max_prompt_length": DataConfig.max_prompt_length,
+                    f"{section}.sampling.max_new_tokens": SamplingConfig.max_new_tokens}
+    return {"data.max_length": DataConfig.max_length}
+
+
 def _within_positions(config: object, start: ModelConfig | None) -> object:
-    """Lower the default data.max_length to the positions of a model that has fewer; a value of the user's stays."""
-    if not _reads_max_length(config) or config.data.max_length != DataConfig.max_length:
-        return config
-    limit = _positions(start or _start(config))
-    return with_value(config, MAX_LENGTH, limit) if limit and limit < config.data.max_length else config
-
-
-def _reads_max_length(config: object) -> bool:
-    return hasattr(config, "data") and not hasattr(config, "roles")  # stages with roles sample: other lengths apply
+    """Lower default lengths to the positions of a model that has fewer, each by the same part; values of the user's
+    stay."""
+    defaults = _lengths(config)
+    lengths = {option: value_of(config, option) for option in defaults}
+    usual = [option for option, value in lengths.items() if value == defaults[option]]
+    limit = _positions(start or _start(config)) if usual else None
+    if limit and sum(lengths.values()) > limit:
+        left = limit - sum(value for option, value in lengths.items() if option not in usual)
+        for option in usual if left >= len(usual) else ():
+            config = with_value(config, option, left // len(usual))
+    return config
 
 
 def _positions(model: ModelConfig) -> int | None:
@@ -133,8 +146,8 @@ def settings_line(config: object) -> str:
     values = {option: value_of(config, option) for option in of_method(config)}
     if config.train.max_steps > 0:  # max_steps takes precedence
         values.pop("train.num_train_epochs", None)
-    if _reads_max_length(config) and config.data.max_length < DataConfig.max_length:
-        values[MAX_LENGTH] = config.data.max_length
+    values |= {option: value for option, usual in _lengths(config).items()
+               if (value := value_of(config, option)) < usual}
     rates = [(of_method(config)[option], value) for option, value in values.items() if option.endswith("_rate")]
     weights = (num_weights(_start(config)) if rates else None) or SMALL_MODEL
     factors = [factor for rate, value in rates if (factor := _factor(rate, weights)) > 1 and math.isclose(

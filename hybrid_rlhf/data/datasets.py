@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
@@ -17,6 +18,7 @@ from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.examples import (
     CUT_AWAY,
     MAKERS,
+    NUM_FIRST,
     PROMPT_TOO_LONG,
     TOO_LONG,
     Counts,
@@ -194,11 +196,11 @@ def open_sources(config: DataConfig, reads: Reads, is_needed: bool = True) -> li
     return serving
 
 
-def examples(config: DataConfig, entry: OpenSource, reads: Reads, counts: Counter, lost: Counter
-             ) -> Iterator[tuple[Example, bool]]:
+def examples(config: DataConfig, entry: OpenSource, reads: Reads, counts: Counter,
+             lost: Callable[[str, int], None] = lambda _reason, _row: None) -> Iterator[tuple[Example, bool]]:
     """The stage's rows of one source, in canonical form, with whether they are held out.
 
-    Updates counts ("read" and "other_stages") and lost (reason -> dropped rows).
+    Updates counts ("read" and "other_stages"); lost is called with the reason and the number of each dropped row.
     """
     counts["read"] += len(entry.rows)
     for example in read_rows(entry.rows, entry.form, entry.source.path, lost, config.raw):
@@ -230,33 +232,36 @@ def _tokenize(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer) ->
     lengths = _lengths_of(config)
     rows: tuple[list, list] = ([], [])
     seen, counts = Counter(read=0, other_stages=0), Counts()
-    waiting: list[tuple[Work, bool]] = []
+    waiting: list[tuple[Work, bool, int]] = []
     max_tokens, num_characters = max(lengths.max_length, lengths.max_prompt_length), 0
 
     def finish() -> None:
-        texts = [text for work, _ in waiting for text in work.texts]
+        texts = [text for work, _, _ in waiting for text in work.texts]
         encoded = iter(chat.encode_first(tokenizer, texts, max_tokens, config.append_eos))
-        for work, is_eval in waiting:
+        for work, is_eval, counts.row in waiting:
             row = work.finish([next(encoded) for _ in work.texts], counts)
             if row is not None:
                 rows[is_eval].append(row)
         waiting.clear()
 
     make = MAKERS[reads.kind]
-    for example, is_eval in examples(config, entry, reads, seen, counts.dropped):
+    for example, is_eval in examples(config, entry, reads, seen, counts.drop):
+        counts.row = example.row
         try:
             ready = prepared(example, tokenizer, lengths, counts)
             works = list(make(ready, tokenizer, lengths))
         except SkipRow as reason:
-            counts.dropped[str(reason)] += 1
+            counts.drop(str(reason))
             continue
-        waiting += [(work, is_eval) for work in works]
+        waiting += [(work, is_eval, example.row) for work in works]
         num_characters += sum(len(text.text) for work in works for text in work.texts)
         if len(waiting) >= _CHUNK or num_characters >= _CHUNK_CHARACTERS:
             finish()
             num_characters = 0
     finish()
-    numbers = {**seen, "truncated": counts.truncated, "dropped": dict(counts.dropped),
+    name = Path(entry.source.path).name
+    first = {why: [f"{name} row {row}" for row in rows] for why, rows in counts.first.items()}
+    numbers = {**seen, "truncated": counts.truncated, "dropped": dict(counts.dropped), "dropped_first": first,
                "rendered": dict(counts.rendered), "unread": dict(counts.unread), "train": len(rows[0]),
                "held_out": len(rows[1])}
     return rows[0], rows[1], numbers
@@ -293,13 +298,13 @@ def has_plain_prompts(config: DataConfig, reads: Reads) -> bool:
 
 def _first_rows(config: DataConfig, reads: Reads) -> Iterator[Example]:
     for entry in open_sources(config, reads):
-        yield from (example for example, _ in islice(examples(config, entry, reads, Counter(), Counter()), 1))
+        yield from (example for example, _ in islice(examples(config, entry, reads, Counter()), 1))
 
 
 def raw_texts(config: DataConfig, reads: Reads, seed: int = 0) -> Iterator[str]:
     """The texts of the stage's training rows, without held-out ones, to train a tokenizer on. `seed` is ignored."""
     for entry in open_sources(config, reads):
-        for example, is_eval in examples(config, entry, reads, Counter(), Counter()):
+        for example, is_eval in examples(config, entry, reads, Counter()):
             if not is_eval:
                 answers = [answer for answer, _ in example.answers]
                 for part in (example.text, example.messages or example.prompt, *answers):
@@ -322,8 +327,10 @@ def add_up(parts: Sequence[dict], num_train: int, num_held_out: int) -> dict:
     dropped, rendered, unread = (dict(sum((Counter(p[name]) for p in parts), Counter()))
                                  for name in ("dropped", "rendered", "unread"))
     usable = sum(p["train"] for p in parts)
-    return {**total, "dropped": dropped, "rendered": rendered, "usable": usable, "train": num_train,
-            "held_out": num_held_out, **({"unread": unread} if unread else {})}
+    first = {why: [row for p in parts for row in p.get("dropped_first", {}).get(why, ())][:NUM_FIRST]
+             for why in dropped}
+    return {**total, "dropped": dropped, "dropped_first": first, "rendered": rendered, "usable": usable,
+            "train": num_train, "held_out": num_held_out, **({"unread": unread} if unread else {})}
 
 
 def counts(report: dict) -> list[tuple[str, int]]:
@@ -334,8 +341,13 @@ def counts(report: dict) -> list[tuple[str, int]]:
 
 
 def dropped(report: dict) -> list[tuple[str, int]]:
-    """Reasons for dropping rows, with counts; control characters are escaped."""
-    return [(escape_control(why), number) for why, number in sorted(report["dropped"].items())]
+    """Reasons for dropping rows, with the first of them, and counts; control characters are escaped."""
+    named = []
+    for why, number in sorted(report["dropped"].items()):
+        first = report.get("dropped_first", {}).get(why, [])  # absent in older caches
+        more = " and others" if number > len(first) else ""
+        named.append((escape_control(f"{why} ({', '.join(first)}{more})" if first else why), number))
+    return named
 
 
 def describe(report: dict) -> str:
@@ -348,7 +360,7 @@ def _rendered(report: dict) -> list[str]:
 
 
 def drops(report: dict) -> list[str]:
-    """How many rows were dropped, by reason."""
+    """How many rows were dropped, by reason, and the first of them."""
     return [f"{number} dropped: {reason}" for reason, number in dropped(report)]
 
 

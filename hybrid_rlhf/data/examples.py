@@ -19,9 +19,10 @@ from hybrid_rlhf.data.turns import BREAK, broken, with_kwargs
 from hybrid_rlhf.models.template import dialect_of, folds_system
 from hybrid_rlhf.models.template_kwargs import KWARGS, split_kwargs
 
-TOO_LONG = "longer than max_length"
-PROMPT_TOO_LONG = "prompt longer than max_prompt_length"
-CUT_AWAY = "answer cut away"
+NUM_FIRST = 3  # dropped rows that are named, of each reason
+TOO_LONG = "longer than data.max_length"
+PROMPT_TOO_LONG = "prompt longer than data.max_prompt_length"
+CUT_AWAY = "no answer left within data.max_length"
 EMPTY = "empty answer"
 SAME = "no two answers of different score"
 TURNS = "prompts of plain text rendered as user turns (data.raw true keeps them as they are)"
@@ -48,13 +49,21 @@ class Lengths(NamedTuple):
 
 @dataclass
 class Counts:
-    """Counts of rows. dropped: reason -> number. rendered: how they were rendered -> number. unread: unused column ->
-    rows in which it has text."""
+    """Counts of rows. dropped: reason -> number, first: and the first rows. rendered: how they were rendered ->
+    number. unread: unused column -> rows in which it has text. row: of the source, the one in work."""
 
     truncated: int = 0
+    row: int = 0
     dropped: Counter = field(default_factory=Counter)
+    first: dict[str, list[int]] = field(default_factory=dict)
     rendered: Counter = field(default_factory=Counter)
     unread: Counter = field(default_factory=Counter)
+
+    def drop(self, reason: str, row: int | None = None) -> None:
+        """Count a dropped row: the one in work, or another."""
+        self.dropped[reason] += 1
+        if len(first := self.first.setdefault(reason, [])) < NUM_FIRST:
+            first.append(self.row if row is None else row)
 
 
 class Work(NamedTuple):
@@ -134,7 +143,7 @@ def _sft_row(lengths: Lengths, is_split: bool = False) -> Callable[[list[Encoded
         ids, mask, _ = encoded[0]
         mask = [True] * len(ids) if lengths.train_on == "all" else mask
         if not any(mask[1 : lengths.max_length]):
-            counts.dropped[CUT_AWAY] += 1
+            counts.drop(CUT_AWAY)
             return None
         counts.truncated += len(ids) > lengths.max_length
         return {"input_ids": ids[: lengths.max_length], "loss_mask": mask[: lengths.max_length]}
@@ -178,7 +187,7 @@ def labelled(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  
         def finish(encoded: list[Encoded], counts: Counts, label: bool = label) -> dict | None:
             ids, mask, start = encoded[0]
             if len(ids) > lengths.max_length:
-                counts.dropped[TOO_LONG] += 1
+                counts.drop(TOO_LONG)
                 return None
             return {"input_ids": ids, "loss_mask": mask, "num_prompt_tokens": start, "label": label}
 
@@ -195,7 +204,7 @@ def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # no
     def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
         chosen, rejected = encoded
         if max(len(chosen.ids), len(rejected.ids)) > lengths.max_length:
-            counts.dropped[TOO_LONG] += 1
+            counts.drop(TOO_LONG)
             return None
         return {"chosen_ids": chosen.ids, "rejected_ids": rejected.ids, "chosen_mask": chosen.loss_mask,
                 "rejected_mask": rejected.loss_mask, "num_prompt_tokens": chosen.num_prompt_tokens,
@@ -221,7 +230,7 @@ def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # 
     def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
         ids = encoded[0].ids
         if len(ids) > lengths.max_prompt_length:
-            counts.dropped[PROMPT_TOO_LONG] += 1
+            counts.drop(PROMPT_TOO_LONG)
             return None
         rest = json.dumps({**example.columns, "prompt": written}, default=str)
         return {"prompt_ids": ids, "text": rendered.shown, "rest": rest}

@@ -73,7 +73,7 @@ def read_labels(source: Source, limit: int | None, seed: int, held_out: float | 
           f"{source.path} is {form.name} data ({', '.join(form.required)}), which holds no labels; give "
           "prompt+chosen+rejected, prompt+completions+scores or prompt+completion+label")
     labels = Labels(len(rows), is_held_out=held_out is not None)
-    readable = list(read_rows(rows, form, source.path, labels.lost))
+    readable = list(read_rows(rows, form, source.path, lambda reason, _row: labels.lost.update([reason])))
     examples = [example for example in readable if example.prompt and not example.is_text_pair]
     labels.lost += Counter({NO_PROMPT: len(readable) - len(examples)})
     if held_out is not None:

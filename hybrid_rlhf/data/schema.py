@@ -50,6 +50,7 @@ class Example:
     columns: the row's other columns, passed on to reward functions.
     used: the columns of the prompt; unread: those with text that no field contains.
     notes: unexpected conversions of the row -> how often in it.
+    row: its number in the source, from 1.
     """
 
     prompt: Text | None = None
@@ -65,6 +66,7 @@ class Example:
     used: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     notes: dict[str, int] = field(default_factory=dict)
+    row: int = 0
 
 
 class Format(NamedTuple):
@@ -187,15 +189,16 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
     return example
 
 
-def read_rows(rows: Iterable[dict], form: Format, where: str, lost: Counter, is_raw: bool = False
+def read_rows(rows: Iterable[dict], form: Format, where: str, lost: Callable[[str, int], None], is_raw: bool = False
               ) -> Iterator[Example]:
-    """`read_row` of each row; lost: reason -> dropped rows, to count in."""
+    """`read_row` of each row; lost is called with the reason and the number of each row that is dropped."""
     for number, row in enumerate(rows, 1):
         try:
             example = read_row(row, form, f"{where} row {number}", is_raw)
         except SkipRow as reason:
-            lost[str(reason)] += 1
+            lost(str(reason), number)
         else:
+            example.row = number
             yield example
 
 

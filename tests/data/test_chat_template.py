@@ -364,8 +364,8 @@ def test_no_more_of_a_long_text_is_tokenized_than_counts_and_it_is_counted_as_ev
             "reward": [{"prompt": "red", "chosen": long, "rejected": "no"},
                        {"prompt": "r", "chosen": "e", "rejected": "d"}],
             "ppo": [{"prompt": long}, {"prompt": "red"}]}
-    for stage, dropped in (("sft", {}), ("reward", {"longer than max_length": 1}),
-                           ("ppo", {"prompt longer than max_prompt_length": 1})):
+    for stage, dropped in (("sft", {}), ("reward", {"longer than data.max_length": 1}),
+                           ("ppo", {"prompt longer than data.max_prompt_length": 1})):
         path = tmp_path / f"{stage}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows[stage]))
         config = DataConfig(sources=[str(path)], eval_fraction=0.0, max_length=30, max_prompt_length=20, raw=True,

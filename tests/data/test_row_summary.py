@@ -88,12 +88,14 @@ def test_rows_that_a_split_leaves_to_other_stages_are_told_with_the_way_to_keep_
 
 def test_over_a_tenth_dropped_or_cut_is_a_warning_with_the_reasons_and_less_is_none() -> None:
     report = {"read": 100, "other_stages": 0, "truncated": 4, "train": 85, "held_out": 5, "usable": 85,
-              "dropped": {"empty answer": 7, "longer than max_length": 3}}
+              "dropped": {"empty answer": 7, "longer than data.max_length": 3},
+              "dropped_first": {"empty answer": ["a.jsonl row 2", "a.jsonl row 5", "b.jsonl row 1"]}}
+    empty = "7 dropped: empty answer (a.jsonl row 2, a.jsonl row 5, b.jsonl row 1 and others)"
     assert summary(report) == [
-        "data: 100 rows read, 85 to train on, 5 held out, 4 truncated, 7 dropped: empty answer, 3 dropped: longer than "
-        "max_length",
-        "warning: 14 of 100 rows (14%) are missing or cut in this stage: 4 cut to data.max_length; 7 dropped: empty "
-        "answer; 3 dropped: longer than max_length"]
+        f"data: 100 rows read, 85 to train on, 5 held out, 4 truncated, {empty}, "
+        "3 dropped: longer than data.max_length",
+        f"warning: 14 of 100 rows (14%) are missing or cut in this stage: 4 cut to data.max_length; {empty}; "
+        "3 dropped: longer than data.max_length"]
     assert summary(report, "ptx") == [line.replace("data:", "data of ptx:").replace("this stage", "ptx")
                                       for line in summary(report)]
     report |= {"truncated": 0, "dropped": {"empty answer": 10}}

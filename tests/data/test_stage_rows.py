@@ -89,9 +89,12 @@ def test_an_answer_too_long_loses_its_tail_and_a_prompt_too_long_loses_the_row(w
     assert rows[1] == "2 2 3<|im_end|>"
     assert rows[0].startswith("2 2 3")
     assert (len(rows), sizes[0], rows[0].endswith("<|im_end|>")) == (2, 10, False)
+    name = Path(source.path).name
     assert data.report == {"read": 4, "other_stages": 0, "truncated": 1, "usable": 2, "train": 2, "held_out": 0,
                            "rendered": {"prompts of plain text kept as they are (data.raw)": 4},
-                           "dropped": {"answer cut away": 1, "empty answer": 1}, "not_used": []}
+                           "dropped": {"no answer left within data.max_length": 1, "empty answer": 1},
+                           "dropped_first": {"no answer left within data.max_length": [f"{name} row 2"],
+                                             "empty answer": [f"{name} row 4"]}, "not_used": []}
 
 
 def test_a_pair_with_one_side_too_long_is_dropped_and_counted(written, tokenizer):
@@ -99,7 +102,7 @@ def test_a_pair_with_one_side_too_long_is_dropped_and_counted(written, tokenizer
     rows[1]["rejected"] = " No." * 30
     data = build(whole(written(rows), max_length=30), READS["reward"], tokenizer, 0)
     assert len(data.train) == 2
-    assert data.report["dropped"] == {"longer than max_length": 1}
+    assert data.report["dropped"] == {"longer than data.max_length": 1}
     assert tokenizer.decode(data.train[1]["chosen_ids"]) == "What is 2? It is 2.<|im_end|>"
 
 
@@ -109,7 +112,7 @@ def test_a_prompt_too_long_to_sample_from_is_dropped_not_cut_and_columns_are_han
     data = build(whole(source, max_prompt_length=20), READS["ppo"], tokenizer, 0)
     assert list(data.train) == [{"prompt_ids": tokenizer("red")["input_ids"], "text": "red", "prompt": "red",
                                  "answer": 42}]
-    assert data.report["dropped"] == {"prompt longer than max_prompt_length": 1}
+    assert data.report["dropped"] == {"prompt longer than data.max_prompt_length": 1}
 
 
 def test_only_the_response_is_trained_on_unless_all_is_asked_for(written, tokenizer):
@@ -158,7 +161,8 @@ def test_a_stage_passes_over_sources_without_what_it_needs_but_not_over_one_that
 def test_no_usable_row_is_a_user_error_with_the_counts(written, tokenizer):
     with pytest.raises(UserError, match=r"^no usable row for stage sft: 3 rows read, 0 to train on, 0 held out, "
                                         r"3 prompts of plain text kept as they are \(data.raw\), "
-                                        r"3 dropped: answer cut away; raise data\.max_length, which is 3: of the first "
+                                        r"3 dropped: no answer left within data\.max_length \(\S+ row 1, \S+ row 2, "
+                                        r"\S+ row 3\); raise data\.max_length, which is 3: of the first "
                                         r"3 rows the shortest has \d+ tokens, the longest \d+$"):
         build(whole(written(pairs(3)), max_length=3), READS["sft"], tokenizer, 0)
     with pytest.raises(UserError, match=r"3 assigned to other stages; data.split null gives every stage every row"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rlhf.rewards.builtin import (
+    BUILTINS,
     ExactMatch,
     Format,
     LengthPenalty,
@@ -16,6 +18,7 @@ from hybrid_rlhf.rewards.builtin import (
     RepetitionPenalty,
     last_number,
 )
+from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
 @pytest.mark.parametrize("text, number", [
@@ -83,3 +86,10 @@ def test_the_format_is_of_the_whole_completion_or_anywhere():
     said = ["<think>a\nb</think> 12", "<think></think> 12 or so", "12"]
     assert Format(pattern)(completions=said) == [1, 0, 0]
     assert Format(pattern, is_whole=False, correct=0.5, wrong=-1)(completions=said) == [0.5, 0.5, -1]
+
+
+def test_every_builtin_is_in_the_guide_and_in_the_help():
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "rewards.md").read_text(encoding="utf-8")
+    for name in BUILTINS:
+        assert f"`builtin:{name}" in guide or f"`{name}" in guide, name
+        assert name in RewardConfig.__doc__, name

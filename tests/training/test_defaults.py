@@ -14,6 +14,7 @@ from hybrid_rlhf.cli import main
 from hybrid_rlhf.core import processor
 from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.run import runfile
@@ -288,6 +289,22 @@ def test_the_default_length_is_lowered_to_the_models_positions_and_said(tmp_path
     assert found.data.max_length == 64
     assert "data.max_length 64" in defaults.settings_line(found)
     assert "data.max_length" not in defaults.settings_line(config)
+
+
+@pytest.mark.parametrize("given, found", [({}, (32, 32)), ({"new": 20}, (44, 20)), ({"prompt": 50}, (50, 14)),
+                                          ({"prompt": 64}, (64, 256)), ({"prompt": 60, "new": 9}, (60, 9))])
+def test_default_lengths_of_stages_that_sample_fit_the_positions_together(tmp_path, given, found):
+    tiny_config(max_position_embeddings=64).save_pretrained(tmp_path / "short")
+    (tmp_path / "short" / "model.safetensors").write_bytes(b"")
+    sampling = SamplingConfig(max_new_tokens=given.get("new", 256))
+    config = step3_ppo.Config(
+        data=DataConfig(max_prompt_length=given.get("prompt", 256)), ppo=PPOConfig(sampling=sampling),
+        model=ModelConfig(str(tmp_path / "short")), output_dir=str(tmp_path / "out"))
+    settled = defaults.resolve(config)
+    assert (settled.data.max_prompt_length, settled.ppo.sampling.max_new_tokens) == found
+    line = defaults.settings_line(settled)
+    assert f"data.max_prompt_length {found[0]}" in line
+    assert (f"ppo.sampling.max_new_tokens {found[1]}" in line) == (found[1] < 256)
 
 
 def test_a_length_that_was_given_stays_for_the_check_to_refuse(tmp_path):
