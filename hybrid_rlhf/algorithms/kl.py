@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-ESTIMATORS = ("k1", "k2", "k3")
+KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
@@ -25,7 +25,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
     if estimator == "k3":
         difference = difference.clamp(-10, 10)
         return (-difference).expm1() + difference  # expm1: exp(-D) - 1 loses all digits for small D
-    raise ValueError(f"KL estimator {estimator!r}: there are {', '.join(ESTIMATORS)}")
+    raise ValueError(f"KL estimator {estimator!r}: there are {', '.join(KL_ESTIMATORS)}")
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, denominator: Tensor | float) -> Tensor:

@@ -112,7 +112,7 @@ def _kernels(compile_kernels: bool) -> Iterator[Finding]:
     is_built = any(folder.glob("*/*.so"))
     if not compile_kernels and not is_built:
         yield Finding("CPU kernels", "warning", f"not compiled yet (cache: {folder})",
-                      "hybrid-rlhf doctor compiles them; so does the first run, in about half a minute")
+                      "hybrid-rlhf doctor compiles them; so does the first run, in about a minute")
         return
     from hybrid_rlhf.kernels import ops_for
 

@@ -115,7 +115,7 @@ def _build(name: str, sources: Sequence[Path], folder: Path) -> None:
     compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
     if compiler is None:
         raise KernelsUnavailableError(f"no C++ compiler: {os.environ.get('CXX', 'c++')} is not on PATH")
-    _log.warning("compiling the C++ kernels for this machine into %s (once, about half a minute)", folder)
+    _log.warning("compiling the C++ kernels for this machine into %s (once, about a minute)", folder)
     work = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder.parent))
     try:
         command = [sys.executable, "-c", _COMPILE, name, str(work), " ".join(FLAGS), *map(str, sources)]

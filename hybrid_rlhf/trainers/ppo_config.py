@@ -102,7 +102,7 @@ class PPOConfig:
     minibatch_size: int | None = within(None, "[1,")
     kl_coef: float | None = within(None, "[0,")
     kl_in: str | None = one_of(None, ("reward", "loss"))
-    kl_estimator: str | None = one_of(None, kl.ESTIMATORS)
+    kl_estimator: str | None = one_of(None, kl.KL_ESTIMATORS)
     kl_target: float | None = within(None, "(0,")
     kl_horizon: int = within(10000, "(0,")
     cliprange: float = within(0.2, "(0,")
