@@ -172,9 +172,9 @@ def flow(tmp_path_factory):
 
 
 def start(flow: Path, *more: str) -> subprocess.CompletedProcess:
-    argv = [sys.executable, str(CUSTOM_FLOW), f"--output_dir={place}/run", f"--model.model_name_or_path={place}/base",
-            f"--data.sources=[{{path: {place}/rows.jsonl}}]", "--data.split=null", "--data.eval_fraction=0.2",
-            "--data.max_prompt_length=32", f"--reward.functions={place}/pay.py:short_words", "--train.max_steps=40",
+    argv = [sys.executable, str(CUSTOM_FLOW), f"--output_dir={flow}/run", f"--model.model_name_or_path={flow}/base",
+            f"--data.sources=[{{path: {flow}/rows.jsonl}}]", "--data.split=null", "--data.eval_fraction=0.2",
+            "--data.max_prompt_length=32", f"--reward.functions={flow}/pay.py:short_words", "--train.max_steps=40",
             "--train.per_device_train_batch_size=6", "--train.lr_scheduler_type=constant", "--train.warmup_ratio=0",
             "--train.save_steps=20", "--ppo.sampling.max_new_tokens=8", "--model.dtype=float32",
             "--roles.actor.learning_rate=3e-3", *more]
