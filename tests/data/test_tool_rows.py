@@ -185,9 +185,9 @@ def test_a_template_that_cannot_show_tools_drops_such_rows_and_says_so_in_one_li
     data = built([ROW, ROW, {"messages": [ASKED, ANSWER], "tools": None}], tokenizer=tokenizer)
     assert len(data.train) == 1 and data.report["dropped"] == {"the chat template leaves out the tools": 2}
     assert summary(data.report)[-1] == ("warning: 2 of 3 rows (67%) are missing or cut in this stage: 2 dropped: the "
-                                        "chat template leaves out the tools")
-    with pytest.raises(UserError, match=r"1 dropped: the chat template leaves out the tools; give other data, "
-                                        r"larger lengths or another data\.chat_template$"):
+                                        "chat template leaves out the tools (rows.jsonl row 1, rows.jsonl row 2)")
+    with pytest.raises(UserError, match=r"1 dropped: the chat template leaves out the tools \(rows.jsonl row 1\); "
+                                        r"give other data, larger lengths or another data\.chat_template$"):
         built([ROW], tokenizer=tokenizer)
 
 

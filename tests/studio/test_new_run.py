@@ -232,7 +232,7 @@ def test_a_preview_marks_what_is_trained_and_says_why_rows_are_dropped(client, p
         "data.sources": str(path), "model.model_name_or_path": str(place / "base"), "data.eval_fraction": 0.0})
     assert {row["name"]: row["rows"] for row in found["counts"]} == {
         "rows read": 5, "to train on": 4, "held out": 0}
-    assert found["dropped"] == [{"why": "the two answers are the same", "rows": 1}]
+    assert found["dropped"] == [{"why": "the two answers are the same (rows.jsonl row 2)", "rows": 1}]
     assert len(found["examples"]) == 6  # both sides of three pairs
     first = [part for example in found["examples"] for part in example["parts"] if part["is_trained"]]
     assert "red<|im_end|>" in [part["text"] for part in first]
