@@ -44,6 +44,11 @@ def dispatch_mode() -> type:
     return TORCH.part(TORCH.module("torch.utils._python_dispatch"), "TorchDispatchMode")
 
 
+def of_many(operation: str) -> Callable:
+    """torch's "copy_", "mul_" or "norm" of lists of tensors, in few launches on a card."""
+    return TORCH.part(torch, f"_foreach_{operation}")
+
+
 def leaves_of(tree: object) -> list:
     """The leaves of nested tuples, lists and dicts."""
     return TORCH.part(TORCH.module("torch.utils._pytree"), "tree_leaves")(tree)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from hybrid_rlhf.core.distributed import sum_over_ranks, world_size
+from hybrid_rlhf.core.torch_compat import of_many
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.kernels.ops import Updates
 
@@ -138,7 +139,7 @@ class MasterAdamW(torch.optim.Optimizer):
                 norms += [torch.linalg.vector_norm(_fp32(piece, spare)) for (piece,) in _pieces(_PIECE, gradient)]
         if on_card:
             for dtype in {g.dtype: None for g in on_card}:  # unlike types go one by one
-                norms += torch._foreach_norm([g for g in on_card if g.dtype == dtype], 2, dtype=torch.float32)
+                norms += of_many("norm")([g for g in on_card if g.dtype == dtype], 2, dtype=torch.float32)
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
         both = torch.stack([norm, factor]).cpu()  # the only wait for the device
@@ -200,19 +201,19 @@ class MasterAdamW(torch.optim.Optimizer):
             wide = torch.empty(sum(gradients[i].numel() for i in narrow), device=gradients[0].device)
             parts = [part.view_as(gradients[i]) for i, part in
                      zip(narrow, wide.split([gradients[i].numel() for i in narrow]), strict=True)]
-            torch._foreach_copy_(parts, [gradients[i] for i in narrow])
+            of_many("copy_")(parts, [gradients[i] for i in narrow])
             for i, part in zip(narrow, parts, strict=True):
                 gradients[i] = part
         self._adamw(masters, gradients, averages, squares, count, group, has_many=True)
         rounded = [i for i, weight in enumerate(weights) if weight.dtype != torch.float32]
         if rounded:
-            torch._foreach_copy_([weights[i] for i in rounded], [masters[i] for i in rounded])
+            of_many("copy_")([weights[i] for i in rounded], [masters[i] for i in rounded])
 
     def _adamw(self, masters: list[Tensor], gradients: list[Tensor], averages: list[Tensor], squares: list[Tensor],
                count: int, group: dict, *, has_many: bool) -> None:
         """torch's own step, on gradients times the factor of `clip`, which they keep."""
         if self._factor != 1.0:
-            torch._foreach_mul_(gradients, self._factor)
+            of_many("mul_")(gradients, self._factor)
         place = masters[0].device if self._fused else "cpu"  # from which the others read the count
         (beta1, beta2), counts = group["betas"], torch.full((len(masters),), float(count), device=place)
         adamw(masters, gradients, averages, squares, [], list(counts.unbind()), fused=self._fused,
