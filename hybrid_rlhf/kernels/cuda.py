@@ -38,16 +38,14 @@ def load() -> Ops:
     except ImportError as error:
         raise KernelsUnavailableError(f"Triton is not installed: {error}; pip install triton") from error
     name, scores = "cuda (Triton)", token_scores_by(triton_scores)
-    layer = triton_layer.DecodeLayer
     if torch.cuda.is_available():
-        layer = layer if triton_attention.card_of(torch.device("cuda")).has_matrix_units else None
         if reason := launcher.why_no_launch():
             raise KernelsUnavailableError(f"Triton cannot launch kernels here: {reason}")
         if reason := why_not(scores):
             _log.warning("cuda kernels: log-probabilities are torch's (%s)", reason)
             name, scores = f"cuda (Triton; log-probabilities by torch: {reason})", None
     return Ops(name, triton_attention.decode_attention, triton_sampling.sample, fused=fused_by(triton_fused),
-               linear_dtypes=frozenset([torch.bfloat16, torch.float16]), decode_layer=layer,
+               linear_dtypes=frozenset([torch.bfloat16, torch.float16]), decode_layer=triton_layer.DecodeLayer,
                token_scores=scores)
 
 

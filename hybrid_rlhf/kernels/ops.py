@@ -33,7 +33,7 @@ class Ops(NamedTuple):
     causal_attention: of whole sequences, with gradients; None where torch's own is as fast.
     adapted_linear(input, weight, bias, down, up, scaling): linear + scaling up (down input), as `linear` is.
     decode_layer: the class DecodeLayer of kernels/reference.py for weights in linear_dtypes and, where its takes_packed
-    is true, for packed ones; None where there is none.
+    says so, for packed ones; None where there is none.
     token_scores: log-probabilities and entropies from logits, with gradients; None where torch's own operations do it.
     updates: an optimizer's step; None where torch's own do it.
     """

@@ -94,11 +94,15 @@ class DecodeLayer:
     up (out, r), scaling), in the weights' dtype, or None. norms: before attention (E), before the MLP (E), of each
     query head and of each key head (D) or None, with `eps` and `adds_one` as in `rms_norm`; norm_biases: theirs, where
     they are LayerNorm (1607.06450), or None. activation: "silu", "gelu" (tanh's) or, without a gate, "relu".
-    max_rows: the most rows of a call. takes_packed: whether weights may be packed ones, rounded to the norms' dtype.
+    max_rows: the most rows of a call. takes_packed: whether weights there may be packed ones, rounded to the
+    norms' dtype.
     """
 
     max_rows = 1 << 20
-    takes_packed = True
+
+    @staticmethod
+    def takes_packed(_device: torch.device) -> bool:
+        return True
 
     def __init__(self, weights: list[Tensor | PackedMatrix | None], biases: list[Tensor | None],
                  norms: list[Tensor | None], norm_biases: list[Tensor | None],

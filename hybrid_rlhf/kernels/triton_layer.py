@@ -342,14 +342,17 @@ class DecodeLayer:
     """kernels/reference.py: DecodeLayer, of weights in bf16 or fp16, dense, or packed. Raises ValueError for others."""
 
     max_rows = _MOST_ROWS
-    takes_packed = True
+
+    @staticmethod
+    def takes_packed(device: torch.device) -> bool:
+        return card_of(device).has_matrix_units
 
     def __init__(self, weights: list[Tensor | PackedMatrix | None], biases: list[Tensor | None],
                  norms: list[Tensor | None], norm_biases: list[Tensor | None],
                  adapters: list[tuple[Tensor, Tensor, float] | None], *, eps: float, adds_one: bool, scaling: float,
                  activation: str) -> None:
         matrices = [w if w is None else Matrix(w, b, a) for w, b, a in zip(weights, biases, adapters, strict=True)]
-        if not card_of(norms[0].device).has_matrix_units:
+        if not self.takes_packed(norms[0].device):
             raise ValueError("a card without matrix units that Triton uses")
         if not all(t.is_contiguous() for m in matrices if m for t in (_numbers(m.weight), *(m.adapter or ())[:2])):
             raise ValueError("weights that are not dense")

@@ -170,7 +170,7 @@ def _form(layer: nn.Module, runner) -> Form | None:  # noqa: ANN001 - a Runner
     weights = {id(m.weight) for m in packed}
     is_plain = (all(m is None or type(m) is nn.Linear or _is_packed(m) or plain_adapter(m, like.dtype)
                     for m in form.matrices())
-                and (not packed or getattr(runner.ops.decode_layer, "takes_packed", False))
+                and (not packed or getattr(runner.ops.decode_layer, "takes_packed", _takes_none)(runner.device))
                 and {p.dtype for p in layer.parameters() if id(p) not in weights} == {like.dtype}
                 and like.dtype in runner.ops.linear_dtypes and like.device == runner.device)
     return form if is_plain and form.linears()[1].weight.numel() else None
@@ -193,6 +193,10 @@ def _part(layer: nn.Module, name: str | None) -> nn.Module | None:
 
 def _is_adapted(module: nn.Module | None) -> bool:
     return hasattr(module, "base_layer")
+
+
+def _takes_none(_device: torch.device) -> bool:
+    return False
 
 
 def _is_packed(module: nn.Module | None) -> bool:

@@ -145,7 +145,9 @@ def test_a_layer_whose_forward_was_replaced_runs_by_it(folder, monkeypatch):
 
 def test_a_kernel_that_reads_no_packed_weights_is_not_asked(folder, monkeypatch):
     class Dense(reference.DecodeLayer):
-        takes_packed = False
+        @staticmethod
+        def takes_packed(_device):
+            return False
 
     ops = REFERENCE._replace(decode_layer=Dense, linear_dtypes=frozenset([torch.bfloat16]))
     monkeypatch.setattr(runner, "ops_for", lambda _device: ops)
