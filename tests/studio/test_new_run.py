@@ -171,7 +171,8 @@ def test_a_stage_that_there_is_not_is_one_line(client, stage):
     assert client.get("/api/options").status_code == 400
 
 
-PAIRS = [(name, stage) for name, goal in STUDIO_GOALS.items() for stage in {*goal.stages[:1], *goal.stages[-1:]}]
+PAIRS = [(name, stage) for name, goal in STUDIO_GOALS.items()
+         for stage in dict.fromkeys((*goal.stages[:1], *goal.stages[-1:]))]
 
 
 def test_the_goals_name_what_there_is(client):
