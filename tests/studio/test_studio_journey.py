@@ -57,7 +57,7 @@ def begin(browser, studio, model: str, rows: str, name: str, steps: int) -> None
     fill(browser, "[data-option='model.model_name_or_path'] input", model)
     find(browser, "#file-data").send_keys(rows)
     fill(browser, "[data-option='train.max_steps'] input", str(steps))
-    until(browser, lambda: "Everything is there" in find(browser, ".next-line").text, 240)
+    until(browser, lambda: "Everything is there" in find(browser, ".next-line").text, 480)
     fill(browser, "#run-name", name)
     until(browser, lambda: find(browser, "#start").is_enabled())
     find(browser, "#start").click()
@@ -110,7 +110,7 @@ def test_from_a_dropped_file_to_an_exported_model(page, studio, tmp_path):
 def test_rows_and_memory_of_the_example_are_those_of_the_launcher(page, studio):
     go(page, studio, "#/new")
     until(page, lambda: find(page, "#try-out"), 240).click()
-    until(page, lambda: "Everything is there" in find(page, ".next-line").text, 240)
+    until(page, lambda: "Everything is there" in find(page, ".next-line").text, 480)
     find(page, "#ask-plan").click()
     until(page, lambda: find(page, ".checks .bars"), 240)
     assert "fits: needs" in find(page, ".checks .verdict").text
