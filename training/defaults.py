@@ -100,13 +100,12 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
 
 def _lengths(config: object) -> dict[str, int]:
     """The options whose tokens must together fit into the model's positions, with their defaults."""
-    if not hasattr(config, "data"):
-        return {}
     for section in ("ppo", "online", "rejection", "distill"):
         if hasattr(getattr(config, section, None), "sampling"):
             return {"data.max_prompt_length": DataConfig.max_prompt_length,
                     f"{section}.sampling.max_new_tokens": SamplingConfig.max_new_tokens}
-    return {"data.max_length": DataConfig.max_length}
+    is_read = hasattr(config, "data") and not hasattr(config, "roles")
+    return {"data.max_length": DataConfig.max_length} if is_read else {}
 
 
 def _within_positions(config: object, start: ModelConfig | None) -> object:

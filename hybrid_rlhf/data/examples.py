@@ -60,10 +60,11 @@ class Counts:
     unread: Counter = field(default_factory=Counter)
 
     def drop(self, reason: str, row: int | None = None) -> None:
-        """Count a dropped row: the one in work, or another."""
+        """Count a dropped row: the one in work, or another. A row of several conversations is named once."""
+        row = self.row if row is None else row
         self.dropped[reason] += 1
-        if len(first := self.first.setdefault(reason, [])) < NUM_FIRST:
-            first.append(self.row if row is None else row)
+        if len(first := self.first.setdefault(reason, [])) < NUM_FIRST and row not in first:
+            first.append(row)
 
 
 class Work(NamedTuple):
