@@ -45,8 +45,7 @@ class MasterAdamW(torch.optim.Optimizer):
         for parameter in self._parameters():
             if parameter.dtype != torch.float32:
                 # moments too, before the first activations: lasting memory between those would fragment the heap
-                master = parameter.detach().float().contiguous()  # as the gradients' buffers are
-                self.state[parameter] |= {"master": master, **_fresh(master)}
+                self.state[parameter] |= {"master": parameter.detach().float(), **_fresh(parameter)}
                 parameter.register_post_accumulate_grad_hook(self._collect)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -62,7 +61,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._is_summing = not is_last or bool(self._summed) or world_size() > 1
         for parameter in self._parameters() if self._is_summing else ():
             if self.has_master(parameter) and "sum" not in self.state[parameter]:  # all at once, for the heap
-                self.state[parameter]["sum"] = torch.empty(parameter.shape, device=parameter.device)
+                self.state[parameter]["sum"] = torch.empty_like(parameter, dtype=torch.float32)
 
     def _collect(self, parameter: nn.Parameter) -> None:
         if not self._is_summing:  # the only pass: its gradient need not be kept twice
