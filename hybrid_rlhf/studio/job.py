@@ -3,9 +3,8 @@
     python -m hybrid_rlhf.studio.job FOLDER
 
 A job is a folder .studio/jobs/NUMBER, so every studio on it sees the same state, whichever studio started the job.
-job.json: its description, written once. settings.yaml: of a stage. out.log: output of its process. process.json:
-watcher and process, by pid and start time. lock: held by the watcher while it runs. stop, stop_now: requests. end.json:
-the exit code.
+job.json: its description, written once. settings.yaml: of a stage. out.log: output of its process. process.json: the
+job was started, by its watcher and process (pid and start time). stop, stop_now: requests. end.json: the exit code.
 
 The watcher and the process are in separate sessions, so that they survive the end of the terminal and of the studio.
 The watcher starts the process, passes on requests and writes the exit code.
@@ -15,11 +14,9 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import errno
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,20 +27,17 @@ from pathlib import Path
 
 import psutil
 
-from hybrid_rlhf.core.own_files import is_locked, take_lock, write_file
+from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.text_safety import escape_control, shortened
 from hybrid_rlhf.studio.studio import read_json
 
-FACTS, SETTINGS, LOCK, OUTPUT, PROCESS = "job.json", "settings.yaml", "lock", "out.log", "process.json"
+FACTS, SETTINGS, OUTPUT, PROCESS = "job.json", "settings.yaml", "out.log", "process.json"
 STOP, STOP_NOW, END = "stop", "stop_now", "end.json"
 MAKES_RUNS = ("train", "evaluate")  # kinds of jobs, beside signal and export
 ENDED = ("done", "failed", "stopped", "lost")
 MAX_OUTPUT = 2**16  # bytes of the output in one answer
 IS_NUMBER = re.compile(r"[0-9]{6,12}")
 _POLL_SECONDS, GRACE_SECONDS, DOUBLE_CLICK_SECONDS = 0.2, 10.0, 2.0
-MIN_FREE = 64 * 2**20  # bytes of free disk space needed to start a job
-_RESERVED = 4096  # bytes reserved for the exit code: a full disk may be what ends a run
-_LOCK_WAIT = 5.0  # seconds; others hold the lock only briefly, to test it
 _SAME_START = 2.0  # seconds; tolerance when comparing start times of a process
 _LOST = "how it ended is not known: it was ended together with its watcher, or the machine was"
 
@@ -97,22 +91,15 @@ def find_process(note: object) -> psutil.Process | None:
 
 def read_job(folder: Path, facts: dict) -> Job:
     """The current state of a job; without the place of a queued one."""
-    job = _read(folder, facts)
-    # It may have ended between reading two of its files; then a second read finds its end.
-    return _read(folder, facts) if job.state == "lost" else job
-
-
-def _read(folder: Path, facts: dict) -> Job:
-    job = Job(folder.name, facts, "queued")
-    end, process = read_json(folder / END), read_json(folder / PROCESS)
-    started = (process or {}).get("started")
+    note = read_json(folder / PROCESS)
+    processes = [find_process((note or {}).get(name)) for name in ("watcher", "process")]
+    end = read_json(folder / END)  # read last: it is written before the watcher ends
+    job = Job(folder.name, facts, "queued", started=(note or {}).get("started"))
     if end is not None:
-        return _ended(folder, replace(job, started=started, finished=end.get("finished")), end.get("rc"))
-    is_running = is_locked(folder / LOCK) or any(find_process((process or {}).get(name)) for name in (
-        "watcher", "process"))
-    if is_running:
-        return replace(job, state="running", started=started)
-    return job if process is None else replace(job, state="lost", started=started, error=_LOST)
+        return _ended(folder, replace(job, finished=end.get("finished")), end.get("rc"))
+    if any(processes):
+        return replace(job, state="running")
+    return job if note is None else replace(job, state="lost", error=_LOST)
 
 
 def _ended(folder: Path, job: Job, rc: int | None) -> Job:
@@ -165,44 +152,35 @@ def read_output(path: Path, after: int | None) -> tuple[str, int]:
 
 
 def start(folder: Path) -> subprocess.Popen:
-    """Start the watcher of a queued job. OSError if the disk is full or the process cannot be started."""
-    if shutil.disk_usage(folder).free < MIN_FREE:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """Start the watcher of a queued job. It begins when its input is closed, and only if process.json was written: so a
+    job is started once."""
     with (folder / OUTPUT).open("ab") as output:
         watcher = subprocess.Popen([sys.executable, "-m", "hybrid_rlhf.studio.job", str(folder)],
-                                   stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/",
+                                   stdin=subprocess.PIPE, stdout=output, stderr=output, cwd="/",
                                    start_new_session=True, env=_environment())
-    # marks it as running from now on; does not replace the watcher's own note, which has the process
-    with contextlib.suppress(OSError, psutil.Error), (folder / PROCESS).open("x", encoding="utf-8") as file:
-        json.dump({"started": now(), "watcher": process_note(watcher.pid), "process": None}, file)
+    with watcher.stdin:
+        note = {"started": now(), "watcher": process_note(watcher.pid), "process": None}
+        write_file(folder / PROCESS, json.dumps(note))
     return watcher
 
 
 def drop(folder: Path) -> None:
     """Cancel a queued job."""
-    write_file(folder / END, json.dumps({"rc": None, "finished": now()}))
+    _write_end(folder, None)
 
 
 def request_stop(folder: Path) -> None:
     """Ask a running job to stop with a checkpoint, or on a second request immediately, by a file that its watcher
-    polls. If the watcher was killed or the disk is full, signal the process directly."""
+    polls. If the watcher was killed, signal the process directly."""
     last = next((folder / name for name in (STOP_NOW, STOP) if (folder / name).exists()), None)
-    age = time.time() - last.stat().st_mtime if last else 0.0
-    if last and age < DOUBLE_CLICK_SECONDS:
+    if last and time.time() - last.stat().st_mtime < DOUBLE_CLICK_SECONDS:
         return
+    (folder / (STOP_NOW if last else STOP)).touch()
     note = read_json(folder / PROCESS) or {}
     process = find_process(note.get("process"))
-    try:
-        (folder / (STOP_NOW if last else STOP)).touch()
-        is_told = bool(is_locked(folder / LOCK) or find_process(note.get("watcher")))
-    except OSError:
-        if process is None:
-            raise
-        is_told = False
-    if process is not None and not is_told:
-        must_kill = last is not None and last.name == STOP_NOW and age > GRACE_SECONDS
+    if process is not None and find_process(note.get("watcher")) is None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL if must_kill else signal.SIGTERM)
+            process.send_signal(signal.SIGKILL if last else signal.SIGTERM)
 
 
 def _environment() -> dict[str, str]:
@@ -217,22 +195,21 @@ def _environment() -> dict[str, str]:
 
 
 def watch(folder: Path) -> None:
-    """Run the job's process from start to end. OSError if there is no disk space for the exit code; then nothing was
-    started."""
-    facts = json.loads((folder / FACTS).read_bytes())
-    notes = {"started": now(), "watcher": process_note(os.getpid()), "process": None}
-    _write_end(folder, "")
-    write_file(folder / PROCESS, json.dumps(notes))
+    """Run the job's process from start to end."""
+    sys.stdin.read()
+    facts, note = json.loads((folder / FACTS).read_bytes()), read_json(folder / PROCESS)
+    if note is None:  # the studio was killed, or the disk is full
+        return
     try:
         process = subprocess.Popen(facts["words"], cwd=facts["folder"], stdin=subprocess.DEVNULL,
                                    start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     except OSError as error:  # the folder was removed
         print(f"error: cannot start in {facts['folder']}: {error.strerror}", flush=True)
-        _conclude(folder, 2)
+        _write_end(folder, 2)
         return
     with contextlib.suppress(OSError, psutil.Error):  # for studios, if the watcher is killed
-        write_file(folder / PROCESS, json.dumps({**notes, "process": process_note(process.pid)}))
-    _conclude(folder, _wait(folder, process))
+        write_file(folder / PROCESS, json.dumps({**note, "process": process_note(process.pid)}))
+    _write_end(folder, _wait(folder, process))
 
 
 def _wait(folder: Path, process: subprocess.Popen) -> int:
@@ -252,36 +229,11 @@ def _wait(folder: Path, process: subprocess.Popen) -> int:
     return process.returncode
 
 
-def _conclude(folder: Path, rc: int) -> None:
-    """Write end.json. Never raises: a started job must not be restarted."""
-    with contextlib.suppress(OSError):
-        _write_end(folder, json.dumps({"rc": rc, "finished": now()}))
-        os.replace(folder / f"{END}.part", folder / END)
-
-
-def _write_end(folder: Path, text: str) -> None:
-    """Write end.json.part: its disk space is reserved before the process starts, and filled when it has ended."""
-    path = folder / f"{END}.part"
-    with path.open("r+b" if path.exists() else "wb") as file:
-        file.write(text.encode().ljust(_RESERVED))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def main(argv: list[str]) -> int:
-    folder = Path(argv[0])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the process receives them itself; the watcher ends
-        signal.signal(number, lambda *_: None)  # with it. A handler, since an ignored signal would be inherited
-    try:
-        with take_lock(folder / LOCK, _LOCK_WAIT):
-            watch(folder)
-    except TimeoutError:  # another watcher runs this job
-        return 0
-    except OSError as error:
-        print(f"error: the job cannot be started: {error.strerror or error}", flush=True)
-        return 75
-    return 0
+def _write_end(folder: Path, rc: int | None) -> None:
+    write_file(folder / END, json.dumps({"rc": rc, "finished": now()}))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the process receives them itself; the watcher ends
+        signal.signal(number, lambda *_: None)  # with it. A handler, since an ignored signal would be inherited
+    watch(Path(sys.argv[1]))

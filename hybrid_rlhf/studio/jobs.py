@@ -11,33 +11,29 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import BinaryIO
 
-from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.own_files import clear_unfinished, fresh_folder, take_lock, write_file
 from hybrid_rlhf.core.strict_json import to_json
+from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.studio.job import (
     ENDED,
     FACTS,
     IS_NUMBER,
     MAKES_RUNS,
     OUTPUT,
-    PROCESS,
     SETTINGS,
     Job,
     drop,
-    last_line,
     now,
     read_job,
     request_stop,
     start,
 )
-from hybrid_rlhf.studio.studio import Refused, Studio, own_folder, read_json, refused
+from hybrid_rlhf.studio.studio import Refused, Studio, own_folder, read_json
 
 SHOWN = 100  # newest jobs in the list
 LOOK_SECONDS, RETRY_SECONDS = 0.3, 5.0
@@ -58,22 +54,17 @@ class Jobs:
     """Queued, running and ended jobs below `studio.home`. `open` starts to run the queue, `close` stops it."""
 
     def __init__(self, studio: Studio) -> None:
-        self._studio = studio
+        self._studio, self.folder = studio, own_folder(studio, "jobs")
         self._ended: dict[str, Job] = {}  # these no longer change
         self._wake, self._is_closing = threading.Event(), False
         self._queue_lock: BinaryIO | None = None
-        self._watchers: dict[str, subprocess.Popen] = {}  # started here, polled for their exit codes
+        self._watchers: list[subprocess.Popen] = []  # started here, and not ended
         self._trouble: str | None = None  # why the next job could not be started
-        self._not_before = 0.0  # time of the next try
         self._published: tuple[list, dict[str, int]] = ([], {})  # states of all jobs; output bytes of running ones
         self._thread = threading.Thread(target=self._run, name="queue", daemon=True)
 
     def open(self) -> None:
-        """Start the queue. UserError if the studio cannot write below the outputs."""
-        try:
-            self.folder  # noqa: B018 - made
-        except Refused as error:
-            raise UserError(f"studio: {error}; or give another folder by --outputs") from error
+        """Start the queue."""
         self._thread.start()
 
     def close(self) -> None:
@@ -87,15 +78,9 @@ class Jobs:
 
     # -- list of jobs --------------------------------------------------------------------------------------------------
 
-    @property
-    def folder(self) -> Path:
-        return own_folder(self._studio, "jobs")
-
     def all(self) -> list[Job]:
         """Newest first: all queued and running jobs, and ended ones among the SHOWN newest."""
         numbers = sorted((name for name in os.listdir(self.folder) if IS_NUMBER.fullmatch(name)), key=int)
-        for name in self._ended.keys() - set(numbers):  # removed by hand: a later job may reuse the number
-            self._ended.pop(name, None)  # another thread may do the same
         newest, place, jobs = set(numbers[-SHOWN:]), 0, []
         for name in numbers:
             job = self._job(name)
@@ -139,7 +124,7 @@ class Jobs:
         if facts is None:
             return None
         job = read_job(self.folder / name, facts)
-        if job.state in ENDED and job.state != "lost":  # a job that its watcher could not start is queued again
+        if job.state in ENDED:
             self._ended[name] = job
         return job
 
@@ -148,11 +133,8 @@ class Jobs:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Within the block no other thread or studio adds, drops or starts a job. Not reentrant."""
-        try:
-            with take_lock(self.folder / "changes.lock"):
-                yield
-        except OSError as error:
-            raise refused(error, f"the queue in {self.folder}") from error
+        with take_lock(self.folder / "changes.lock"):
+            yield
 
     def add(self, kind: str, title: str, words: Sequence[str], *, stage: str | None = None, run: str | None = None,
             settings: str | None = None, name: str | None = None, folder: str | None = None) -> dict:
@@ -195,27 +177,22 @@ class Jobs:
 
     def _run(self) -> None:
         while not self._is_closing:
-            seconds = LOOK_SECONDS
             try:
                 self._turn()
-            except Exception:  # of a disk, say, that is back at the next turn
+                seconds, self._trouble = LOOK_SECONDS, None
+            except Exception as error:  # of a full disk, say: it is tried again
                 _log.exception("the studio's queue")
-                seconds = RETRY_SECONDS
+                seconds, self._trouble = RETRY_SECONDS, error_line(error).removeprefix("error: ")
+                self._studio.news.publish("jobs", {})
             self._wake.wait(seconds)
             self._wake.clear()
 
     def _turn(self) -> None:
-        for name, watcher in list(self._watchers.items()):
-            if watcher.poll() is not None:
-                del self._watchers[name]
-                # It reported that nothing was started: the job stays queued. A killed one may have started the process.
-                if watcher.returncode > 0 and not (read_json(self.folder / name / PROCESS) or {}).get("process"):
-                    (self.folder / name / PROCESS).unlink(missing_ok=True)
-                    self._delay(last_line(self.folder / name / OUTPUT) or "error: the job could not be started")
+        self._watchers = [watcher for watcher in self._watchers if watcher.poll() is None]
         jobs = self.all()
-        if self._runs_the_queue() and not self._watchers and not any(job.state == "running" for job in jobs):
+        if self._runs_the_queue() and not any(job.state == "running" for job in jobs):
             waiting = next((job for job in reversed(jobs) if job.state == "queued"), None)
-            if waiting is not None and time.monotonic() >= self._not_before:
+            if waiting is not None:
                 self._start(waiting.id)
                 jobs = self.all()
         self._publish(jobs)
@@ -226,20 +203,11 @@ class Jobs:
                 self._queue_lock = take_lock(self.folder / "queue.lock", 0)
         return self._queue_lock is not None
 
-    def _delay(self, line: str) -> None:
-        self._trouble, self._not_before = line.removeprefix("error: "), time.monotonic() + RETRY_SECONDS
-
     def _start(self, name: str) -> None:
-        """Start a watcher; from now on process.json marks the job as running."""
         with self.alone():
             job = self._job(name)
-            if job is None or job.state != "queued":
-                return
-            try:
-                self._watchers[name] = start(self.folder / name)
-                self._trouble = None
-            except OSError as error:
-                self._delay(str(refused(error, "the job cannot be started")))
+            if job is not None and job.state == "queued":  # else it was dropped meanwhile
+                self._watchers.append(start(self.folder / name))
 
     def _publish(self, jobs: Sequence[Job]) -> None:
         """Publish to the open tabs the jobs whose state or output has changed."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from hybrid_rlhf.core.own_files import take_lock, write_file
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.studio.run_files import row_of
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder
 
 KINDS = ("pairs", "thumbs")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,79}")
@@ -52,16 +52,12 @@ def mark(studio: Studio, body: dict) -> dict:
     kind, row, is_same = _pair(body) if body["kind"] == "pair" else _thumb(body)
     folder = own_folder(studio, "marks")
     path = folder / f"{name}.{kind}.jsonl"
-    try:
-        with take_lock(folder / ".lock"):
-            lines = [line for line in _lines(path) if not is_same(row_of(line) or {})]
-            added = [] if row.get("label", True) is None else [to_json(row)]
-            text = "".join(f"{line}\n" for line in [*lines, *added])
-            write_file(path, text.encode("utf-8", "surrogateescape"))
-            path.chmod(0o600)  # conversations are private
-            return counts(folder, name)
-    except OSError as error:
-        raise refused(error, str(path)) from error
+    with take_lock(folder / ".lock"):
+        lines = [line for line in _lines(path) if not is_same(row_of(line) or {})]
+        added = [] if row.get("label", True) is None else [to_json(row).encode()]
+        write_file(path, b"".join(line + b"\n" for line in [*lines, *added]))
+        path.chmod(0o600)  # conversations are private
+        return counts(folder, name)
 
 
 def _answer(body: dict, name: str) -> list[dict]:
@@ -90,7 +86,5 @@ def _thumb(body: dict) -> tuple[str, dict, Callable[[dict], bool]]:
     return "thumbs", row, lambda old: all(old.get(name) == row[name] for name in ("prompt", "completion"))
 
 
-def _lines(path: Path) -> list[str]:
-    """The complete lines: a killed process may leave a partial last one."""
-    text = path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else ""
-    return [line for line in text.split("\n")[:-1] if line.strip()]
+def _lines(path: Path) -> list[bytes]:
+    return [line for line in path.read_bytes().split(b"\n") if line.strip()] if path.exists() else []

@@ -13,10 +13,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from hybrid_rlhf.core.own_files import refusal
-
 HOME = ".studio"  # in the outputs folder, for uploads, jobs and marks
-MAX_NEWS = 256  # events queued for a tab; a slower one is told to reload
 MAX_BODY = 2**20  # bytes of a request, but for uploads
 
 
@@ -66,29 +63,20 @@ class News:
     def _send(self, text: str | None) -> None:
         def hand_out() -> None:
             for tab in self._tabs:
-                if text is None or tab.qsize() < MAX_NEWS:
-                    tab.put_nowait(text)
-                elif tab.qsize() == MAX_NEWS:
-                    tab.put_nowait("event: reload\ndata: {}\n\n")
+                tab.put_nowait(text)
 
         with suppress(RuntimeError):  # the loop has ended
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(hand_out)
 
     async def listen(self) -> AsyncIterator[str]:
-        """Yield events as text until the client disconnects, which a comment every 15 seconds detects."""
+        """Yield events as text until the client disconnects or the studio ends."""
         self._loop = asyncio.get_running_loop()
         tab: asyncio.Queue = asyncio.Queue()
         self._tabs.add(tab)
         try:
             yield "retry: 1000\n\n"
-            while True:
-                try:
-                    text = await asyncio.wait_for(tab.get(), 15)
-                except TimeoutError:
-                    text = ":\n\n"
-                if text is None:
-                    return
+            while (text := await tab.get()) is not None:
                 yield text
         finally:
             self._tabs.discard(tab)
@@ -108,7 +96,6 @@ class Studio:
     def folder(self, name: str) -> Path:
         """The folder of a run's id, which is its path below `outputs`. Raises Refused for anything else."""
         path, parts = self.outputs / name, name.split("/")
-        # links are not followed; a name may be too long, not UTF-8, or have a null
         is_hidden = any(part.startswith(".") or not part for part in parts)
         if is_hidden or not os.path.isdir(path) or os.path.realpath(path) != str(path):
             raise Refused(404, f"there is no run {name[:100]!r}")
@@ -119,22 +106,11 @@ class Studio:
 
 
 def own_folder(studio: Studio, name: str) -> Path:
-    """The folder .studio/NAME, created if missing, private to this user. Raises Refused if that fails."""
+    """The folder .studio/NAME, created if missing, private to this user."""
     folder = studio.home / name
-    try:
-        studio.home.mkdir(mode=0o700, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise refused(error, str(folder)) from error
+    studio.home.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     return folder
-
-
-def refused(error: OSError, what: str) -> Refused:
-    """The operating system's error about `what` in one line: 507 for a full or failing disk, else 500."""
-    disk = refusal(error)
-    if disk is None:
-        return Refused(500, f"{what}: {error.strerror or error}")
-    return Refused(507, f"{what}: {disk.words}; {disk.remedy}")
 
 
 def read_json(path: Path) -> dict | None:

@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.inference.server.page_policy import with_policy
 from hybrid_rlhf.studio import exports, marks, new_jobs, preflight, talk, uploads
@@ -70,12 +71,8 @@ def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
 
 def _json(route: Route) -> Callable:
     async def answer(request: Request) -> Response:
-        query, body = dict(request.query_params), {}
-        if route.method == "POST":
-            # another page can send forms and plain text without asking
-            if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-                raise Refused(415, "the body must be JSON")
-            body = json.loads(await bounded_body(request))
+        query = dict(request.query_params)
+        body = json.loads(await bounded_body(request)) if route.method == "POST" else {}
         text = await asyncio.to_thread(lambda: to_json(route.handle(query, body)))
         return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
 
@@ -83,7 +80,8 @@ def _json(route: Route) -> Callable:
 
 
 def _guarded(handle: Callable) -> Callable:
-    """Wrap `handle`: errors become one line, and bugs one line and a traceback in the log."""
+    """Wrap `handle`: errors become one line (507 for a full or failing disk), bugs one line and a traceback in the
+    log."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -95,6 +93,8 @@ def _guarded(handle: Callable) -> Callable:
         except ClientDisconnect:
             return Response(status_code=400)
         except Exception as error:
+            if disk := refusal(error):
+                return JSONResponse({"error": f"{disk.words}; {disk.remedy}"}, 507)
             _log.exception("a request of the studio's page failed")
             text = f"an error of the studio ({type(error).__name__}); its terminal says more"
             return JSONResponse({"error": text}, 500)

@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import time
 import unicodedata
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from hybrid_rlhf.core.own_files import fresh_path, is_unfinished, take_lock
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, refused
+from hybrid_rlhf.core.own_files import clear_unfinished, fresh_path
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
-MAX_BYTES, MIN_FREE = 4 * 2**30, 2**30  # of a file; of free disk space after the upload
+MAX_BYTES = 4 * 2**30
 MAX_NAME = 200  # bytes: file systems allow 255, and a number may be added
-ABANDONED_SECONDS = 3600.0  # without a new byte, after which an upload is abandoned
 
 
 def routes(studio: Studio) -> list[Route]:
-    clear(studio)
+    clear_unfinished(own_folder(studio, "data"))
 
     async def post(request: Request) -> Response:
         return JSONResponse(await upload(studio, request), headers={"cache-control": "no-store"})
 
     return [Route("POST", "/api/upload", post, is_raw=True),
             Route("GET", "/api/uploads", lambda _query, _body: {"files": uploads(studio)})]
-
-
-def clear(studio: Studio) -> None:
-    """Remove partial uploads of killed studios; those of running ones are still growing."""
-    for path in own_folder(studio, "data").iterdir():
-        with suppress(OSError):
-            if is_unfinished(path.name) and time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
-                path.unlink()
 
 
 def uploads(studio: Studio) -> list[dict]:
@@ -65,32 +53,26 @@ def checked_name(text: str) -> str:
 
 
 async def upload(studio: Studio, request: Request) -> dict:
-    """Save the request's body in .studio/data; an existing name gets -2. An incomplete file is removed: too large, disk
-    full, client disconnected."""
+    """Save the request's body in .studio/data; an existing name gets -2. An incomplete file is removed."""
     name = checked_name(request.query_params.get("name", ""))
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/octet-stream":
-        raise Refused(415, "the body must be application/octet-stream")
-    folder = own_folder(studio, "data")
-    length = int(request.headers.get("content-length", 0))
-    _check_room(folder, length, length)
-    part = fresh_path(folder)
+    _check_size(int(request.headers.get("content-length", 0)))
+    part = fresh_path(own_folder(studio, "data"))
     try:
         with part.open("xb") as file:
-            size = await _write(folder, file, request.stream())
-        target = await asyncio.to_thread(_settle, part, folder, name)
-    except OSError as error:
-        raise refused(error, name) from error
+            size = await _write(file, request.stream())
+        target = _free_path(part.parent, name)
+        part.rename(target)
     finally:
         part.unlink(missing_ok=True)
     return {"path": str(target), "name": target.name, "bytes": size}
 
 
-async def _write(folder: Path, file: BinaryIO, body: AsyncIterator[bytes]) -> int:
-    """Write the body; returns its size, counted here, since a client may send a wrong Content-Length or none."""
+async def _write(file: BinaryIO, body: AsyncIterator[bytes]) -> int:
+    """Write the body; returns its size, counted here, since a client may give no Content-Length."""
     size = 0
     async for piece in body:
         size += len(piece)
-        _check_room(folder, len(piece), size)
+        _check_size(size)
         await asyncio.to_thread(file.write, piece)
     file.flush()
     await asyncio.to_thread(os.fsync, file.fileno())
@@ -99,22 +81,16 @@ async def _write(folder: Path, file: BinaryIO, body: AsyncIterator[bytes]) -> in
     return size
 
 
-def _check_room(folder: Path, more: int, size: int) -> None:
+def _check_size(size: int) -> None:
     if size > MAX_BYTES:
         raise Refused(413, f"the file is larger than {MAX_BYTES / 2**30:.0f} GiB; give its path in place of it")
-    free = shutil.disk_usage(folder).free
-    if free - more < MIN_FREE:
-        raise Refused(507, f"no room: {free / 2**30:.1f} GiB are free on the disk, of which 1 GiB is kept; make room")
 
 
-def _settle(part: Path, folder: Path, name: str) -> Path:
-    """Rename the complete file to the first of NAME, NAME-2, NAME-3 that is free."""
-    stem, suffix = name[:-len(_suffix(name))], _suffix(name)
-    with take_lock(folder / ".names.lock"):
-        number = 1
-        while os.path.lexists(target := folder / (f"{stem}-{number}{suffix}" if number > 1 else name)):
-            number += 1
-        part.rename(target)
+def _free_path(folder: Path, name: str) -> Path:
+    """The first of NAME, NAME-2, NAME-3 that is free."""
+    stem, suffix, number = name[:-len(_suffix(name))], _suffix(name), 1
+    while os.path.lexists(target := folder / (f"{stem}-{number}{suffix}" if number > 1 else name)):
+        number += 1
     return target
 
 

@@ -86,7 +86,6 @@ def test_a_link_from_elsewhere_may_open_the_page_alone(inside):
 
 def test_bodies_are_json_of_a_bounded_size(inside):
     assert inside.post("/api/echo", json={"a": [1]}).json() == {"a": [1]}
-    assert inside.post("/api/echo", content="{}", headers={"content-type": "text/plain"}).status_code == 415
     assert inside.post("/api/echo", json={"a": "x" * 2**20}).status_code == 413
 
 

