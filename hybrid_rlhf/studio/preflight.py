@@ -1,18 +1,17 @@
 """Questions of the page before a run starts: goals, options, settings file, data, preview and memory plan.
 
-The studio's own process does not import torch: `Look` asks a child process, whose entry point is `main`: JSON lines in,
-{"number", "kind", "asked"}, and JSON lines out, {"number", "answer" or "error", "holds_card"}. It is killed if it takes
-more than two minutes or 2 GiB, or is no longer needed, and restarted by the next question. A newer question replaces a
-waiting one of its kind.
+The studio's own process does not import torch: `Look` asks child processes, whose entry point is `main`: a line of JSON
+in, {"kind", "asked"}, and one out, {"answer"} or {"error"}. A process that takes more than two minutes or 2 GiB is
+killed; one that is idle ends.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TextIO
@@ -37,15 +35,14 @@ from hybrid_rlhf.studio.studio import Refused, Route, Studio
 LIGHT = ("options", "settings", "card")  # kinds of questions that take a moment, beside those that may take minutes
 SECONDS, MAX_BYTES = 120.0, 2 << 30  # limits of one question
 IDLE, IDLE_ON_CARD = 600.0, 15.0  # seconds; on a GPU the process holds memory that a run may need
-_START = ("import sys; sys.path[:] = sys.argv[1:]; "  # without the working directory
+_START = ("import sys; sys.path[:] = sys.argv[2:]; "  # without the working directory
           "from hybrid_rlhf.studio.preflight import main; main()")
 _CARD_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD and WSL
 _log = logging.getLogger(__name__)
-_importing, _writing = threading.Lock(), threading.Lock()
 
 
 def routes(studio: Studio, look: Look) -> list[Route]:
-    known_options = cache(lambda stage: look.ask("options", {"stage": stage}, f"options {stage}"))
+    known_options = cache(lambda stage: look.ask("options", {"stage": stage}))
     known_card = cache(find_card)
 
     def goals(_query: dict, _body: dict) -> dict:
@@ -102,201 +99,116 @@ def _shown(folder: Path) -> str:
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
-# -- the process -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Question:
-    kind: str
-    key: str
-    content: dict
-    number: int
-    is_replaced: bool = False
-    reply: dict | None = None
-
-    @property
-    def is_light(self) -> bool:
-        return self.kind in LIGHT
-
-
-@dataclass
-class _Child:
-    """The child process. why: the reason of a kill; culprit: the question that caused it."""
-
-    process: subprocess.Popen
-    has_ended: bool = False
-    holds_card: bool = False
-    culprit: _Question | None = None
-    why: str = ""
-    sending: threading.Lock = field(default_factory=threading.Lock)
-
-    def send(self, question: _Question) -> None:
-        text = json.dumps({"number": question.number, "kind": question.kind, "asked": question.content})
-        with self.sending, suppress(BrokenPipeError):  # the reader notices the end of the process
-            self.process.stdin.write(f"{text}\n".encode())
-            self.process.stdin.flush()
-
-    def kill(self, why: str, culprit: _Question | None = None) -> None:
-        self.why, self.culprit = why, culprit
-        if self.process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    @property
-    def num_bytes(self) -> int:
-        """Resident memory without shared pages."""
-        try:
-            memory = psutil.Process(self.process.pid).memory_info()
-        except psutil.Error:
-            return 0
-        return memory.rss - getattr(memory, "shared", 0)
+# -- the processes ---------------------------------------------------------------------------------------------------
 
 
 class Look:
-    """Asks the child process. Any thread may ask; two questions run at a time, one of LIGHT and one other."""
+    """Asks two processes, one for questions of LIGHT and one for others. Any thread may ask; each process answers one
+    question at a time."""
 
     def __init__(self, seconds: float = SECONDS, most_bytes: int = MAX_BYTES, idle: float = IDLE, start: str = _START
                  ) -> None:
-        """start: the program of the process; its arguments are sys.path."""
-        self._seconds, self._most_bytes, self._idle, self._code = seconds, most_bytes, idle, start
-        self._changed = threading.Condition()
-        self._numbers = itertools.count()
-        self._waiting: dict[str, _Question] = {}
-        self._busy: dict[bool, _Question] = {}  # is_light -> running question
-        self._child: _Child | None = None
-        self._timer: threading.Timer | None = None
-        self._is_closed = False
+        """start: the program of a process; its arguments are `idle` and sys.path."""
+        self._children = {is_light: _Child(seconds, most_bytes, [sys.executable, "-c", start, str(idle), *sys.path])
+                          for is_light in (True, False)}
 
-    def ask(self, kind: str, content: dict, key: str | None = None) -> dict:
-        """The answer to a question. key: it replaces a waiting question with this key (default: its kind). Raises
-        Refused: 409 if a newer question has replaced it, 400 for a mistake in it, 503 or 504 if the process ended or
-        took too long."""
-        question = _Question(kind, key or kind, content, next(self._numbers))
-        self._take_turn(question)
-        try:
-            for _ in range(2):  # retry once, if the process was killed for another question
-                child = self._send(question)
-                self._wait(question, child)
-                if question.reply is not None or child.culprit is question or not (child.why or question.is_light):
-                    break
-        finally:
-            with self._changed:
-                self._busy.pop(question.is_light, None)
-                self._changed.notify_all()
-                self._end_when_idle()
-        return _answer(question, child)
+    def ask(self, kind: str, content: dict) -> dict:
+        """The answer to a question. Raises Refused: 400 for a mistake in it, 503 or 504 if the process ended or took
+        too long."""
+        return self._children[kind in LIGHT].ask(kind, content)
 
     def close(self) -> None:
-        """End the process; later questions are refused."""
-        with self._changed:
-            self._is_closed = True
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._child is not None:
-                self._child.kill("the studio ends")
-            self._changed.notify_all()
-
-    def _take_turn(self, question: _Question) -> None:
-        with self._changed:
-            if question.key in self._waiting:
-                self._waiting[question.key].is_replaced = True
-            self._waiting[question.key] = question
-            self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: question.is_replaced or self._is_closed or question.is_light not in self._busy)
-            if question.is_replaced:
-                raise Refused(409, "replaced")
-            del self._waiting[question.key]
-            if self._is_closed:
-                raise Refused(503, "the studio ends")
-            self._busy[question.is_light] = question
-
-    def _send(self, question: _Question) -> _Child:
-        with self._changed:
-            if self._is_closed:
-                raise Refused(503, "the studio ends")
-            if self._child is None or self._child.has_ended or self._child.why:
-                self._child = _Child(subprocess.Popen(
-                    [sys.executable, "-c", self._code, *sys.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL, start_new_session=True))
-                threading.Thread(target=self._read, args=(self._child,), daemon=True).start()
-            child = self._child
-        child.send(question)
-        return child
-
-    def _wait(self, question: _Question, child: _Child) -> None:
-        """Wait for a reply or the end of the process, which is killed if it exceeds time or memory."""
-        deadline = time.monotonic() + self._seconds
-        with self._changed:
-            while question.reply is None and not child.has_ended:
-                self._changed.wait(0.25)
-                if question.reply is not None or child.why:
-                    continue
-                if time.monotonic() > deadline:
-                    child.kill(f"no answer within {self._seconds:g} seconds", question)
-                elif child.num_bytes > self._most_bytes:
-                    child.kill(f"it takes more than {self._most_bytes / 2**30:g} GiB of memory",
-                               self._busy.get(False, question))
-
-    def _read(self, child: _Child) -> None:
-        """Assign replies to their questions until the process ends."""
-        for line in child.process.stdout:
-            if not line.endswith(b"\n"):  # partial, of a killed process
-                break
-            reply = json.loads(line)
-            with self._changed:
-                child.holds_card = bool(reply.get("holds_card"))
-                for question in self._busy.values():
-                    if question.number == reply["number"]:
-                        question.reply = reply
-                self._changed.notify_all()
-        child.process.wait()
-        with self._changed:
-            child.has_ended = True
-            self._changed.notify_all()
-
-    def _end_when_idle(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._is_closed or self._child is None:
-            return
-        self._timer = threading.Timer(IDLE_ON_CARD if self._child.holds_card else self._idle, self._end_if_idle)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _end_if_idle(self) -> None:
-        with self._changed:
-            if self._child is not None and not self._busy and not self._waiting:
-                self._child.kill("not needed")
+        """End the processes; later questions are refused."""
+        for child in self._children.values():
+            child.close()
 
 
-def _answer(question: _Question, child: _Child) -> dict:
-    if question.reply is None:
-        status = 504 if "seconds" in child.why else 503
-        why = child.why or f"the process that looks ended (code {child.process.returncode})"
-        raise Refused(status, f"{why}; the command line has no such bounds: hybrid-rlhf --stage ... --config FILE"
-                      + (f" --{question.kind}" if question.kind in ("preview", "plan") else ""))
-    error = question.reply.get("error")
+class _Child:
+    """A process that is started by the first question, and again where it has ended."""
+
+    def __init__(self, seconds: float, most_bytes: int, words: list[str]) -> None:
+        self._seconds, self._most_bytes, self._words = seconds, most_bytes, words
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._is_closed = False
+
+    def ask(self, kind: str, content: dict) -> dict:
+        text = json.dumps({"kind": kind, "asked": content}).encode() + b"\n"
+        with self._turn:
+            line, why, code = self._exchange(text)
+            if code == 0:  # it ended meanwhile, as it was idle
+                line, why, code = self._exchange(text)
+        if code is None:
+            return _answer(json.loads(line))
+        why = why or f"the process that looks ended (code {code})"
+        raise Refused(504 if "seconds" in why else 503,
+                      f"{why}; the command line has no such bounds: hybrid-rlhf --stage ... --config FILE"
+                      + (f" --{kind}" if kind in ("preview", "plan") else ""))
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._process is not None:
+            _kill(self._process)
+
+    def _exchange(self, text: bytes) -> tuple[bytes, str, int | None]:
+        """The reply to a question; where there is none, why the process was killed, and its exit code."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                             stderr=subprocess.DEVNULL, start_new_session=True)
+        if self._is_closed:
+            _kill(self._process)
+        process, why, deadline = self._process, "", time.monotonic() + self._seconds
+        with suppress(BrokenPipeError):  # it has ended, as reading shows
+            process.stdin.write(text)
+            process.stdin.flush()
+        while not select.select([process.stdout], [], [], 0.25)[0]:
+            if time.monotonic() > deadline:
+                why = f"no answer within {self._seconds:g} seconds"
+            elif _num_bytes(process.pid) > self._most_bytes:
+                why = f"it takes more than {self._most_bytes / 2**30:g} GiB of memory"
+            if why:
+                _kill(process)
+        line = process.stdout.readline()
+        if self._is_closed:
+            raise Refused(503, "the studio ends")
+        return line, why, None if line.endswith(b"\n") else process.wait()
+
+
+def _kill(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _num_bytes(pid: int) -> int:
+    """Resident memory without shared pages."""
+    try:
+        memory = psutil.Process(pid).memory_info()
+    except psutil.Error:
+        return 0
+    return memory.rss - getattr(memory, "shared", 0)
+
+
+def _answer(reply: dict) -> dict:
+    error = reply.get("error")
     if error is None:
-        return question.reply["answer"]
+        return reply["answer"]
     if "traceback" in error:
         shown = error["traceback"].encode("utf-8", "backslashreplace").decode()  # lone surrogates cannot be logged
         _log.error("a question of the studio's page failed\n%s", shown)
     raise Refused(error["status"], error["text"], error["option"])
 
 
-# -- in the process --------------------------------------------------------------------------------------------------
+# -- in a process ----------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Answer until standard input ends, in two threads: one for LIGHT questions."""
+    """Answer questions until standard input ends, or no question comes for a while."""
     requests, replies = _own_streams()
-    lanes: dict[bool, queue.SimpleQueue] = {is_light: queue.SimpleQueue() for is_light in (True, False)}
-    for lane in lanes.values():
-        threading.Thread(target=_serve, args=(lane, replies), daemon=True).start()
+    waiting: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_serve, args=(waiting, replies, float(sys.argv[1])), daemon=True).start()
     for line in requests:
-        request = json.loads(line)
-        lanes[request["kind"] in LIGHT].put(request)
+        waiting.put(json.loads(line))
     os._exit(0)  # does not wait for an unneeded answer
 
 
@@ -310,26 +222,27 @@ def _own_streams() -> tuple[TextIO, TextIO]:
     return requests, replies
 
 
-def _serve(lane: queue.SimpleQueue, replies: TextIO) -> None:
+def _serve(waiting: queue.SimpleQueue, replies: TextIO, idle: float) -> None:
     while True:
-        request = lane.get()
-        text = to_json({"number": request["number"], **reply(request["kind"], request["asked"])})
-        with _writing:
-            replies.write(f"{text}\n")
-            replies.flush()
+        torch = sys.modules.get("torch")
+        holds_card = torch is not None and torch.cuda.is_initialized()
+        try:
+            request = waiting.get(timeout=IDLE_ON_CARD if holds_card else idle)
+        except queue.Empty:
+            os._exit(0)
+        replies.write(to_json(reply(request["kind"], request["asked"])) + "\n")
+        replies.flush()
 
 
 def reply(kind: str, asked: dict) -> dict:
-    """{"answer"} or {"error"}, and whether the process holds GPU memory."""
+    """{"answer"} or {"error"}."""
     try:
-        with _importing:  # concurrent imports of one library may see it half initialised
-            from hybrid_rlhf.studio.preflight_answers import answer
-        result = {"answer": answer(kind, asked)}
+        from hybrid_rlhf.studio.preflight_answers import answer
+
+        return {"answer": answer(kind, asked)}
     except UserError as error:
-        result = {"error": {"status": 400, "text": str(error), "option": getattr(error, "option", None)}}
+        return {"error": {"status": 400, "text": str(error), "option": getattr(error, "option", None)}}
     except Exception as error:
         text = f"an error of the studio ({type(error).__name__}); its terminal says more"
-        result = {"error": {"status": 500, "text": text, "option": None,
-                            "traceback": "".join(traceback.format_exception(error))}}
-    torch = sys.modules.get("torch")
-    return {**result, "holds_card": bool(torch is not None and torch.cuda.is_initialized())}
+        return {"error": {"status": 500, "text": text, "option": None,
+                          "traceback": "".join(traceback.format_exception(error))}}

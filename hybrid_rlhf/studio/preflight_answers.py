@@ -1,7 +1,7 @@
 """Answers to the page before a run starts: options of a stage, validation of settings, --preview and --plan, as by the
 launcher itself.
 
-Runs in the child process of preflight.py, since it imports torch. No code named in settings is run: neither
+Runs in the child processes of preflight.py, since it imports torch. No code named in settings is run: neither
 reward functions nor environments, which the launcher's --preview does not run either, nor code of models.
 """
 
@@ -13,7 +13,6 @@ import json
 import math
 import re
 import tempfile
-import threading
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +47,6 @@ from hybrid_rlhf.training.registry import STAGES, variant_options
 MAX_ROW, MAX_PART, MAX_COLUMNS = 2000, 20_000, 100  # characters of a row, of a part of an example; columns
 _KINDS = {bool: "bool", int: "int", float: "float", str: "text", list: "list", dict: "json"}
 LEFT_OUT = ("stage", "output_dir")  # set by the goal and the run's name
-_parsing = threading.Lock()  # the parser is not thread-safe
 
 
 class OptionError(UserError):
@@ -316,7 +314,7 @@ def _to_look_at(asked: Mapping) -> object:
 
 def _read(stage: str, options: Mapping[str, object]) -> object:
     """The config, parsed by the launcher from a file."""
-    with tempfile.TemporaryDirectory() as folder, _parsing:
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "settings.yaml")
         path.write_text(settings_text(stage, options, {}), encoding="utf-8")
         try:

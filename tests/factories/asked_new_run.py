@@ -71,7 +71,7 @@ def rows_of(goal: str) -> str:
 
 
 class DirectLook:
-    def ask(self, kind: str, asked: dict, key: str | None = None) -> dict:
+    def ask(self, kind: str, asked: dict) -> dict:
         reply = json.loads(json.dumps(preflight.reply(kind, json.loads(json.dumps(asked))), allow_nan=False))
         if "error" in reply:
             assert reply["error"]["status"] != 500, reply["error"]["traceback"]

@@ -78,7 +78,6 @@ class Stub:
     uploads: list[dict] = field(default_factory=list)
     refusal: dict | None = None
     refusals: dict[str, Refused] = field(default_factory=dict)
-    once: dict[str, list[Refused]] = field(default_factory=dict)
     output: str = ""
     studio: Studio | None = None
     slow: dict[str, float] = field(default_factory=dict)
@@ -97,8 +96,6 @@ class Stub:
         def answer(query: dict, body: dict) -> dict:
             self.asked.setdefault(name, []).append(body or query)
             time.sleep(self.slow.get(name, 0))
-            if self.once.get(name):
-                raise self.once[name].pop()
             if name in self.refusals:
                 raise self.refusals[name]
             return handle(query, body)

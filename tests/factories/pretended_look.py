@@ -7,7 +7,7 @@ import sys
 import time
 import types
 
-START = ("import sys; sys.path[:] = sys.argv[1:]; "
+START = ("import sys; sys.path[:] = sys.argv[2:]; "
          "from tests.factories.pretended_look import main; main()")
 
 

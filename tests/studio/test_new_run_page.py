@@ -307,14 +307,6 @@ def test_answers_that_come_late_do_not_replace_newer_ones(page, stub):
     assert "model.lora.r: 9" in page.find("pre.same-yaml").text
 
 
-def test_questions_that_another_tab_replaced_are_asked_again(page, stub):
-    stub.once |= {name: [Refused(409, "replaced") for _ in range(2)] for name in ("get options", "settings", "data")}
-    page.ready()
-    stub.once["plan"] = [Refused(409, "replaced")]
-    page.click("#ask-plan")
-    page.until(lambda: page.find(".checks .bars"))
-
-
 def test_options_that_cannot_be_loaded_are_asked_for_again(page, stub):
     stub.refusals["get options"] = Refused(503, "the process that looks ended")
     page.visit("?goal=prefer&model=demo/sft&data=pairs.jsonl")

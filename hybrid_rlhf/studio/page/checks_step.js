@@ -1,7 +1,6 @@
 // Checks before a run is started: the rows as the model reads them, the memory that it needs, and the signal.
 
 import {all, bars, button, fold, list, make, table} from "./dom.js";
-import {patient} from "./draft.js";
 import {goTo, inline} from "./fields.js";
 import {bytes, duration} from "./format.js";
 import {isOpen, makeJob} from "./jobs.js";
@@ -55,7 +54,7 @@ function check(draft, refuse, {name, title, about, press, ask, show}) {
     node.setAttribute("aria-disabled", "true");
     result.replaceChildren(make("p.help", {}, "Working … The first time takes up to half a minute."));
     try {
-      result.replaceChildren(...show(await patient(() => ask(asked))));
+      result.replaceChildren(...show(await ask(asked)));
     } catch (fault) {
       asked = null;
       showFault(draft, fault, result);

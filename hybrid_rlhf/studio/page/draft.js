@@ -79,7 +79,7 @@ export class Draft {
     this.emit("loading");
     let loaded;
     try {
-      loaded = await patient(() => get("options", {stage}), () => stage === this.state.stage);
+      loaded = await get("options", {stage});
     } catch (fault) {
       if (stage !== this.state.stage) return;
       this.trouble = fault.message;
@@ -163,8 +163,10 @@ export class Draft {
     const body = {stage, settings: this.settings(), card: card || null, run: this.runName()};
     const lost = ({message, option}) =>
       ({...this.answer, isLost: true, error: {option: option ?? null, text: message}});
-    this.pending = patient(() => post("settings", body), () => turn === this.turn).catch(lost).then((answer) => {
-      if (turn !== this.turn || this.isClosed) return;
+    this.pending = this.pending.then(async () => { // one at a time, and none that a newer one has overtaken
+      if (turn !== this.turn) return;
+      const answer = await post("settings", body).catch(lost);
+      if (turn !== this.turn) return;
       this.answer = answer;
       for (const option of this.options) {
         if (!this.isOwn(option.name)) this.bases.set(option.name, this.answered(option));
@@ -193,23 +195,11 @@ export class Draft {
     return this.answer.given ?? this.answer.settings ?? {};
   }
 
-  // Look at a source of data, after earlier looks: the studio answers only the newest question of a kind.
+  // Look at a source of data, after earlier looks.
   lookAt(body) {
-    const look = () => patient(() => post("data", body), () => !this.isClosed);
+    const look = () => post("data", body);
     this.looking = this.looking.then(look, look);
     return this.looking;
-  }
-}
-
-// An answer, asked for again where a question from another tab took its place, as long as it is wanted.
-export async function patient(ask, isWanted = () => true) {
-  for (let i = 0; ; i++) {
-    try {
-      return await ask();
-    } catch (fault) {
-      if (fault.status !== 409 || fault.message !== "replaced" || i > 20 || !isWanted()) throw fault;
-      await new Promise((done) => setTimeout(done, 200 + 300 * Math.random()));
-    }
   }
 }
 
