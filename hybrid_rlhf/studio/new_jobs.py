@@ -19,7 +19,7 @@ from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.exports import EXPORTS, export_words
 from hybrid_rlhf.studio.job import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
-from hybrid_rlhf.studio.settings_text import check_names, nested
+from hybrid_rlhf.studio.settings_text import check_names, flat, nested
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_json
 from hybrid_rlhf.training.registry import STAGES
 
@@ -103,10 +103,7 @@ def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:
         if stage not in STAGES:
             raise Refused(409, f"{run} is of the stage {stage!r}, which this release has not")
         if not jobs.is_own(run):
-            try:
-                _check_confirmed(body, yaml.safe_load(settings))
-            except (yaml.YAMLError, ValueError):  # ValueError: a date such as 2024-99-99
-                raise Refused(409, "the settings of this run cannot be read; start it again as a new run") from None
+            _check_confirmed(body, yaml.safe_load(settings))
         kind = "evaluate" if stage == "evaluate" else "train"
         return jobs.add(kind, f"{stage}: {run}, resumed",
                         [stage, "--config", SETTINGS, "--output_dir", str(folder), "--resume", "auto"],
@@ -198,10 +195,8 @@ def run_settings(settings: Mapping[str, object], output_dir: Path | None) -> str
 
 def own_settings(folder: Path) -> tuple[str, str]:
     """The stage of an existing run, and the text of its config.yaml. Raises Refused if they cannot be read."""
-    notes: list[str] = []
-    read = run_files.lenient_reader(notes)
-    stage = read(lambda: run_files.read_record(folder), {}).get("stage")
-    text = read(lambda: run_files.read_text(folder / run_files.SETTINGS), "")
+    stage = (read_json(folder / run_files.RECORD) or {}).get("stage")
+    text = run_files.read_text(folder / run_files.SETTINGS)
     if not stage or not text:
         raise Refused(409, f"{folder.name} has no readable run.json and config.yaml; start it again as a new run")
     return stage, text
@@ -218,38 +213,32 @@ def evaluation(studio: Studio, runs: Sequence[str], settings: Mapping[str, objec
 def _evaluation_defaults(folders: Sequence[Path], settings: Mapping[str, object]) -> dict:
     """Prompts, reward sources and response length of the first run that was trained on rewards; {} without one."""
     records = [read_json(folder / run_files.RECORD) or {} for folder in folders]
-    record = next((record for record in records if isinstance(_value(record, "config.reward"), dict)), {})
-    config, defaults = record.get("config"), {}
+    record = next((record for record in records if "reward" in record.get("config", {})), None)
+    if record is None:
+        return {}
+    config, defaults = flat(record["config"]), {}
     if not any(name.startswith(("data.", "evaluate.labels")) for name in settings):
-        defaults |= {name: value for name in _EVALUATED if (value := _value(config, name)) is not None}
-        shares = [_value(record, "config.data.eval_fraction") for record in records]
-        defaults |= {} if config is None else _held_out(config, shares)
+        defaults |= {name: config[name] for name in _EVALUATED if config.get(name) is not None}
+        defaults |= _held_out(config, [flat(record.get("config", {})).get("data.eval_fraction") for record in records])
     if not any(name.partition(".")[0] in (*_SCORED_BY, "roles") for name in settings):
-        model = _value(config, _REWARD_MODEL) or _value(record, "facts.reward_model")
-        defaults |= {name: value for name in _SCORED_BY if isinstance(value := _value(config, name), dict)}
-        defaults |= {_REWARD_MODEL: model} if isinstance(model, str) else {}
-    sampling = next((section["sampling"] for section in (config or {}).values()
-                     if isinstance(section, dict) and isinstance(section.get("sampling"), dict)), {})
-    if isinstance(most := sampling.get("max_new_tokens"), int) and not any("sampling" in name for name in settings):
+        model = config.get(_REWARD_MODEL) or record["facts"].get("reward_model")
+        defaults |= {name: record["config"][name] for name in _SCORED_BY if name in record["config"]}
+        defaults |= {_REWARD_MODEL: model} if model else {}
+    most = next((value for name, value in config.items() if name.endswith(".sampling.max_new_tokens")), None)
+    if most is not None and not any("sampling" in name for name in settings):
         defaults["evaluate.sampling.max_new_tokens"] = most
     return defaults
 
 
-def _held_out(config: object, fractions: list) -> dict:
+def _held_out(config: dict, fractions: list[float | None]) -> dict:
     """Settings for rows that no run was trained on: data.eval_sources, or the smallest share that a run held out. If a
     run held out none: all rows, which the evaluation reports."""
-    if isinstance(sources := _value(config, "data.eval_sources"), list) and sources:
+    if sources := config.get("data.eval_sources"):
         return {"data.sources": sources, "evaluate.rows": "all"}
-    least = min((fraction for fraction in fractions if isinstance(fraction, (int, float))), default=None)
+    least = min((fraction for fraction in fractions if fraction is not None), default=None)
     if least is None:
         return {}
     return {"data.eval_fraction": least} if least > 0 else {"evaluate.rows": "all"}
-
-
-def _value(config: object, option: str) -> object:
-    for name in option.split("."):
-        config = config.get(name) if isinstance(config, dict) else None
-    return config
 
 
 # -- settings of others ----------------------------------------------------------------------------------------------
@@ -280,7 +269,7 @@ def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     """Dotted name and value of everything in mappings and lists, in lists of mappings too."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+            yield from _leaves(inner, f"{name}.{key}" if name else key)
     elif isinstance(value, list):
         for inner in value:
             yield from _leaves(inner, name)

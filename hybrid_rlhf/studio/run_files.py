@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 RECORD, SETTINGS = "run.json", "config.yaml"
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
@@ -17,12 +17,7 @@ REPORT, PAGE, EVALUATION = "report.md", "report.html", "evaluate.md"
 CHECKPOINTS, MODEL = "checkpoints", "model"
 _TAIL = 64  # bytes before the read position that identify an unchanged file
 
-T = TypeVar("T")
 Mark = tuple[int, int, int] | None  # inode, size and modification time; None for a missing file
-
-
-class Unreadable(Exception):
-    """A file that cannot be read; the message is one line."""
 
 
 class Checkpoint(NamedTuple):
@@ -43,48 +38,9 @@ def mark(path: Path) -> Mark:
     return info.st_ino, info.st_size, info.st_mtime_ns
 
 
-def read_bytes(path: Path) -> bytes | None:
-    """The bytes of a file; None if it does not exist. Raises Unreadable."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise Unreadable(f"{path.name} cannot be read: {error.strerror}") from error
-
-
 def read_text(path: Path) -> str | None:
-    """A file as text, with invalid UTF-8 escaped; None if it does not exist. Raises Unreadable."""
-    content = read_bytes(path)
-    return None if content is None else content.decode("utf-8", "backslashreplace")
-
-
-def read_record(folder: Path) -> dict:
-    """A run's run.json. Raises Unreadable if it is missing or damaged."""
-    content = read_bytes(folder / RECORD)
-    if content is None:
-        raise Unreadable(f"{RECORD} is missing")
-    try:
-        record = json.loads(content)
-    except ValueError as error:
-        raise Unreadable(f"{RECORD} is damaged: {error}") from None
-    if not isinstance(record, dict):
-        raise Unreadable(f"{RECORD} is damaged: it holds no JSON object")
-    return record
-
-
-def lenient_reader(notes: list[str], prefix: str = "") -> Callable[[Callable[[], T | None], T], T]:
-    """A function that calls a reader and returns its value, or a default if it raises Unreadable, with a line in
-    `notes`."""
-    def read(function: Callable[[], T | None], default: T) -> T:
-        try:
-            value = function()
-        except Unreadable as error:
-            notes.append(f"{prefix}{error}")
-            return default
-        return default if value is None else value
-
-    return read
+    """A file as text, with invalid UTF-8 escaped; None if it does not exist."""
+    return path.read_text("utf-8", "backslashreplace") if path.exists() else None
 
 
 def row_of(line: bytes | str) -> dict | None:
@@ -98,15 +54,12 @@ def row_of(line: bytes | str) -> dict | None:
 
 def last_rows(path: Path, size: int = 256 * 2**10) -> list[dict]:
     """The rows in the last `size` bytes of a JSON lines file, oldest first; [] if it does not exist."""
-    try:
-        with path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - size))
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
+    if not path.exists():
         return []
-    except OSError as error:
-        raise Unreadable(f"{path.name} cannot be read: {error.strerror}") from error
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - size))
+        lines = file.read().split(b"\n")
     return [row for line in lines[end > size:] if line and (row := row_of(line)) is not None]
 
 
@@ -123,7 +76,7 @@ class GrowingLines:
     def update(self, start_over: Callable[[], None], take: Callable[[int, bytes], None],
                most: float = math.inf) -> bool:
         """Call `take` with the position of each new line and the line, after `start_over` if the file is another one. A
-        partial last line waits. Reads about `most` bytes; returns whether it reached the end. Raises Unreadable."""
+        partial last line waits. Reads about `most` bytes; returns whether it reached the end."""
         now = mark(self.path)
         if now is not None and now == self._seen and self._is_whole:
             return True
@@ -146,8 +99,6 @@ class GrowingLines:
         except FileNotFoundError:
             self._place, self._tail, self._is_whole = 0, b"", True
             start_over()
-        except OSError as error:
-            raise Unreadable(f"{self.path.name} cannot be read: {error.strerror}") from error
         self._seen = now
         return self._is_whole
 

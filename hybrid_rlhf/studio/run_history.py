@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from hybrid_rlhf.report.alarms import Alarm, answered, find
-from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, SAMPLES, GrowingLines, last_rows, lenient_reader, row_of
+from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, SAMPLES, GrowingLines, last_rows, row_of
 
 MAX_RUNS = 8  # whose metrics are kept in memory
 ALARM_READ = 16 * 2**20  # bytes of metrics read in one search for alarms; the next one continues
@@ -43,8 +43,6 @@ class Table:
         self.steps = array("q")
         self.columns: dict[str, tuple[array, array]] = {}
         self.first_not_finite: tuple[int, str] | None = None
-        self._width = 1  # rows of a bucket in `_means`
-        self._means: dict[str, tuple[array, array]] = {}  # for long runs: bucket numbers and means
 
     def add(self, row: dict) -> None:
         step, place = row["step"], len(self.steps)
@@ -60,13 +58,11 @@ class Table:
             values.append(number)
         self.steps.append(step)
 
-    def buckets(self, name: str, width: int, first: int = 0) -> Iterator[tuple[int, Sequence[float]]]:
-        """The metric in buckets of `width` neighbouring rows, from the row `first` on: the index of each bucket's last
-        row, and its finite values. Buckets without the metric are left out."""
-        if name not in self.columns:
-            return
-        places, values = self.columns[name]
-        start = bisect_left(places, first)
+    def buckets(self, name: str, width: int) -> Iterator[tuple[int, Sequence[float]]]:
+        """The metric in buckets of `width` neighbouring rows: the index of each bucket's last row, and its finite
+        values. Buckets without the metric are left out."""
+        places, values = self.columns.get(name, ((), ()))
+        start = 0
         while start < len(places):
             after = (places[start] // width + 1) * width
             end = bisect_left(places, after, start, min(start + width, len(places)))
@@ -83,27 +79,13 @@ class Table:
 
     def rows(self) -> list[dict]:
         """At most MAX_ROWS rows for report/alarms.py; None for values that are not finite."""
-        width = 1
-        while len(self.steps) > width * MAX_ROWS:
-            width *= 2
-        if width != self._width:
-            self._width, self._means = width, {}
+        width = max(1, -(-len(self.steps) // MAX_ROWS))
         rows: list[dict] = [{"step": self.steps[min(start + width, len(self.steps)) - 1]}
                             for start in range(0, len(self.steps), width)]
-        for name, column in self.columns.items():
-            for number, value in zip(*(column if width == 1 else self._means_of(name)), strict=True):
-                rows[number][name] = value if value == value else None
+        for name in self.columns:
+            for place, values in self.buckets(name, width):
+                rows[place // width][name] = sum(values) / len(values) if values else None
         return rows
-
-    def _means_of(self, name: str) -> tuple[array, array]:
-        """The metric's bucket numbers and means; cached, except for the last bucket."""
-        numbers, means = self._means.setdefault(name, (array("l"), array("d")))
-        first = numbers.pop() * self._width if numbers else 0
-        del means[len(numbers):]
-        for place, values in self.buckets(name, self._width, first):
-            numbers.append(place // self._width)
-            means.append(sum(values) / len(values) if values else math.nan)
-        return numbers, means
 
 
 class Metrics:
@@ -132,7 +114,7 @@ class Metrics:
         return [f"{METRICS}: {self._num_damaged} damaged lines were skipped"] if self._num_damaged else []
 
     def update(self, most: float = math.inf) -> bool:
-        """Read about `most` new bytes; returns whether that reached the end. Raises Unreadable."""
+        """Read about `most` new bytes; returns whether that reached the end."""
         return self._lines.update(self._start_over, self._take, most)
 
     def curve(self, name: str, most: int) -> list[Point]:
@@ -176,7 +158,6 @@ class SampleIndex:
         self.places: dict[int, int] = {}  # step -> byte
 
     def update(self) -> None:
-        """Index new lines. Raises Unreadable."""
         self._lines.update(self._start_over, self._take)
 
     def read(self, step: int | None, most: int) -> list[dict]:
@@ -208,20 +189,20 @@ class Histories:
         self._lock = threading.Lock()
 
     def metrics(self, folder: Path, use: Callable[[Metrics], T]) -> T:
-        """Apply `use` to the metrics of the run in `folder`, read to the end. Raises Unreadable."""
+        """Apply `use` to the metrics of the run in `folder`, read to the end."""
         lock, metrics, _ = self._of(folder)
         with lock:
             metrics.update()
             return use(metrics)
 
-    def alarms(self, folder: Path, answers: list[dict]) -> list[Alarm] | None:
-        """`Metrics.alarms`; None while the metrics are not read to their end. Raises Unreadable."""
+    def alarms(self, folder: Path) -> list[Alarm] | None:
+        """The alarms of a run without a report; None while its metrics are not read to the end."""
         lock, metrics, _ = self._of(folder)
         with lock:
-            return metrics.alarms(answers) if metrics.update(ALARM_READ) else None
+            return metrics.alarms(newest_answers(folder)) if metrics.update(ALARM_READ) else None
 
     def samples(self, folder: Path, use: Callable[[SampleIndex], T]) -> T:
-        """Apply `use` to the samples of the run in `folder`. Raises Unreadable."""
+        """Apply `use` to the samples of the run in `folder`."""
         lock, _, index = self._of(folder)
         with lock:
             index.update()
@@ -240,11 +221,6 @@ class Histories:
 # -- requests of the pages ---------------------------------------------------------------------------------------------
 
 
-def alarms_of(histories: Histories, folder: Path) -> list[Alarm] | None:
-    """The alarms of a run without a report; None while its metrics are not read to the end. Raises Unreadable."""
-    return histories.alarms(folder, newest_answers(folder))
-
-
 def curves(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
     """GET /api/history: names (a,b) in at most `points` points each."""
     names, most = query["names"].split(","), int(query.get("points", 400))
@@ -256,49 +232,36 @@ def curves(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
                    "high": [p.high for p in points], "mean": [p.mean for p in points]}
             for name, points in series.items()}}
 
-    notes: list[str] = []
-    nothing: dict = {"step": None, "notes": notes, "series": {}}
-    return lenient_reader(notes)(lambda: histories.metrics(folder, use), nothing)
+    return histories.metrics(folder, use)
 
 
 def samples(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
     """GET /api/samples: samples of a step (default: the newest), and the answers to the fixed prompts."""
     step, most = int(query["step"]) if "step" in query else None, int(query.get("limit", 20))
-    notes: list[str] = []
-    read = lenient_reader(notes)
-    steps, rows = read(lambda: histories.samples(
-        folder, lambda index: (list(index.places), index.read(step, most))), ([], []))
-    return {"steps": steps, "samples": rows, "answers": read(lambda: fixed_answers(folder), []), "notes": notes}
+    steps, rows = histories.samples(folder, lambda index: (list(index.places), index.read(step, most)))
+    return {"steps": steps, "samples": rows, "answers": fixed_answers(folder)}
 
 
 def fixed_answers(folder: Path) -> list[dict]:
-    """The newest answers to the fixed prompts, oldest first. Raises Unreadable."""
+    """The newest answers to the fixed prompts, oldest first."""
     rows = [row for row in last_rows(folder / ANSWERS, 2**20) if isinstance(row.get("step"), int)]
     return [shown(row) for row in rows[-MAX_ANSWERS:]]
 
 
 def newest_answers(folder: Path) -> list[dict]:
-    """The answers of the last step. Raises Unreadable."""
+    """The answers of the last step."""
     rows = fixed_answers(folder)
     last = max((row["step"] for row in rows), default=None)
     return [row for row in rows if row["step"] == last]
 
 
 def shown(row: dict) -> dict:
-    """A sample for the page: shortened texts, numbers, and the score of each source; without tokens. The text of an
-    episode also as "turns": [{"who", "text"}]."""
-    sample: dict = {}
-    for name, value in row.items():
-        if name == "scores" and isinstance(value, dict):
-            sample[name] = {source: score for source, score in value.items() if isinstance(score, (int, float))}
-        elif isinstance(value, str):
-            sample[name] = value if len(value) <= MAX_TEXT else (
-                f"{value[:MAX_TEXT]} … ({len(value) - MAX_TEXT} more characters)")
-        elif value is None or isinstance(value, (bool, int, float)):
-            sample[name] = value
-    if "ended_by" in row and isinstance(row.get("completion"), str):
-        sample["turns"] = turns(sample["completion"])
-    return sample
+    """A sample for the page: with shortened texts, and without tokens. The text of an episode also as "turns":
+    [{"who", "text"}]."""
+    sample = {name: f"{value[:MAX_TEXT]} … ({len(value) - MAX_TEXT} more characters)"
+              if isinstance(value, str) and len(value) > MAX_TEXT else value
+              for name, value in row.items() if name != "replay"}
+    return sample | ({"turns": turns(sample["completion"])} if "ended_by" in row else {})
 
 
 def turns(text: str) -> list[dict]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import threading
@@ -11,17 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
-from hybrid_rlhf.core.config import to_yaml
 from hybrid_rlhf.report.metric_names import meaning
 from hybrid_rlhf.report.plots import SUBJECTS
 from hybrid_rlhf.studio import run_files
-from hybrid_rlhf.studio.run_files import GROWING, MODEL, PAGE, SETTINGS, Unreadable, lenient_reader
+from hybrid_rlhf.studio.run_files import GROWING, MODEL, PAGE, RECORD, SETTINGS
 from hybrid_rlhf.studio.run_history import Histories, Metrics, curves, newest_answers, samples
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.settings_text import flat
-from hybrid_rlhf.studio.studio import News, Refused, Route, Studio
+from hybrid_rlhf.studio.studio import News, Refused, Route, Studio, read_json
 
 PHASES = ("generate", "score", "teacher", "train", "switch")  # disjoint phases of a step
 MAX_PROMPTS, MAX_OPTIONS = 50, 300
@@ -39,7 +37,10 @@ def open_runs(studio: Studio, runs: RunList, histories: Histories) -> tuple[list
     watcher = Watcher(runs, studio.news)
 
     async def report(request: Request) -> Response:
-        return await asyncio.to_thread(_report, studio, request.query_params["id"])
+        page = studio.folder(request.query_params["id"]) / PAGE
+        if not page.is_file():
+            raise Refused(404, "this run has no report yet")
+        return FileResponse(page, media_type="text/html", headers=_REPORT_HEADERS)
 
     def of_run(answer: Callable[[Path, dict], dict]) -> Callable:
         return lambda query, _body: answer(studio.folder(query["id"]), query)
@@ -53,39 +54,26 @@ def open_runs(studio: Studio, runs: RunList, histories: Histories) -> tuple[list
             Route("GET", "/api/report", report, is_raw=True)], watcher.stop
 
 
-def _report(studio: Studio, run: str) -> Response:
-    try:
-        page = run_files.read_bytes(studio.folder(run) / PAGE)
-    except Unreadable as error:
-        raise Refused(404, str(error)) from None
-    if page is None:
-        raise Refused(404, "this run has no report yet")
-    return Response(page, media_type="text/html", headers=_REPORT_HEADERS)
-
-
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
 def details(runs: RunList, histories: Histories, run: str) -> dict:
-    """GET /api/run. Unreadable parts are left out, with a line in "notes"."""
+    """GET /api/run."""
     row, alarms, rows = runs.row(run), runs.alarms(run), runs.rows()[0]
-    folder, notes = runs.outputs / run, []
-    read = lenient_reader(notes)
-    record = read(lambda: run_files.read_record(folder), {})
-    facts = record.get("facts") or {}
-    nothing: dict[str, list] = {"phases": [], "memory": [], "metrics": [], "notes": []}
-    measured = read(lambda: histories.metrics(folder, _measured), nothing)
-    notes += measured.pop("notes")
+    folder = runs.outputs / run
+    record = read_json(folder / RECORD) or {}
     children = [other["id"] for other in rows if run in other["parents"]]
     known = [other["id"] for other in rows if other["id"] in (*row["parents"], *children)]  # runs with a page
     return {"row": row, "children": children, "known": known, "command": record.get("command") or "",
-            "header": facts.get("header") or [], "settings": read(lambda: settings_of(folder, record), ""),
+            "header": (record.get("facts") or {}).get("header") or [],
+            "settings": run_files.read_text(folder / SETTINGS) or "",
             "versions": record.get("versions") or {},
-            "alarms": [{"name": alarm.name, "text": alarm.text} for alarm in alarms], **measured,
+            "alarms": [{"name": alarm.name, "text": alarm.text} for alarm in alarms],
+            **histories.metrics(folder, _measured),
             "checkpoints": [checkpoint._asdict() for checkpoint in run_files.checkpoints(folder)],
             "has_report": (folder / PAGE).is_file(),
-            "card": read(lambda: run_files.read_text(folder / MODEL / "README.md"), None),
-            "evaluation": read(lambda: run_files.read_text(folder / run_files.EVALUATION), None), "notes": notes}
+            "card": run_files.read_text(folder / MODEL / "README.md"),
+            "evaluation": run_files.read_text(folder / run_files.EVALUATION)}
 
 
 def _measured(metrics: Metrics) -> dict:
@@ -115,30 +103,17 @@ def group(name: str) -> str:
     return plain.partition("/")[0] if "/" in plain else "other"
 
 
-def settings_of(folder: Path, record: dict) -> str:
-    """The text of config.yaml, else the settings in run.json."""
-    text = run_files.read_text(folder / SETTINGS)
-    return text or (to_yaml(record["config"]) if record.get("config") else "")
-
-
 # -- several runs ----------------------------------------------------------------------------------------------------
 
 
 def compare(runs: RunList, histories: Histories, ids: str) -> dict:
     """GET /api/compare: ids is a,b,c, at least two runs."""
-    names = ids.split(",")
-    rows = [runs.row(name) for name in names]
-    notes: list[str] = []
-
-    def parts(folder: Path) -> tuple[dict, list[dict], list[str]]:
-        read = lenient_reader(notes, f"{folder.name}: ")
-        record = read(lambda: run_files.read_record(folder), {})
-        return (flat(record.get("config") or {}), read(lambda: newest_answers(folder), []),
-                read(lambda: histories.metrics(folder, lambda metrics: metrics.names), []))
-
-    settings, answers, metrics = zip(*(parts(runs.outputs / name) for name in names), strict=True)
-    return {"runs": rows, "differ": differing(settings), "prompts": side_by_side(answers),
-            "metrics": described(dict.fromkeys(name for names in metrics for name in names)), "notes": notes}
+    rows = [runs.row(name) for name in ids.split(",")]
+    folders = [runs.outputs / row["id"] for row in rows]
+    settings = [flat((read_json(folder / RECORD) or {}).get("config") or {}) for folder in folders]
+    metrics = [name for folder in folders for name in histories.metrics(folder, lambda metrics: metrics.names)]
+    return {"runs": rows, "differ": differing(settings), "prompts": side_by_side(list(map(newest_answers, folders))),
+            "metrics": described(dict.fromkeys(metrics))}
 
 
 def differing(settings: Sequence[dict]) -> list[dict]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import os
 import re
 import shutil
@@ -10,18 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_rlhf.core.own_files import is_locked
 from hybrid_rlhf.report.alarms import Alarm
 from hybrid_rlhf.studio import run_files
-from hybrid_rlhf.studio.run_files import ANSWERS, CHECKPOINTS, METRICS, MODEL, RECORD, SETTINGS, Unreadable, mark
-from hybrid_rlhf.studio.run_history import ALARM_READ, Histories, alarms_of
+from hybrid_rlhf.studio.run_files import ANSWERS, CHECKPOINTS, METRICS, MODEL, RECORD, SETTINGS, mark
+from hybrid_rlhf.studio.run_history import ALARM_READ, Histories
 from hybrid_rlhf.studio.studio import Refused, Studio
 
-STATUSES = ("running", "finished", "stopped", "failed")
 DEPTH, MAX_FOLDERS = 4, 20_000  # limits of the search for runs
 OWN = frozenset((CHECKPOINTS, MODEL, f"{MODEL}_ema", "plots", "trackers", "rows"))  # folders inside a run
 # The most informative metrics, best first: a row's headline has two of them, and the first one's held-out value.
@@ -44,13 +42,13 @@ class Parent(NamedTuple):
 
 @dataclass
 class Record:
-    """The fields of a run.json that the list needs; only `error` for a damaged one."""
+    """The fields of a run.json that the list needs; only `error` for one that cannot be read."""
 
     stage: str = ""
     status: str = "failed"
     total: int | None = None
     max_seconds: float | None = None
-    started: datetime | None = None
+    started: str | None = None
     finished: str | None = None
     seconds: float = 0.0
     error: str | None = None
@@ -58,21 +56,17 @@ class Record:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-_NO_ALARMS = (None, None, None)  # of a run not checked yet
-
-
 class RunList:
-    """The rows of all runs. A file is read again only if it has changed. num_read: computed results, for tests."""
+    """The rows of all runs. A file is read again only if it has changed."""
 
     def __init__(self, studio: Studio, histories: Histories) -> None:
-        self.outputs, self.num_read = studio.outputs, 0
+        self.outputs = studio.outputs
         self._studio, self._histories = studio, histories
         self._lock = threading.Lock()
         self._runs: dict[str, None] = {}  # ordered ids
         self._cache: dict[tuple[str, str], tuple[object, Any]] = {}  # (run, what) -> marks of its files, the result
         self._alarm_lock = threading.Lock()  # of `_alarms`; separate, since searching takes long
-        # run -> (marks of its files, its alarms or None if not searched yet, error of an unreadable file)
-        self._alarms: dict[str, tuple[object, list[Alarm] | None, str | None]] = {}
+        self._alarms: dict[str, tuple[object, list[Alarm] | None]] = {}  # run -> marks of its files, its alarms
 
     def answer(self) -> dict:
         """GET /api/runs."""
@@ -85,7 +79,7 @@ class RunList:
         with self._lock:
             notes = self._find()
             rows = [self._row(run) for run in self._runs if (self.outputs / run / RECORD).exists()]
-            rows.sort(key=lambda row: (-self._began(row["id"]), row["id"]))
+            rows.sort(key=lambda row: row["started"] or "", reverse=True)
         if self._alarm_lock.acquire(blocking=False):  # else another thread is searching
             try:
                 self._look_for_alarms(rows)
@@ -110,7 +104,7 @@ class RunList:
     def alarms(self, run: str) -> list[Alarm]:
         """The alarms counted in the row of a run."""
         self.row(run)
-        return self._alarms.get(run, _NO_ALARMS)[1] or []
+        return self._alarms.get(run, (None, None))[1] or []
 
     def _find(self) -> list[str]:
         runs, notes = find_runs(self.outputs)
@@ -122,7 +116,6 @@ class RunList:
         """The result of `read`, called again only if `marks` differ from those of the last call."""
         known = self._cache.get((run, what))
         if known is None or known[0] != marks:
-            self.num_read += 1
             known = self._cache[run, what] = marks, read()
         return known[1]
 
@@ -130,66 +123,54 @@ class RunList:
         folder = self.outputs / run
         return self._cached(run, "record", mark(folder / RECORD), lambda: read_record(run, folder, self.outputs))
 
-    def _began(self, run: str) -> float:
-        started = self._record(run).started
-        return started.timestamp() if started else (mark(self.outputs / run / RECORD) or (0, 0, 0))[2] / 1e9
-
     def _row(self, run: str) -> dict:
         folder, status = self.outputs / run, self._status(run)
         record = self._record(run)
         marks = mark(folder / METRICS), mark(folder / RECORD)
-        step, metrics, damage = self._cached(run, "metrics", marks, lambda: _last_metrics(folder, record))
+        step, metrics = self._cached(run, "metrics", marks, lambda: _last_metrics(folder, record)) if (
+            record.stage) else (None, {})
         slot = time.monotonic() // SIZE_WAIT if status == "running" else None
         size_marks = slot, *(mark(folder / name) for name in ("", RECORD, CHECKPOINTS, MODEL))
         size, has_model = self._cached(
             run, "size", size_marks, lambda: (run_files.size_of(folder), run_files.has_model(folder)))
         return {"id": run, "stage": record.stage, "status": status, "step": step, "max_steps": record.total,
-                "max_seconds": record.max_seconds, "started": _text(record.started), "finished": record.finished,
+                "max_seconds": record.max_seconds, "started": record.started, "finished": record.finished,
                 "seconds": _seconds(folder, record, status), "headline": headline(metrics),
                 "parents": parent_names(run, record.parents, self._runs),
-                "alarms": None, "bytes": size, "has_model": has_model, "error": record.error or damage}
+                "alarms": None, "bytes": size, "has_model": has_model, "error": record.error}
 
     def _status(self, run: str) -> str:
         """The status in run.json; "lost" if that is running but no process holds the run's lock."""
         folder = self.outputs / run
-        for _ in range(3):  # a run that ends writes run.json before it releases the lock
-            if self._record(run).status != "running":
-                return self._record(run).status
-            marks = mark(folder / RECORD), mark(folder / SETTINGS)
-            # the lock of a lost run is not tested again, since that could block a process that resumes it
-            if not self._cached(run, "lock", marks, lambda: None if is_locked(folder / SETTINGS) is False else True):
-                if mark(folder / RECORD) == marks[0]:
-                    return "lost"
-                continue
-            del self._cache[run, "lock"]  # while it runs it is tested every time
-            return "running"
-        return "running"
+        marks = mark(folder / RECORD), mark(folder / SETTINGS)
+        # the lock of a run that has ended is not tested again, since that could block a process that resumes it
+        is_held = self._cached(run, "lock", marks, lambda: is_locked(folder / SETTINGS) is not False)
+        if is_held:
+            del self._cache[run, "lock"]
+        status = self._record(run).status  # read last: a run that ends writes run.json before it releases the lock
+        return "lost" if status == "running" and not is_held else status
 
     def _with_alarms(self, row: dict) -> dict:
-        _, alarms, unread = self._alarms.get(row["id"], _NO_ALARMS)
-        return row | {"alarms": None if alarms is None else len(alarms), "error": row["error"] or unread}
+        _, alarms = self._alarms.get(row["id"], (None, None))
+        return row | {"alarms": None if alarms is None else len(alarms)}
 
     def _look_for_alarms(self, rows: list[dict]) -> None:
         """Search for alarms in runs whose files have changed, until about ALARM_READ bytes are read."""
         num_bytes = 0
-        for run, status in ((row["id"], row["status"]) for row in rows):
+        for run, status in ((row["id"], row["status"]) for row in rows if row["stage"]):
             folder = self.outputs / run
             metrics = mark(folder / METRICS)
             marks = status, (time.monotonic() // ALARM_WAIT if status == "running" else (
                 metrics, mark(folder / ANSWERS), mark(folder / run_files.REPORT)))
-            seen, known, _ = self._alarms.get(run, _NO_ALARMS)
+            seen, known = self._alarms.get(run, (None, None))
             if num_bytes >= ALARM_READ or seen == marks:
                 continue
-            self.num_read += 1
-            try:
-                alarms = self._reported_alarms(folder) if status == "finished" else None
-                if alarms is None:
-                    num_bytes += metrics[1] if metrics else 0
-                    alarms = alarms_of(self._histories, folder)
-                # metrics not read to the end continue at the next search
-                self._alarms[run] = (None, known, None) if alarms is None else (marks, alarms, None)
-            except Unreadable as error:
-                self._alarms[run] = marks, [], str(error)
+            alarms = self._reported_alarms(folder) if status == "finished" else None
+            if alarms is None:
+                num_bytes += metrics[1] if metrics else 0
+                alarms = self._histories.alarms(folder)
+            # metrics not read to the end continue at the next search
+            self._alarms[run] = (None, known) if alarms is None else (marks, alarms)
 
     @staticmethod
     def _reported_alarms(folder: Path) -> list[Alarm] | None:
@@ -230,39 +211,31 @@ def find_runs(outputs: Path) -> tuple[list[str], list[str]]:
 
 
 def read_record(run: str, folder: Path, outputs: Path) -> Record:
-    """Parse a run's run.json. An unreadable one gives a failed run with the reason as its error."""
+    """Parse a run's run.json. One that cannot be read gives a failed run with the reason as its error."""
     try:
-        record = run_files.read_record(folder)
-        status, stage, error = record.get("status"), record.get("stage"), record.get("error")
-        if status not in STATUSES or not isinstance(stage, str):
-            return Record(error=f"{RECORD} is damaged: it names no stage and status of a run")
-        train, metrics = _inner(record, "config", "train"), record.get("metrics") or {}
+        record = json.loads((folder / RECORD).read_bytes())
+        train, error = _inner(record, "config", "train"), record.get("error")
         return Record(
-            stage, status, _num_steps(record, train), number(train.get("max_seconds")), moment(record.get("started")),
-            _text(moment(record.get("finished"))), number(record.get("seconds")) or 0.0,
-            error.strip().rpartition("\n")[2][:500] if error else None,
-            parents_of(run, record, outputs), {k: v for k, v in metrics.items() if number(v) is not None})
-    except Unreadable as damage:
-        return Record(error=str(damage))
-    except (AttributeError, TypeError) as damage:
-        return Record(error=f"{RECORD} is damaged: {damage}")
+            record["stage"], record["status"], _num_steps(record, train), train.get("max_seconds"),
+            record.get("started"), record.get("finished"), record.get("seconds") or 0.0,
+            error.strip().rpartition("\n")[2][:500] if error else None, parents_of(run, record, outputs),
+            dict(record.get("metrics") or {}))
+    except Exception as error:  # of whatever another program wrote under this name
+        return Record(error=f"{RECORD} is damaged: {type(error).__name__}: {error}")
 
 
-def _last_metrics(folder: Path, record: Record) -> tuple[int | None, dict, str | None]:
-    """The last step, the newest value of each metric, and an error of reading them."""
-    try:
-        rows = run_files.last_rows(folder / METRICS)
-    except Unreadable as error:
-        return None, record.metrics, str(error)
-    step = next((row["step"] for row in reversed(rows) if isinstance(row.get("step"), int)), None)
-    return step, record.metrics | {k: v for row in rows for k, v in row.items() if k != "step"}, None
+def _last_metrics(folder: Path, record: Record) -> tuple[int | None, dict]:
+    """The last step, and the newest value of each metric."""
+    rows = run_files.last_rows(folder / METRICS)
+    step = next((row["step"] for row in reversed(rows) if "step" in row), None)
+    return step, record.metrics | {k: v for row in rows for k, v in row.items() if k != "step"}
 
 
 def headline(values: Mapping[str, object]) -> list[dict]:
     """Two or three of a run's most informative metrics; the first three if none is known."""
-    known = [name for name in HEADLINES if number(values.get(name)) is not None][:2]
+    known = [name for name in HEADLINES if values.get(name) is not None][:2]
     names = [known[0], f"eval/{known[0]}", *known[1:]] if known else list(values)[:3]
-    return [{"name": name, "value": values[name]} for name in names if number(values.get(name)) is not None]
+    return [{"name": name, "value": values[name]} for name in names if values.get(name) is not None]
 
 
 def reported_alarms(text: str) -> list[Alarm]:
@@ -271,36 +244,16 @@ def reported_alarms(text: str) -> list[Alarm]:
     return [Alarm(*match.groups()) for line in lines if (match := _ALARM.match(line))]
 
 
-def number(value: object) -> float | None:
-    """A finite number; None for anything else."""
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def moment(value: object) -> datetime | None:
-    """An ISO time; one without a zone is UTC."""
-    try:
-        when = datetime.fromisoformat(value) if isinstance(value, str) else None
-    except ValueError:
-        return None
-    return when.replace(tzinfo=UTC) if when is not None and when.tzinfo is None else when
-
-
-def _text(when: datetime | None) -> str | None:
-    return None if when is None else when.isoformat(timespec="milliseconds")
-
-
 def _header_match(record: Mapping, pattern: re.Pattern) -> str | None:
     """The first group of a pattern in the header lines of a run."""
     lines = _inner(record, "facts").get("header") or []
-    return next((match.group(1) for line in lines if (match := pattern.match(str(line)))), None)
+    return next((match.group(1) for line in lines if (match := pattern.match(line))), None)
 
 
 def _num_steps(record: Mapping, train: Mapping) -> int | None:
     """The planned number of steps: from the run's header, else from its settings."""
-    if text := _header_match(record, _RUN_LINE):
-        return int(text)
-    steps = train.get("max_steps")
-    return steps if isinstance(steps, int) and steps > 0 else None
+    steps = int(_header_match(record, _RUN_LINE) or train.get("max_steps") or 0)
+    return steps if steps > 0 else None
 
 
 def _seconds(folder: Path, record: Record, status: str) -> float:
@@ -328,9 +281,9 @@ def parents_of(run: str, record: Mapping, outputs: Path) -> list[Parent]:
     named = [*started_from, *evaluated, role.get("reward"), facts.get("reward_model"), role.get("teacher"),
              role.get("ref"), role.get("critic"), *_texts(reward.get("models")), _inner(reward, "judge").get("model")]
     roots = _roots(run, config.get("output_dir"), outputs)
-    parents = {text: Parent(text, _ids(text, roots)) for text in named if isinstance(text, str) and text}
+    parents = {text: Parent(text, _ids(text, roots)) for text in named if text}
     beside = run.rpartition("/")[0] + "/" if "/" in run else ""
-    if not any(isinstance(text, str) for text in started_from) and "train" in config and record.get("stage") != "sft":
+    if not any(started_from) and "train" in config and record.get("stage") != "sft":
         parents["sft"] = Parent("sft", (f"{beside}sft",), is_guess=True)
     has_reward = "reward_model" in facts or bool(role.get("reward")) or _has_sources(config, record)
     if "reward" in role and not has_reward:
@@ -353,12 +306,9 @@ def parent_names(run: str, parents: Iterable[Parent], known: Collection[str]) ->
 def _roots(run: str, output_dir: object, outputs: Path) -> list[str]:
     """Prefixes of paths of other runs in a record: the outputs folder, and the folder in which the run was made, by its
     own path; "" for a relative one."""
-    roots = [f"{outputs}/"]
-    if isinstance(output_dir, str):
-        path = _normal(output_dir)
-        if path == run or path.endswith(f"/{run}"):
-            roots.append(path[: len(path) - len(run)])
-    return roots
+    path = _normal(str(output_dir))
+    is_here = path == run or path.endswith(f"/{run}")
+    return [f"{outputs}/", *([path[: len(path) - len(run)]] if is_here else [])]
 
 
 def _ids(text: str, roots: list[str]) -> tuple[str, ...]:
@@ -379,13 +329,12 @@ def _has_sources(config: Mapping, record: Mapping) -> bool:
                 or record.get("stage") in ("distill", "evaluate"))
 
 
-def _texts(value: object) -> list[str]:
+def _texts(value: str | list[str] | None) -> list[str]:
     """A text or a list of them."""
-    return [value] if isinstance(value, str) else [text for text in value or [] if isinstance(text, str)]
+    return [value] if isinstance(value, str) else value or []
 
 
 def _inner(section: Mapping, *names: str) -> Mapping:
     for name in names:
-        inner = section.get(name)
-        section = inner if isinstance(inner, Mapping) else {}
+        section = section.get(name) or {}
     return section

@@ -114,11 +114,10 @@ def test_an_evaluation_asks_what_no_run_was_trained_on(tmp_path, shares, own, ex
 
 
 def test_an_evaluation_of_runs_without_rewards_is_left_to_the_launcher(tmp_path):
-    for name in ("a", "b", "c=d"):
+    for name in ("a", "c=d"):
         make_run(tmp_path, name)
-    (tmp_path / "b/run.json").write_text(json.dumps({"config": {"reward": [1]}, "facts": 3}))
-    assert evaluation(Studio(tmp_path), ["a", "b", "c=d"], {}) == {
-        "evaluate.models": [f"a={tmp_path}/a", f"b={tmp_path}/b", f"c_d={tmp_path}/c=d"]}
+    assert evaluation(Studio(tmp_path), ["a", "c=d"], {}) == {
+        "evaluate.models": [f"a={tmp_path}/a", f"c_d={tmp_path}/c=d"]}
     with pytest.raises(Refused):
         evaluation(Studio(tmp_path), ["a", "../a"], {})
 

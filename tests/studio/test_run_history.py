@@ -179,7 +179,7 @@ def test_alarms_of_a_long_run_are_found_in_means(folder):
 def test_endless_answers_are_an_alarm(folder):
     (folder / "answers.jsonl").write_text("".join(json.dumps({"step": s, "prompt": "a", "ended": s == 0}) + "\n"
                                                   for s in (0, 0, 9, 9)))
-    assert [a.name for a in run_history.alarms_of(Histories(), folder)] == ["endless answers"]
+    assert [a.name for a in Histories().alarms(folder)] == ["endless answers"]
 
 
 def test_sums_and_peaks_are_those_of_all_steps(folder):
@@ -195,7 +195,7 @@ def ask_samples(folder, reader=None, **query):
 def test_the_newest_step_is_told_and_any_other_on_request(tmp_path):
     run = make_run(tmp_path, "a", "ppo", 11, "running")
     found = ask_samples(run.folder)
-    assert found["steps"] == [1, 5, 10] and found["notes"] == []
+    assert found["steps"] == [1, 5, 10]
     assert found["samples"] == samples(10) and len(found["samples"]) == 4
     assert ask_samples(run.folder, step=5, limit=2)["samples"] == samples(5)[:2]
     assert ask_samples(run.folder, step=6)["samples"] == []
@@ -208,7 +208,7 @@ def test_a_run_without_samples_says_what_it_has(tmp_path):
     assert found["steps"] == found["samples"] == [] and {row["step"] for row in found["answers"]} == {0, 4}
     for name in ("samples.jsonl", "answers.jsonl"):
         (sft.folder / name).unlink()
-    assert ask_samples(sft.folder) == {"steps": [], "samples": [], "answers": [], "notes": []}
+    assert ask_samples(sft.folder) == {"steps": [], "samples": [], "answers": []}
 
 
 def test_samples_that_are_written_or_cut_back_are_followed(tmp_path):

@@ -144,7 +144,7 @@ def test_two_runs_are_told_beside_each_other(tmp_path):
     make_run(tmp_path, "x/a", "ppo", 10)
     make_run(tmp_path, "x/b", "ppo", 20, settings={"ppo.kl_coef": 0.2, "data.sources": [{"path": "other"}]})
     found = ask(tmp_path, "x/a,x/b")
-    assert [row["id"] for row in found["runs"]] == ["x/a", "x/b"] and found["notes"] == []
+    assert [row["id"] for row in found["runs"]] == ["x/a", "x/b"]
     assert found["differ"] == [
         {"option": "data.sources", "values": [[{"path": "demo/prompts", "split": "train", "weight": None}],
                                               [{"path": "other"}]]},

@@ -22,7 +22,7 @@ export async function show(root, rest) {
     prompts: filling(prompts, promptNodes)};
   const fill = (comparison) => {
     curves.update(comparison.metrics);
-    put(view.fault, (comparison.notes ?? []).join("\n"));
+    put(view.fault, "");
     for (const [name, update] of Object.entries(parts)) update(comparison[name]); // what is read or chosen stays
   };
   root.className = "runs-part";

@@ -21,7 +21,6 @@ export function makeSamples(id) {
     step.value = older.map(String).includes(before) ? before : "";
   });
   const update = onChange((reply) => {
-    put(fault, (reply.notes ?? []).join("\n"));
     fillSteps(reply.steps);
     newest.hidden = !reply.samples.length;
     list.replaceChildren(...reply.samples.map((sample) => sampleNode(sample)));
@@ -30,6 +29,7 @@ export function makeSamples(id) {
   const load = async () => {
     const chosen = step.value;
     const reply = await get("samples", {id, limit: SHOWN, ...(chosen && {step: chosen})});
+    put(fault, "");
     if (chosen === step.value) update(reply);
   };
   const ask = paced(load, {wait: 1000, node, fail});
