@@ -84,12 +84,12 @@ class ChatProcess:
     the page; error: why it failed. folder: .studio/talk, for exports of checkpoints. changed: called after each change.
     """
 
-    def __init__(self, choice: ChatModels, folder: Path, changed: Callable[[], None], before: ChatProcess | None = None,
-                 command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, choice: ChatModels, folder: Path, changed: Callable[[], None],
+                 before: ChatProcess | None = None) -> None:
         self.choice, self.key = choice, secrets.token_urlsafe(32)
         self.state, self.doing, self.error, self.port = "starting", "starting", "", 0
         self.notes: list[str] = []
-        self._folder, self._changed, self._before, self._command = folder, changed, before, tuple(command)
+        self._folder, self._changed, self._before = folder, changed, before
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._thread = threading.Thread(target=self._work, name="chat", daemon=True)
@@ -182,7 +182,7 @@ class ChatProcess:
             if self.state == "closed":
                 raise _Ended("closed")
             process = self._process = subprocess.Popen(
-                [*self._command, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                [*COMMAND, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 text=True, errors="replace", env=env, start_new_session=True)
         last: deque[str] = deque(maxlen=50)
         try:

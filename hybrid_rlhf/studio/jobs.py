@@ -33,6 +33,7 @@ from hybrid_rlhf.studio.job import (
     request_stop,
     start,
 )
+from hybrid_rlhf.studio.run_files import Mark, mark
 from hybrid_rlhf.studio.studio import Refused, Studio, own_folder, read_json
 
 SHOWN = 100  # newest jobs in the list
@@ -60,7 +61,7 @@ class Jobs:
         self._queue_lock: BinaryIO | None = None
         self._watchers: list[subprocess.Popen] = []  # started here, and not ended
         self._trouble: str | None = None  # why the next job could not be started
-        self._published: tuple[list, dict[str, int]] = ([], {})  # states of all jobs; output bytes of running ones
+        self._published: tuple[list, dict[str, Mark]] = ([], {})  # states of all jobs; outputs of running ones
         self._thread = threading.Thread(target=self._run, name="queue", daemon=True)
 
     def open(self) -> None:
@@ -212,16 +213,11 @@ class Jobs:
     def _publish(self, jobs: Sequence[Job]) -> None:
         """Publish to the open tabs the jobs whose state or output has changed."""
         states = [(job.id, job.state, job.started, job.error) for job in jobs]
-        last_states, last_sizes = self._published
-        sizes = {}
-        for job in jobs:
-            if job.state == "running" or job.id in last_sizes:
-                with suppress(OSError):
-                    sizes[job.id] = (self.folder / job.id / OUTPUT).stat().st_size
-        for number, size in sizes.items():
-            if last_sizes.get(number) != size:
+        marks = {job.id: mark(self.folder / job.id / OUTPUT) for job in jobs if job.state == "running"}
+        last_states, last_marks = self._published
+        for number in marks.keys() | last_marks.keys():
+            if marks.get(number) != last_marks.get(number):
                 self._studio.news.publish("job", {"id": number})
         if states != last_states:
             self._studio.news.publish("jobs", {})
-        running = {job.id for job in jobs if job.state == "running"}
-        self._published = states, {number: size for number, size in sizes.items() if number in running}
+        self._published = states, marks

@@ -38,7 +38,8 @@ from hybrid_rlhf.memory_plan.plan import Plan
 from hybrid_rlhf.memory_plan.presets import card as card_of
 from hybrid_rlhf.memory_plan.table import verdict
 from hybrid_rlhf.models.load import check_folder
-from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
+from hybrid_rlhf.rewards.builtin import BUILTINS
+from hybrid_rlhf.rewards.functions import FunctionSource, open_functions, split
 from hybrid_rlhf.studio.settings_text import by_table, check_names, common_options, settings_text, with_card
 from hybrid_rlhf.training import builders, memory_options, on_policy, reward_sources, unread_options
 from hybrid_rlhf.training.memory_options import Place, look_ahead
@@ -276,12 +277,9 @@ def _builtin_functions(sources: object) -> list[FunctionSource]:
 
 def _check_functions(sources: object) -> None:
     """Check built-in functions with their options, and for other functions only that their files exist."""
-    _builtin_functions(sources)
     for text in getattr(sources, "function_list", []):
-        path, _, name = text.rpartition(":")
-        check(bool(path and name), f"reward.functions: {text!r} names no function; give path.py:name, or builtin:name")
-        check(not path.endswith(".py") or Path(path).is_file(), f"reward.functions: {path} does not exist; give a file "
-                                                                "that does")
+        split(text, "reward.functions", BUILTINS)
+    _builtin_functions(sources)
 
 
 # -- settings --------------------------------------------------------------------------------------------------------

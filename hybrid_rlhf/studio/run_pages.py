@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from pathlib import Path
 
 from starlette.requests import Request
@@ -143,12 +143,10 @@ def side_by_side(answers: Sequence[list[dict]]) -> list[dict]:
 
 class Watcher:
     """A thread that polls the files of runs. It publishes `run` {"id", "step"} when those of a running run have
-    changed, and `runs` {} when the list has changed. running_seconds, all_seconds: polling intervals of running runs,
-    and of all."""
+    changed, and `runs` {} when the list has changed."""
 
-    def __init__(self, runs: RunList, news: News, running_seconds: float = 1.0, all_seconds: float = 5.0
-                 ) -> None:
-        self._runs, self._news, self._running_seconds, self._all_seconds = runs, news, running_seconds, all_seconds
+    def __init__(self, runs: RunList, news: News) -> None:
+        self._runs, self._news = runs, news
         self._end = threading.Event()
         self._list: list | None = None
         self._running: dict[str, list[run_files.Mark]] = {}
@@ -163,17 +161,16 @@ class Watcher:
         self._thread.join(10)
 
     def _watch(self) -> None:
-        last_look = -self._all_seconds
-        while not self._end.is_set():
+        for turn in count():
             try:
-                if time.monotonic() - last_look >= self._all_seconds:
+                if turn % 5 == 0:
                     self.look_at_all()
-                    last_look = time.monotonic()
                 else:
                     self.look_at_running()
             except Exception:  # an error in one poll must not end the thread
                 _log.exception("the watcher of runs failed, and goes on")
-            self._end.wait(self._running_seconds)
+            if self._end.wait(1):
+                return
 
     def look_at_all(self) -> None:
         """Poll all runs, and update which of them are running."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from hybrid_rlhf.inference.server import page_policy
-from hybrid_rlhf.studio import chat_process
 from hybrid_rlhf.studio.chat_process import ChatModels, ChatProcess, Talkable
 from hybrid_rlhf.studio.preflight import may_have_card
 from hybrid_rlhf.studio.run_files import MODEL, newest_checkpoint, step_of
@@ -55,13 +54,10 @@ def routes(talk: Talk) -> list[Route]:
 
 
 class Talk:
-    """The open models, at most one set. idle_seconds: time without requests after which they are closed. command:
-    starts the chat process."""
+    """The open models, at most one set. idle_seconds: time without requests after which they are closed."""
 
-    def __init__(self, studio: Studio, runs: RunList, idle_seconds: float = IDLE_SECONDS,
-                 command: Sequence[str] = ()) -> None:
+    def __init__(self, studio: Studio, runs: RunList, idle_seconds: float = IDLE_SECONDS) -> None:
         self._studio, self._runs, self._idle_seconds = studio, runs, idle_seconds
-        self._command = command or chat_process.COMMAND
         self._lock = threading.Lock()
         self._process: ChatProcess | None = None
         self._num_open, self._used, self._note = 0, time.monotonic(), ""
@@ -129,7 +125,7 @@ class Talk:
                 return self.state()
             if before:
                 before.begin_close()
-            self._process = ChatProcess(choice, folder, self._changed, before, self._command)
+            self._process = ChatProcess(choice, folder, self._changed, before)
             self._process.start()
             if self._watch is None:
                 self._watch = threading.Thread(target=self._close_when_idle, name="chat-idle", daemon=True)

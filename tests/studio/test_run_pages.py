@@ -204,8 +204,8 @@ def heard():
     return Heard()
 
 
-def watching(outputs, heard, **times):
-    return Watcher(RunList(Studio(outputs), Histories()), heard, **times)
+def watching(outputs, heard):
+    return Watcher(RunList(Studio(outputs), Histories()), heard)
 
 
 def test_a_running_run_is_told_of_when_it_grows(tmp_path, heard):

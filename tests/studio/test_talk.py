@@ -16,6 +16,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from hybrid_rlhf.studio import chat_process
 from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import Refused, Studio
@@ -34,6 +35,7 @@ PORT = 8090
 
 @pytest.fixture
 def studio(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_process, "COMMAND", DOUBLE)
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     outputs = (tmp_path / "outputs").resolve()
@@ -44,7 +46,7 @@ def studio(tmp_path, monkeypatch):
 
 
 def talk_of(studio, **options) -> Talk:
-    return Talk(studio, RunList(studio, Histories()), command=DOUBLE, **options)
+    return Talk(studio, RunList(studio, Histories()), **options)
 
 
 @pytest.fixture
