@@ -64,14 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hybrid-rlhf {__version__}")
         return 0
     if argv and argv[0] in COMMANDS:
-        with lasting_streams("stderr"):
+        with lasting_streams(*(["stderr"] if argv[0] == "chat" else [])):  # a chat ends where its reader is gone
             try:
                 return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
             except UserError as error:
-                print(error_line(error), file=sys.stderr)
-                return 2
+                return _fail(2, error_line(error))
             except KeyboardInterrupt:
                 return _fail(130, f"stopped\ngo on: {_again(argv)} (it begins again)")
+            except Exception as error:
+                if line := _refusal_line(error, "give the same command again"):
+                    return _fail(2, line)
+                raise
     with lasting_streams():
         return _main(argv)
 
@@ -92,10 +95,8 @@ def _main(argv: list[str]) -> int:
             return _fail(1, lost)
         if short := _shortage(error):  # where no block inside gave better advice
             return _fail(2, short, error)
-        if cause := refusal(error):  # wherever a file was written
-            where = f" ({error.filename})" if getattr(error, "filename", None) else ""
-            return _fail(2, error_line(UserError(f"{cause.words}{where}; {cause.remedy}, and the same command goes on "
-                                                 "from the last checkpoint")), error)
+        if line := _refusal_line(error, "the same command goes on from the last checkpoint"):
+            return _fail(2, line, error)
         if not _is_one_of_several():
             raise
         return _fail(1, traceback.format_exc())
@@ -108,7 +109,7 @@ def _again(argv: Sequence[str]) -> str:
 
 
 def _lost_process(error: Exception) -> str | None:
-    """One line where `error` comes from another process that has died, failed or is stopped; else None."""
+    """One line where `error` comes from another process that has died or failed; else None."""
     if not _is_one_of_several():
         return None
     from hybrid_rlhf.core.failure import lost_process
@@ -124,6 +125,14 @@ def _shortage(error: Exception) -> str | None:
     if not is_out_of_memory(error):
         return None
     return error_line(UserError(f"out of memory{f' ({activity.now()})' if activity.now() else ''}; {SMALLER}"))
+
+
+def _refusal_line(error: Exception, then: str) -> str | None:
+    """One line where the system refused a file, wherever that was: the reason, its name, what to do; else None."""
+    if (refused := refusal(error)) is None:
+        return None
+    where = f"{error.filename}: " if getattr(error, "filename", None) else ""
+    return error_line(UserError(f"{where}{refused}, and {then}"))
 
 
 def _is_one_of_several() -> bool:

@@ -69,8 +69,8 @@ def _copied(path: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
         try:
             checkpoint.copy_files(path, copy)
         except OSError as error:
-            full = refusal(error)
-            raise UserError(f"cannot hold on to {path}: {full.words}; {full.remedy}" if full else
+            refused = refusal(error)
+            raise UserError(f"cannot hold on to {path}: {refused}" if refused else
                             f"{path} has just been removed by its run; take a newer one") from error
         yield copy, beside
 

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -16,12 +15,10 @@ from hybrid_rlhf.core import nvidia
 from hybrid_rlhf.core.compat import TESTED, newer_than_tested
 from hybrid_rlhf.core.config import command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
-from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.memory import is_wsl
 from hybrid_rlhf.core.processor import bf16_line, bf16_unit
 
 MISSING = 3  # exit code: something that every run needs is missing
-OLDEST_PYTHON = (3, 10)
 FEW_GIB = {"memory": 4, "disk": 10}  # below these a line is a warning: the demo runs, a 1B model does not
 # Purpose of each extra of setup.py.
 EXTRAS = {"quantize": "4- and 8-bit bases and optimizers", "report": "plots and TensorBoard", "serve": "the server",
@@ -50,11 +47,7 @@ def examine(*, compile_kernels: bool = True) -> list[Finding]:
 
 
 def _python() -> Iterator[Finding]:
-    is_new = sys.version_info >= OLDEST_PYTHON
-    oldest = ".".join(map(str, OLDEST_PYTHON))
-    yield Finding("Python", "ok" if is_new else "missing",
-                  f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-                  "" if is_new else f"install Python {oldest} or newer")
+    yield Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def _packages() -> Iterator[Finding]:
@@ -228,7 +221,6 @@ def show(findings: list[Finding]) -> None:
                   else "\neverything that a run needs is here")
 
 
-@lasting_streams()
 def main(argv: list[str] | None = None) -> int:
     """The entry point; returns 0, or 3 where something that every run needs is missing. Raises UserError."""
     flags = command_flags("doctor", __doc__)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
-from hybrid_rlhf.core.lasting_streams import lasting_streams
-from hybrid_rlhf.core.own_files import refusal, replacing
+from hybrid_rlhf.core.own_files import replacing
 
 if TYPE_CHECKING:
     import torch
@@ -81,25 +80,17 @@ def export(options: argparse.Namespace) -> list[Path]:
     wanted = options.gguf or ("f16" if options.ollama else None)
     if wanted and (base or (source / "config.json").exists()):  # a checkpoint is checked after its model is written
         check_convertible(base or source, wanted)
-    try:
-        with replacing(target.resolve()) as (beside,):
-            beside.mkdir(parents=True)
-            _write(source, base, beside, record)
-            written = [target]
-            if wanted:
-                weights = write_gguf(beside, beside / f"{target.name}-{wanted}.gguf", wanted, target.name)
-                written.append(target / weights.name)
-            if options.ollama:
-                written.append(target / _modelfile(beside, weights.name).name)
-            check(not target.exists() or not any(target.iterdir()),
-                  f"export: {target} has been filled meanwhile; choose a new folder")
-    except Exception as error:
-        full_disk = refusal(error)
-        if full_disk is None and not isinstance(error, OSError):
-            raise
-        reason = f"{getattr(error, 'strerror', None) or error};"
-        what = f"{full_disk.words}; {full_disk.remedy}, or" if full_disk else reason
-        raise UserError(f"export: cannot write {target}: {what} give another --output_dir") from error
+    with replacing(target.resolve()) as (beside,):
+        beside.mkdir(parents=True)
+        _write(source, base, beside, record)
+        written = [target]
+        if wanted:
+            weights = write_gguf(beside, beside / f"{target.name}-{wanted}.gguf", wanted, target.name)
+            written.append(target / weights.name)
+        if options.ollama:
+            written.append(target / _modelfile(beside, weights.name).name)
+        check(not target.exists() or not any(target.iterdir()),
+              f"export: {target} has been filled meanwhile; choose a new folder")
     return written
 
 
@@ -214,7 +205,6 @@ def push(folder: Path, name: str, *, is_public: bool) -> str:
                         "complete") from error
 
 
-@lasting_streams()
 def main(argv: list[str] | None = None) -> int:
     """The entry point; returns 0, or 1 where the exported model differs. Raises UserError."""
     from hybrid_rlhf.export.folder import ExportDiffers

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, in_line, nearest, parse_command
 from hybrid_rlhf.core.given_paths import expanded
-from hybrid_rlhf.core.lasting_streams import lasting_streams
 
 
 class Goal(NamedTuple):
@@ -237,24 +236,19 @@ def _sections(stage: str) -> list[str]:
 
 
 def write(answers: dict[str, str], file: str) -> Path:
-    """Write the settings. UserError where the file exists or cannot be written."""
+    """Write the settings into a new file."""
     path = Path(file)
-    check(not os.path.lexists(path), f"init: {path} exists; choose another --file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as written:
-            written.write(settings_text(answers))
-    except OSError as error:
-        raise UserError(f"init: cannot write {path}: {error.strerror}; give another --file") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("x", encoding="utf-8") as written:
+        written.write(settings_text(answers))
     return path
 
 
-@lasting_streams()
 def main(argv: list[str] | None = None) -> int:
     """The entry point; returns 0, or 130 where the user stopped it. Raises UserError."""
     try:
         options = vars(parse(argv))
-        check(not Path(options["file"]).exists(), f"init: {options['file']} exists; choose another --file")
+        check(not os.path.lexists(options["file"]), f"init: {options['file']} exists; choose another --file")
         flags, known = {name: options[name] for name in FIELDS}, {}
         for name in FIELDS:
             if flags[name] is not None and (name != "data" or flags["goal"] is not None):

@@ -15,9 +15,7 @@ from hybrid_rlhf.core import config as settings
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import world_size
-from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.options import check_values, one_of, within
-from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.data.sources import as_sources
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
@@ -257,7 +255,6 @@ def _reasons(lost: Counter[str]) -> str:
     return "".join(f"; {count} x {reason}" for reason, count in lost.items())
 
 
-@lasting_streams()
 def main(argv: list[str] | None = None) -> int:
     """The entry point; returns 0. Raises UserError with this command's names of options."""
     from hybrid_rlhf.run.signals import stops_as_by_hand
@@ -267,9 +264,4 @@ def main(argv: list[str] | None = None) -> int:
             label(parse(argv))
     except UserError as error:
         raise _named(error) from error
-    except OSError as error:
-        full_disk = refusal(error)
-        if full_disk is None:
-            raise
-        raise UserError(f"label: {full_disk.words}; {full_disk.remedy}, and the same command goes on") from error
     return 0

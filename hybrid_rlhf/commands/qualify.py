@@ -28,9 +28,8 @@ from hybrid_rlhf.commands.qualify_page import CARD, NO_TIME, WRONG, Row, State, 
 from hybrid_rlhf.commands.qualify_speed import speed, steps
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.accelerator import why_no_card
-from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
+from hybrid_rlhf.core.config import check, command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
-from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.startup import quiet_libraries
 from hybrid_rlhf.memory_plan import calibration
 
@@ -126,8 +125,6 @@ def qualify(folder: Path, minutes: float, is_dry: bool, launch: Launch) -> list[
     folder.mkdir(parents=True, exist_ok=True)
     log, rows, began = folder / "qualify.log", list[Row](), time.monotonic()
     own_files.write_file(log, "")
-    if not is_dry:
-        calibration.read_calibration()  # a broken file would fail every part
     memory = None if is_dry else _nvidia_smi("memory.used")  # before this command's own processes use the card
     foreign_bytes = int(memory) * 2**20 if memory and memory.isdigit() else None
     ends = began + 60 * minutes
@@ -142,8 +139,8 @@ def qualify(folder: Path, minutes: float, is_dry: bool, launch: Launch) -> list[
                 state = "" if row.state == State.NOTE else f"{row.state}, "
                 print(f"{time.monotonic() - began:5.0f} s  {row.part}: {row.name}: {state}{row.found}", file=sys.stderr,
                       flush=True)
-            if not is_dry and not any(row.name == "calibration" for row in rows):
-                rows += calibrate(rows)
+            if not is_dry:
+                calibrate(rows)
             _save(folder, rows, is_dry, (time.monotonic() - began) / 60)
     return rows
 
@@ -159,8 +156,8 @@ def _save(folder: Path, rows: list[Row], is_dry: bool, minutes: float) -> None:
         own_files.write_file(folder / name, text)
 
 
-def calibrate(rows: list[Row]) -> list[Row]:
-    """Write the card's measurements to the file that --plan reads; returns a row where that is not possible."""
+def calibrate(rows: list[Row]) -> None:
+    """Write the card's measurements to the file that --plan reads."""
     measured = [row.numbers for row in rows if "fragmentation" in row.numbers]
     values: dict = {"device": next((row.numbers.get("name") for row in rows if row.name == CARD), None)}
     if measured:
@@ -169,12 +166,8 @@ def calibrate(rows: list[Row]) -> list[Row]:
         values["libraries_bytes"] = int(_within(LIBRARIES_BYTES, max(exact)))
     if rates := next((row.numbers["rates"] for row in rows if "rates" in row.numbers), None):
         values["rates"] = rates
-    try:
-        if len(values) > 1:
-            calibration.write_calibration(values)
-    except OSError as error:  # the other parts do not need the file
-        return [Row("environment", "calibration", State.NOTE, f"cannot be written: {error.strerror}")]
-    return []
+    if len(values) > 1:
+        calibration.write_calibration(values)
 
 
 def _within(bounds: tuple[float, float], value: float) -> float:
@@ -204,17 +197,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-@lasting_streams()
 def main(argv: list[str] | None = None, launch: Launch = in_child) -> int:
     """The entry point; returns 0 where all passed, 1 where something differed or failed. Raises UserError."""
     options = parse(argv)
     check(options.dry_run or torch.cuda.is_available(),
           f"qualify: no card that torch can use: {why_no_card()}; --dry_run tries the command without one")
     folder = Path(options.output_dir)
-    try:
-        rows = qualify(folder, options.minutes, options.dry_run, launch)
-    except OSError as error:
-        raise UserError(f"qualify: cannot write to {folder}: {error.strerror}; choose another --output_dir") from error
+    rows = qualify(folder, options.minutes, options.dry_run, launch)
     print(f"{verdict(rows).replace('*', '')}\npage: {folder / 'qualify.md'}\n"
           f"figures: {folder / 'qualify.json'}, details: {folder / 'qualify.log'}")
     return int(any(row.state in WRONG for row in rows))

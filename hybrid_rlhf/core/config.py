@@ -29,8 +29,6 @@ _VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-
                      "quantisation that fit.",
            "cards": "With --plan: count for NVIDIA cards that need not be here, hosts x cards x memory of each, such "
                     "as 2x8x80GiB or 24GiB; 97% of that memory, what torch finds of a card, is planned with."}
-_DEEPEST = 30
-_TOO_DEEP = "the settings refer to themselves, or are nested too deeply; write them flatter"
 
 
 # -- commands beside the stages ----------------------------------------------------------------------------------------
@@ -436,55 +434,27 @@ def in_line(value: object) -> str:
     return to_yaml(value, default_flow_style=True).strip().removesuffix("...").strip()
 
 
-_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)  # of a date of month 13; of a thousand <<, each in the next
-
-
 def _loaded(text: str) -> Any:
     """A word as YAML reads it, or as it stands where that cannot."""
     try:
-        return _from_yaml(text, "")
-    except _NO_YAML:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
         return text
-
-
-def _from_yaml(text: str, where: str) -> Any:
-    """What YAML says. UserError, which begins with `where`, for what is not as flat and small as settings are."""
-    depth = 0
-    for event in yaml.parse(text, _Loader):  # first: libyaml's recursion would end the process
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        check(depth <= _DEEPEST, f"{where}{_TOO_DEEP}")
-    value = yaml.load(text, _Loader)
-    check(_is_small(value), f"{where}{_TOO_DEEP}")
-    return value
 
 
 def _read_yaml(path: str) -> dict:
     """UserError with file and line for a file that is not a YAML mapping."""
     path = expanded(path)
     try:
-        value = _from_yaml(Path(path).read_text(encoding="utf-8"), f"--config {path}: ")
+        value = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UserError(f"cannot read --config {path}: {error.strerror}; give a YAML file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--config {path} is not UTF-8 text; give a YAML file") from error
-    except _NO_YAML as error:
+    except yaml.YAMLError as error:
         mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", error)
         line = f" line {mark.line + 1}" if mark else ""
         raise UserError(f"--config {path}{line}: not valid YAML ({why}); fix it") from error
     check(isinstance(value, dict), f"--config {path}: a mapping of options such as seed: 1 is needed, found "
                                    f"{'nothing' if value is None else in_words(type(value))}")
     return value
-
-
-def _is_small(value: object) -> bool:
-    """Whether a value is as flat and small as settings are, aliases written out: ten lines of YAML can say
-    more than a machine holds."""
-    waiting, count = [(value, 1)], 0
-    while waiting:
-        outer, depth = waiting.pop()
-        count += 1
-        if isinstance(outer, (dict, list)):
-            waiting += [(inner, depth + 1) for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        if depth > _DEEPEST or count + len(waiting) > 10**5:
-            return False
-    return True

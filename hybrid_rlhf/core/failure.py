@@ -100,7 +100,7 @@ def fail(code: int, message: str) -> int:
 
 
 def lost_process(error: BaseException) -> str | None:
-    """One line where `error`, of a collective, comes from a process that has died, failed or is stopped; else None."""
+    """One line where `error`, of a collective, comes from a process that has died or failed; else None."""
     if _peers is None or _store is None or not isinstance(error, RuntimeError):
         return None
     with suppress(RuntimeError):  # the store has gone
@@ -109,11 +109,7 @@ def lost_process(error: BaseException) -> str | None:
     deadline = time.monotonic() + _SEARCH_SECONDS
     while not (dead := _peers.dead()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    if dead:
-        return _death(dead)
-    stopped = _peers.stopped() if "imed out" in str(error) else []
-    return None if not stopped else (f"error: process {stopped[0]} is stopped (by a signal or a debugger), and the "
-                                     "others waited for it in vain; the same command goes on from the last checkpoint")
+    return _death(dead) if dead else None
 
 
 def _death(dead: list[int]) -> str:

@@ -21,10 +21,7 @@ def expanded(path: str) -> str:
     files would be written to a folder of that name."""
     named = re.match(r"[\w.:-]+=(?=~)", path)
     start = named.end() if named else 0
-    try:
-        written_out = os.path.expanduser(path[start:])
-    except ValueError:  # a NUL or a lone surrogate, which no user's name has
-        written_out = path[start:]
+    written_out = os.path.expanduser(path[start:])
     check(not written_out.startswith("~"), f"{path}: the home folder of {path[start:].partition('/')[0]} is not known; "
                                            "write the path out, or ./ before it where it is a name")
     return path[:start] + written_out

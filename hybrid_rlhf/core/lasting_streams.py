@@ -1,16 +1,13 @@
-"""stdout and stderr that raise no error when their reader is gone: a closed pipe, a closed terminal, a full disk."""
+"""stdout and stderr that raise no error when their reader is gone: a closed pipe, a closed terminal."""
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
-
-_PASSES = (errno.ENOSPC, errno.EDQUOT)  # there may be room again for what comes later
 
 
 class _Lasting(io.FileIO):
@@ -21,11 +18,10 @@ class _Lasting(io.FileIO):
         try:
             number = super().write(data)
             return len(data) if number is None else number  # None: a full pipe that does not wait
-        except OSError as error:
-            if error.errno not in _PASSES:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self.fileno())
-                os.close(nowhere)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
             return len(data)
 
 
@@ -48,10 +44,8 @@ def lasting_streams(*names: str) -> Iterator[None]:
                 setattr(sys, name, before[name])
 
 
-def _lasting(stream: TextIO | None) -> TextIO:
+def _lasting(stream: TextIO) -> TextIO:
     """The same file without errors; a stream that is not a file (a notebook's, a test's) as it is."""
-    if stream is None:
-        return open(os.devnull, "w", encoding="utf-8")
     buffer = getattr(stream, "buffer", None)
     if not isinstance(stream, io.TextIOWrapper) or not isinstance(getattr(buffer, "raw", buffer), io.FileIO):
         return stream

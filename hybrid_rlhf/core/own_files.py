@@ -1,4 +1,4 @@
-"""Writes files and folders of ours atomically, under fresh names, and never through links.
+"""Writes files and folders of ours atomically, under fresh names.
 
 They get a fresh name beside their target and are renamed at the end, so that no file of the user's is ever taken for a
 half-written one of ours.
@@ -13,12 +13,11 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from hybrid_rlhf.core.config import check
 
@@ -57,10 +56,7 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
 @contextmanager
 def replacing(*targets: Path) -> Iterator[list[Path]]:
     """Temporary paths to write files or folders to. They replace `targets` if the block succeeds, and are removed if it
-    does not. Raises UserError where a target is a link."""
-    for target in targets:
-        check(not target.is_symlink(), f"{target} is a link, through which another file would be replaced; "
-                                       "remove the link")
+    does not. A target that is a link is replaced itself, not what it leads to."""
     beside, old = [fresh_path(target.parent) for target in targets], []
     try:
         yield beside
@@ -77,8 +73,8 @@ def replacing(*targets: Path) -> Iterator[list[Path]]:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file with `content` (text in UTF-8) atomically and to the disk, in place of an older one. Raises
-    UserError where a link is there, and OSError where the disk refuses."""
+    """Write a file with `content` (text in UTF-8) atomically and to the disk, in place of an older one. Raises OSError
+    where the disk refuses."""
     with replacing(path) as (beside,), beside.open("xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -123,32 +119,16 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def no_link(path: str, flags: int) -> int:
-    """An opener for `open` that follows no link at the last part of a path: OSError for one."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
 def check_inside(folder: Path, foreign: Collection[str] = ()) -> None:
-    """UserError unless everything below the output folder `folder` is a file or a folder: through a link, we would
-    write or remove elsewhere. foreign: folders at its top with files of other programs."""
+    """UserError for a link below the output folder `folder`, through which we would write or remove elsewhere. foreign:
+    folders at its top with files of other programs."""
     for where, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            inner, kind = Path(where, name).relative_to(folder), _kind(Path(where, name))
-            check(not stat.S_ISLNK(kind), f"output_dir {folder} holds a link ({inner}), which leads to files that are "
-                                          "not the run's; put the files themselves there, or choose another folder")
-            check(stat.S_ISDIR(kind) or stat.S_ISREG(kind),
-                  f"output_dir {folder} holds what is neither a file nor a folder ({inner}); remove it, or choose "
-                  "another folder")
+        for path in (Path(where, name) for name in (*folders, *files)):
+            check(not path.is_symlink(),
+                  f"output_dir {folder} holds a link ({path.relative_to(folder)}), which leads to files that are not "
+                  "the run's; put the files themselves there, or choose another folder")
         if Path(where) == folder:
             folders[:] = [name for name in folders if name not in foreign]
-
-
-def _kind(path: Path) -> int:
-    """The mode of a path itself; of one that has just gone, that of a file."""
-    try:
-        return path.lstat().st_mode
-    except FileNotFoundError:
-        return stat.S_IFREG
 
 
 # -- Errors of the system when no file can be written or opened any more -----------------------------------------------
@@ -157,32 +137,23 @@ def _kind(path: Path) -> int:
 _OPEN_FILES = "raise their number (ulimit -n 65536) or find what leaves files open, such as a reward function"
 _REMEDIES = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EFBIG: "make room",
              errno.EROFS: "the disk is read-only: make it writable", errno.EIO: "the disk fails: check it",
-             errno.EMFILE: _OPEN_FILES, errno.ENFILE: _OPEN_FILES}
+             errno.EACCES: "choose a place that you may write to", errno.EMFILE: _OPEN_FILES,
+             errno.ENFILE: _OPEN_FILES}
 _IN_RUST = ("safetensors", "tokenizers")
-_IN_GLOO = "[enforce fail at "  # the beginning of errors of torch's C++ that end with the system's message
 
 
-class Refusal(NamedTuple):
-    """words: the system's message. remedy: what to do."""
-
-    words: str
-    remedy: str
-
-
-def refusal(error: BaseException | str) -> Refusal | None:
-    """The system's message where `error` (or the last line of a process) comes from the disk (full, read-only, broken)
-    or from too many open files. None for any other.
+def refusal(error: BaseException) -> str | None:
+    """The system's message, and what to do, where `error` comes from the disk (full, read-only, broken, no right to
+    write) or from too many open files. None for any other.
 
     Libraries written in Rust raise errors of their own, tokenizers a plain Exception, with the system's number in their
-    text, gloo in C++ one with its message. No other error's text is searched: it may be about anything.
+    text. No other error's text is searched: it may be about anything.
     """
     number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, str) or type(error) is Exception or type(error).__module__.partition(".")[0] in _IN_RUST:
+    if type(error) is Exception or type(error).__module__.partition(".")[0] in _IN_RUST:
         match = re.search(r"(?:os error |Errno )(\d+)", str(error))
         number = int(match.group(1)) if match else None
-    if isinstance(error, RuntimeError) and str(error).startswith(_IN_GLOO):
-        number = next((n for n in _REMEDIES if str(error).splitlines()[0].endswith(os.strerror(n))), None)
-    return Refusal(os.strerror(number), _REMEDIES[number]) if number in _REMEDIES else None
+    return f"{os.strerror(number)}; {_REMEDIES[number]}" if number in _REMEDIES else None
 
 
 # -- File locks, which end with the process that holds them, however it ends -------------------------------------------
@@ -193,9 +164,8 @@ _LOCK_SECONDS = 0.02  # between two tries to take a lock
 
 def take_lock(path: Path, seconds: float = math.inf) -> BinaryIO:
     """Lock a file (flock), created where it is missing, for one thread of one process; closing it, or the end of the
-    process, releases the lock. TimeoutError where another one holds it for `seconds`. On a file system without locks
-    nothing is locked."""
-    file = open(path, "ab", opener=no_link)  # noqa: SIM115 - the caller closes it
+    process, releases the lock. TimeoutError where another one holds it for `seconds`."""
+    file = path.open("ab")
     end = time.monotonic() + seconds
     while True:
         try:
@@ -205,22 +175,18 @@ def take_lock(path: Path, seconds: float = math.inf) -> BinaryIO:
                 file.close()
                 raise TimeoutError(f"{path} is locked") from None
             time.sleep(_LOCK_SECONDS)
-            continue
-        except OSError:  # a file system without locks
-            pass
-        return file
+        else:
+            return file
 
 
-def is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock of a file; None where the file system cannot tell. Nothing is created; the lock
-    is shared for an instant, in which `take_lock` waits."""
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file. Nothing is created; the lock is shared for an instant, in which
+    `take_lock` waits."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except FileNotFoundError:
-        return False
-    except OSError:
-        return None
+        pass
     return False

@@ -1,4 +1,4 @@
-"""The other processes of a run, as far as this host can see: which have died, which are stopped; and the launcher."""
+"""The other processes of a run, as far as this host can see: which have died, which are silent; and the launcher."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -41,7 +40,7 @@ class Peers:
         self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> its last sign of life, when it was new here
         self._beats, self._next_beat = 0, 0.0
         process = os.getpid()
-        store.set(f"process/{rank()}", json.dumps([_host(), process, _status(process)[1]]))
+        store.set(f"process/{rank()}", json.dumps([_host(), process, _began(process)]))
 
     def leave(self) -> None:
         self._store.set(f"left/{rank()}", "")
@@ -58,7 +57,7 @@ class Peers:
     def dead(self) -> list[int]:
         """Ranks of processes that ended without leaving."""
         return [number for number, (process, began) in list(self._processes.items())  # another thread adds to them
-                if _has_ended(process, began) and not self._has_left(number)]
+                if _began(process) != began and not self._has_left(number)]
 
     def silent(self) -> list[int]:
         """Send this process's heartbeat, and return the ranks without one for SILENT_SECONDS that have not left:
@@ -77,10 +76,6 @@ class Peers:
         return [number for number, (_, since) in sorted(self._heard.items())
                 if now - since > SILENT_SECONDS and not self._has_left(number)]
 
-    def stopped(self) -> list[int]:
-        """Ranks of processes that a signal or a debugger has stopped."""
-        return [number for number, (process, _) in list(self._processes.items()) if _status(process)[0] == "stopped"]
-
     def _has_left(self, number: int) -> bool:
         try:
             return self._store.check([f"left/{number}"])
@@ -91,27 +86,18 @@ class Peers:
 def _host() -> str:
     """A name for the processes that see each other's ids. Machines made from one image may have the same hostname and
     namespace, but not the same boot id."""
-    boot = ""
-    with suppress(OSError):  # a sandbox may hide it
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')} {boot}"
-    except OSError:  # not Linux: no other process is seen
-        return f"{socket.gethostname()} {os.getpid()} {boot}"
+    except OSError:  # not Linux, or a sandbox hides it: no other process is seen
+        return f"{socket.gethostname()} {os.getpid()}"
 
 
-def _has_ended(process: int, began: str) -> bool:
-    """Whether the process with this id that began then has ended: another one may have the id now."""
-    status, since = _status(process)
-    return status == "dead" or (status != "unknown" and bool(began) and since != began)
-
-
-def _status(process: int) -> tuple[str, str]:
-    """running, stopped, dead or unknown, and when it began, in clock ticks ("" where that is unknown)."""
+def _began(process: int) -> str | None:
+    """When the living process with this id began, in clock ticks: another one may have the id later. None for a dead
+    one, whose parent may not have waited for it yet."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return "dead", ""
-    except OSError:  # out of file descriptors or memory, which is this process's problem
-        return "unknown", ""
-    return {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(fields[0], "running"), fields[19]
+        return None
+    return None if fields[0] in "ZX" else fields[19]

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import barrier
-from hybrid_rlhf.core.own_files import put, refusal, replacing
+from hybrid_rlhf.core.own_files import put, replacing
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned, shape_of, without_hooks
 from hybrid_rlhf.engine.train.zero import for_main
 from hybrid_rlhf.models import saving
@@ -65,9 +65,7 @@ def try_export(model: nn.Module, tokenizer, eos_ids: list[int]) -> None:  # noqa
     """Dry run of `export` in a temporary folder, without writing the weights; UserError where this model cannot be
     exported. Merges one adapter of each kind and shape."""
     with (refusing(f"a trained {type(model).__name__} could not be exported",
-                   "take another model, or another release of transformers"),
-          _disk_errors("the export cannot be tried in the folder for temporary files (TMPDIR)"),
-          TemporaryDirectory() as place):
+                   "take another model, or another release of transformers"), TemporaryDirectory() as place):
         weights = plain_weights(model, shape_of=shape_of)
         _set_ends(model, tokenizer, eos_ids)
         save_settings(model, weights, Path(place))
@@ -89,32 +87,18 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     ("original", or "dequantised" where those are gone) and the relative difference of the live model's logits from the
     written one's. Only the main process writes; all must call, as under ZeRO 3 each holds a shard. Raises ExportDiffers
     if the reloaded folder's outputs differ from the live model's: the adapter is written then, and the folder as
-    `folder`_differs. Raises UserError on a full disk: existing files stay.
+    `folder`_differs. Existing files stay where the disk refuses one.
     """
     folder = Path(folder)
     targets = [folder, *([folder.with_name(folder.name.replace("model", "adapter"))] if lora_layers(model) else [])]
 
     def write(gather: Gather) -> None:
-        with _disk_errors(f"cannot write {folder}", ", and give the same command again"), replacing(
-                *targets) as places:
+        with replacing(*targets) as places:
             _write_all(model, tokenizer, places, targets, eos_ids, gather)
 
     for_main(model, write)
     barrier()
     return folder
-
-
-@contextmanager
-def _disk_errors(what: str, more: str = "") -> Iterator[None]:
-    """Raise UserError for errors of a full or refusing disk within the block: `what`, the reason, remedy and `more`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if (refused := refusal(error)) is None:
-            raise
-        raise UserError(f"{what}: {refused.words}; {refused.remedy}{more}") from error
 
 
 def _write_all(model: nn.Module, tokenizer, places: list[Path], targets: list[Path],  # noqa: ANN001

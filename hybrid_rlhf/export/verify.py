@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.export.folder import BOUNDS, ExportDiffers, difference_of, has_experts
 from hybrid_rlhf.models.backbone import text_forward, text_logits
 
@@ -142,8 +140,5 @@ def _fresh(live: dict[str, Tensor], folder: str | Path, class_name: str) -> dict
                                json.dumps(PROMPTS)], capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            if refused := refusal(reason):
-                raise UserError(f"{folder} cannot be compared in a fresh process: {refused.words}; {refused.remedy} "
-                                f"({tempfile.gettempdir()}, TMPDIR)")
             raise ExportDiffers(f"{folder} cannot be loaded in a fresh process: {reason}; please report it")
         return load_file(out)

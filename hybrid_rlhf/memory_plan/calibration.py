@@ -6,14 +6,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.own_files import write_file
-from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.kernels.build import cache_folder
 from hybrid_rlhf.memory_plan.rates import Rates
 
 FILE = "calibration.json"
-_CURE = "measure it again by hybrid-rlhf qualify, or remove the file"
 
 
 @dataclass(frozen=True)
@@ -29,52 +26,32 @@ class Calibration:
     libraries_bytes: int = 12 * 2**30 // 10
     fragmentation: float = 0.07
 
-    def __post_init__(self) -> None:
-        size, share = self.libraries_bytes, self.fragmentation
-        check(type(size) is int and size >= 0, f"libraries_bytes is {size!r}; it must be a number of bytes")
-        check(type(share) in (int, float) and 0 <= share < 1, f"fragmentation is {share!r}; it must be from 0 to 1")
 
-
-def read_calibration(folder: Path | None = None) -> Calibration:
+def read_calibration() -> Calibration:
     """The values measured here, from calibration.json of the cache folder ($HYBRID_RLHF_CACHE, else
-    ~/.cache/hybrid_rlhf), and published values for those that it lacks; it may hold more, for other readers. Raises
-    UserError for a file that cannot be read, or with invalid values."""
-    path, stored = _stored(folder)
-    try:
-        return Calibration(**{name: stored[name] for name in ("libraries_bytes", "fragmentation") if name in stored})
-    except UserError as error:
-        raise UserError(f"{path}: {error}; {_CURE}") from error
+    ~/.cache/hybrid_rlhf), and published values for those that it lacks."""
+    stored = _stored()
+    return Calibration(**{name: stored[name] for name in ("libraries_bytes", "fragmentation") if name in stored})
 
 
-def read_rates(device: str, folder: Path | None = None) -> Rates | None:
-    """The measured rates of the card with the driver's name `device`; None where there are none. Raises UserError as
-    read_calibration does."""
-    path, stored = _stored(folder)
-    if stored.get("device") != device or "rates" not in stored:
-        return None
-    try:
-        rates = Rates.of(stored["rates"])
-        rates.with_host(0.0, 0.0)
-        return rates
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{path}: its rates are invalid; {_CURE}") from error
+def read_rates(device: str) -> Rates | None:
+    """The measured rates of the card with the driver's name `device`; None where there are none."""
+    stored = _stored()
+    return Rates.of(stored["rates"]) if stored.get("device") == device and "rates" in stored else None
 
 
-def write_calibration(values: dict, folder: Path | None = None) -> Path:
-    """Write `values` into the file atomically; its others stay. Raises UserError for a file that cannot be read."""
-    path, stored = _stored(folder)
+def write_calibration(values: dict) -> Path:
+    """Write `values` into the file atomically; its others stay."""
+    path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(stored | values, indent=1) + "\n")
+    write_file(path, json.dumps(_stored() | values, indent=1) + "\n")
     return path
 
 
-def _stored(folder: Path | None) -> tuple[Path, dict]:
-    path = (folder or cache_folder().parent) / FILE
-    try:
-        stored = loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return path, {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({type(error).__name__}); {_CURE}") from error
-    check(isinstance(stored, dict), f"{path} is not a table of names and values; {_CURE}")
-    return path, stored
+def _stored() -> dict:
+    path = _path()
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _path() -> Path:
+    return cache_folder().parent / FILE

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from hybrid_rlhf.memory_plan.plan import Plan, size_text
+from hybrid_rlhf.memory_plan.search import Change
 from hybrid_rlhf.memory_plan.step_time import StepTime
 
 
@@ -20,7 +21,8 @@ def show(plan: Plan, advice: Iterable[str] = (), stream: TextIO | None = None) -
     if stream.isatty():
         _rich(plan, head, rows, total, stream)
     else:
-        _plain(plan, head, rows, total, stream)
+        print(plan.title, file=stream)
+        _plain([head, *rows, total], 2, stream)
     if plan.host:
         print(f"kept in the CPU's memory for each process: {size_text(plan.host)}", file=stream)
     for note in plan.notes:
@@ -43,20 +45,11 @@ def verdict(plan: Plan, advice: Iterable[str] = ()) -> str:
                                      "processes (engine.zero_stage 3) or a smaller model would")
 
 
-class Changed(Protocol):
-    option: str
-    given: str
-    chosen: str
-    why: str
-
-
-def show_changes(changes: Sequence[Changed], stream: TextIO) -> None:
+def show_changes(changes: Sequence[Change], stream: TextIO) -> None:
     """Print the changed settings, their values, and why."""
-    rows = [("setting", "given", "chosen", "why"), *((c.option, c.given, c.chosen, c.why) for c in changes)]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for row in rows if changes else ():
-        cells = [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]
-        print("  ".join(cells).rstrip(), file=stream)
+    if changes:
+        _plain([("setting", "given", "chosen", "why"), *((c.option, c.given, c.chosen, c.why) for c in changes)], 4,
+               stream)
 
 
 def _rich(plan: Plan, head: list[str], rows: list[list[str]], total: list[str], stream: TextIO) -> None:
@@ -72,11 +65,11 @@ def _rich(plan: Plan, head: list[str], rows: list[list[str]], total: list[str], 
     Console(file=stream).print(table)
 
 
-def _plain(plan: Plan, head: list[str], rows: list[list[str]], total: list[str], stream: TextIO) -> None:
-    print(plan.title, file=stream)
-    widths = [max(len(r[i]) for r in (head, *rows, total)) for i in range(len(head))]
-    for row in (head, *rows, total):
-        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+def _plain(rows: Sequence[Sequence[str]], num_left: int, stream: TextIO) -> None:
+    """Print rows of cells; the first `num_left` columns are words, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [c.ljust(w) if i < num_left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         print("  ".join(cells).rstrip(), file=stream)
 
 
@@ -92,10 +85,7 @@ def show_times(rows: Sequence[tuple[str, StepTime]], source: str, stream: TextIO
         hours = time.whole * (time.steps or 1000) / 3600
         cells.append([time.device, settings, *(seconds_text(time.phases.get(p, 0.0)) for p in phases),
                       seconds_text(time.whole), number_text(time.tokens / time.whole), number_text(hours)])
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    for row in cells:
-        print("  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))),
-              file=stream)
+    _plain(cells, 2, stream)
     first = rows[0][1]
     print(f"seconds, predicted and not measured: {source}; a step of {first.sequences}, {first.lengths}"
           + (f"; a run of {first.steps} steps" if first.steps else ""), file=stream)

@@ -7,13 +7,12 @@ Wilson's (1927) with as many observations as prompts, for kappa the percentile b
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from hybrid_rlhf.report.compare import Interval, Method, Section, text_table, wilson
+from hybrid_rlhf.report.compare import Interval, Method, Section, print_table, text_table, wilson
 
 # Landis and Koch (1977), Biometrics 33, p. 165: strength of agreement below 0, and up to a kappa
 POOR, BANDS = "poor", ((0.2, "slight"), (0.4, "fair"), (0.6, "moderate"), (0.8, "substantial"), (1.0, "almost perfect"))
@@ -210,19 +209,6 @@ def section(rows: Sequence[Agreement], method: Method) -> Section:
 
 def show(agreements: Sequence[Agreement], method: Method) -> None:
     """Print the table on stdout."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
-    rows = cells(agreements)
-    shown = Table(title=f"Agreement with the labels, {method.confidence:.0%} intervals", title_justify="left",
-                  box=SIMPLE_HEAD, pad_edge=False)
-    for name in rows[0]:
-        shown.add_column(name, justify="left" if name == "source" else "right", overflow="fold")
-    for row in rows:
-        shown.add_row(*(Text(cell.replace(" [", "\n[")) for cell in row.values()))
-    console.print(shown)
+    console = print_table(f"Agreement with the labels, {method.confidence:.0%} intervals", cells(agreements))
     for line in how_to_read(agreements, method):
         console.print(line, soft_wrap=True)

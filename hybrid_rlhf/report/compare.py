@@ -15,13 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist, fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.strict_json import to_json
-from hybrid_rlhf.report.markdown import cell, table
+from hybrid_rlhf.report.summary import cell, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Interval = tuple[float, float]
 
@@ -229,27 +232,34 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def show(comparison: Comparison, shown: list[dict]) -> None:
-    """Print the table, the verdicts and a few answers on stdout."""
+def print_table(title: str | None, rows: Sequence[dict[str, str]]) -> Console:
+    """Print rows of cells on stdout, a name and numbers above their intervals; returns the console."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
+    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(rows[0]):
+        shown.add_column(name, justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*(Text(text.replace(" [", "\n[")) for text in row.values()))
+    console.print(shown)
+    return console
+
+
+def show(comparison: Comparison, shown: list[dict]) -> None:
+    """Print the table, the verdicts and a few answers on stdout."""
+    from rich.text import Text
+
     from hybrid_rlhf.report.terminal import one_line
 
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
-    rows, percent = cells(comparison), f"{comparison.method.confidence:.0%}"
-    judged = [n for n in rows[0] if n in ("score", "accuracy", "win rate", "score gain")]
-    described = [n for n in rows[0] if n not in (*judged, "model")]
-    for title, names in ((f"Answers to the same prompts, {percent} intervals", judged), (None, described)):
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)  # two: one is too wide
-        table.add_column("model", overflow="fold")
-        for name in names:
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(*(Text(row[name].replace(" [", "\n[")) for name in ("model", *names)))
-        console.print(table)
+    rows, title = cells(comparison), f"Answers to the same prompts, {comparison.method.confidence:.0%} intervals"
+    judged = [n for n in rows[0] if n in ("model", "score", "accuracy", "win rate", "score gain")]
+    described = [n for n in rows[0] if n == "model" or n not in judged]
+    print_table(title, [{name: row[name] for name in judged} for row in rows])  # two: one is too wide
+    console = print_table(None, [{name: row[name] for name in described} for row in rows])
     for line in verdicts(comparison):
         console.print(line, soft_wrap=True)
     for each in shown:

@@ -51,10 +51,8 @@ class Display(Protocol):
     def __exit__(self, *exc: object) -> None: ...
     def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict]) -> None: ...
     def evaluated(self, step: int, values: dict[str, float]) -> None: ...
-    def alarms(self, texts: list[str]) -> None: ...
-    def warnings(self, texts: list[str]) -> None: ...
     def announce(self, text: str) -> None: ...
-    def print_line(self, text: str) -> None: ...
+    def print_line(self, text: str, style: str = "") -> None: ...
     def pictures(self, paths: Sequence[Path]) -> None: ...
 
 
@@ -134,32 +132,19 @@ class CellProgress:
             self._rows.append(("held out", self._cells(named)))
         else:
             listed = "  ".join(f"{k} {number(v)}" for k, v in list(named.items())[:6])
-            self._note("", f"held out after step {step}: {listed}")
+            self.print_line(f"held out after step {step}: {listed}")
         self._is_new = True
 
-    def alarms(self, texts: list[str]) -> None:
-        """Show alarms, a line each."""
-        for text in texts:
-            self._note(_ALARM, f"alarm, {text}")
+    def print_line(self, text: str, style: str = "") -> None:
+        """Show a line soon; may be called by a signal handler, so it does not block. style: "" for a plain one."""
+        self._notes.append((_ALARM if style else "", text))
+        self._is_new = True
 
-    def warnings(self, texts: list[str]) -> None:
-        """Show warnings, a line each."""
-        for text in texts:
-            self._note(_ALARM, f"warning: {text}")
-
-    def announce(self, text: str) -> None:
-        """Show a line soon; may be called by a signal handler, so it does not block."""
-        self._note("", text)
-
-    print_line = announce
+    announce = print_line
 
     def pictures(self, paths: Sequence[Path]) -> None:
         """Keep the run's curves, which are shown at its end."""
         self._pictures = list(paths)
-
-    def _note(self, style: str, text: str) -> None:
-        self._notes.append((style, text))
-        self._is_new = True
 
     def _hear(self, text: str) -> None:
         self._doing, self._is_new = text, True

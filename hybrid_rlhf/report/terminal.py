@@ -82,7 +82,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
         if self._step > self.pace.first:
-            self._print(summary_line(self.stage, self.pace.first, self._step, self.pace.passed))
+            self.print_line(summary_line(self.stage, self.pace.first, self._step, self.pace.passed))
 
     def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict] = ()) -> None:
         """Show that `step` is done; a logged one stays on the terminal."""
@@ -94,35 +94,25 @@ class Progress:
             return
         if self._live is None:
             now = "  ".join(f"{short(k)} {metric(k, values[k])}" for k in self.keys if k in values)
-            self._print(f"{self.stage} {step}/{self.total}  {now}{self._left('  ')}")
+            self.print_line(f"{self.stage} {step}/{self.total}  {now}{self._left('  ')}")
             return
         if not self._columns:
             self._columns = fitting(tuple(k for k in self.keys if k in values), self.console.width)
-            self._print(self._row("step", [short(k) for k in self._columns]), style="bold")
-        self._print(self._cells(step, values))
+            self.print_line(self._row("step", [short(k) for k in self._columns]), style="bold")
+        self.print_line(self._cells(step, values))
         self._shown = step
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
         """Print the held-out metrics after `step`: a row of the table, or one line."""
         named = {k.removeprefix("eval/"): v for k, v in values.items()}
         if any(k in named for k in self._columns):
-            self._print(self._cells("held out", named), style="green")
+            self.print_line(self._cells("held out", named), style="green")
             return
         first = [k for k in self.keys if k in named]
         taken = {short(k) for k in first}  # kl and objective/kl would both be named kl
         order = (first + [k for k in named if k not in first and short(k) not in taken])[:6]
-        self._print(f"{self.stage} {step}/{self.total}  held out: "
+        self.print_line(f"{self.stage} {step}/{self.total}  held out: "
                     + "  ".join(f"{name} {metric(k, named[k])}" for k, name in _names(order).items()), style="green")
-
-    def alarms(self, texts: list[str]) -> None:
-        """Print alarms, a line each."""
-        for text in texts:
-            self._print(f"{self.stage} alarm, {text}", style="bold red")
-
-    def warnings(self, texts: list[str]) -> None:
-        """Print warnings, a line each."""
-        for text in texts:
-            self._print(f"warning: {text}", style="yellow")
 
     def announce(self, text: str) -> None:
         """Print a line at once; may be called by a signal handler, so it never waits for the console."""
@@ -130,10 +120,6 @@ class Progress:
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, f"{text}\n".encode())  # not print: its buffer is not reentrant
         self._notice = text
-
-    def print_line(self, text: str) -> None:
-        """Print a line that stays."""
-        self._print(text)
 
     def pictures(self, paths: Sequence[Path]) -> None:
         """Does nothing: a terminal shows no curves."""
@@ -156,7 +142,8 @@ class Progress:
                       f"{duration(self.pace.passed)} passed{self._left(', ')}", file=sys.stderr, flush=True)
                 self._printed = time.perf_counter()  # print, not rich: rich may draw from the run's random numbers
 
-    def _print(self, text: str, style: str = "") -> None:
+    def print_line(self, text: str, style: str = "") -> None:
+        """Print a line that stays. style: rich's."""
         from rich.text import Text
 
         if is_main():

@@ -46,10 +46,10 @@ def save(folder: str | Path, step: int, state: dict, keep: int = 2, spare: Colle
     tensors: dict[str, Tensor] = {}
     rest = split(state, "", tensors)
     tensors = _not_of_the_first(tensors)
-    beside = Path(_together(folder, lambda: str(_make_room(folder)) if is_main() else None)[0])
+    beside = Path(together(folder, lambda: str(_make_room(folder)) if is_main() else None)[0])
     try:
-        sums = _together(folder, lambda: _write_files(beside, tensors, rest))
-        _together(folder, lambda: is_main() and _finish(folder, beside, target, sums, keep, spare))
+        sums = together(folder, lambda: _write_files(beside, tensors, rest))
+        together(folder, lambda: is_main() and _finish(folder, beside, target, sums, keep, spare))
     except SaveError:
         if is_main():
             shutil.rmtree(beside, ignore_errors=True)
@@ -125,7 +125,7 @@ def latest(folder: str | Path, warn: Callable[[str], None] = lambda _text: None,
 def keep_best(checkpoint: Path) -> Path:
     """Link the checkpoint's files into best/ beside it (or copy them), in place of the checkpoint there."""
     target = checkpoint.parent / BEST / checkpoint.name
-    _together(target.parent, lambda: is_main() and _link(checkpoint, target))
+    together(target.parent, lambda: is_main() and _link(checkpoint, target))
     return target
 
 
@@ -186,19 +186,16 @@ def of_rank(name: str, number_of_rank: int) -> str:
     return name if number_of_rank == 0 else f"{stem}-{number_of_rank}.{suffix}"
 
 
-def _together(folder: Path, act: Callable[[], object]) -> list:
+def together(folder: Path, act: Callable[[], object]) -> list:
     """Call `act` in every process; returns all results. SaveError in all processes if any has failed."""
     result, error = None, None
     try:
         result = act()
     except OSError as caught:
-        refused = refusal(caught)
-        error = refused or (str(caught.strerror or caught), "make the folder one that can be written to")
+        error = refusal(caught) or f"{caught.strerror or caught}; make the folder one that can be written to"
     outcomes = gather_over_ranks([result, error])
-    wrong = next((e for _, e in outcomes if e), None)
-    if wrong:
-        words, remedy = wrong
-        raise SaveError(f"cannot save a checkpoint in {folder}: {words}; {remedy}")
+    if refused := next((e for _, e in outcomes if e), None):
+        raise SaveError(f"cannot save a checkpoint in {folder}: {refused}")
     return [each for each, _ in outcomes]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybrid_rlhf.core import random_state
 from hybrid_rlhf.core.config import UserError, check, nearest
-from hybrid_rlhf.core.distributed import print_main, world_size
+from hybrid_rlhf.core.distributed import print_main, rank, world_size
 from hybrid_rlhf.report.pace import EVALUATE, SAVE
 from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.checkpoint import SaveError, load_all
@@ -50,15 +50,13 @@ class Saver:
             check(step <= self.total_steps, f"the checkpoint is of step {step}, after the run's last, "
                                             f"{self.total_steps}; raise train.max_steps or give --resume never")
             _check_rows("the rows of the data", self.loader, saved["run"]["data"])
-            if "held_out" in saved["run"]:  # not in checkpoints of earlier releases
-                _check_rows("the held-out rows", self.held_out, saved["run"]["held_out"])
-            _warn_of_short_batches(self.loader, int(saved["run"].get("world_size", world_size())))
+            _check_rows("the held-out rows", self.held_out, saved["run"]["held_out"])
+            _warn_of_short_batches(self.loader, saved["run"]["world_size"])
             self.loader.load_state(saved["loader"])
             self.trainer.load_state(saved["trainer"])
             self.values, self._best = load_all(saved["values"]), saved["best"]
             self.owes_evaluation = bool(saved["owes_evaluation"])
-            self._spared, counts = saved.get("spared"), saved.get("skipped", self.values)
-            self._skipped = {name: value for name, value in load_all(counts).items() if name.endswith(_SKIPPED)}
+            self._spared, self._skipped = saved["spared"], load_all(saved["skipped"])
             random_state.load_state(saved["random"])  # last: code above may draw random numbers
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise UserError(f"the checkpoint {self.record.resumes_from} does not fit this run: {error}; give --resume "
@@ -129,11 +127,7 @@ class Saver:
               position: tuple[dict, dict] | None) -> Path | None:
         began = time.monotonic()
         try:
-            try:
-                positions = reporter.state()
-            except OSError as error:
-                raise SaveError(f"cannot save a checkpoint in {self.folder}: {error.strerror}; make room "
-                                "there") from error
+            positions = checkpoint.together(self.folder, reporter.state)[rank()]
             if self._spared is not None:  # the user may have removed some
                 self._spared = [name for name in self._names() if name in self._spared]
             place, drawn = position or (self.loader.state(), random_state.state())

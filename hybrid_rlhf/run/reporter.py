@@ -12,19 +12,16 @@ from pathlib import Path
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.core.metrics import RECOMPUTED
-from hybrid_rlhf.core.own_files import no_link
 from hybrid_rlhf.core.random_state import undisturbed
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.report.alarms import memory_growth
 from hybrid_rlhf.report.notebook import display
 from hybrid_rlhf.report.pace import ANSWER, REPORT
-from hybrid_rlhf.report.run_summary import first_lines
-from hybrid_rlhf.report.summary import conclude
+from hybrid_rlhf.report.summary import ANSWERS, METRICS, SAMPLES, conclude, first_lines
 from hybrid_rlhf.report.terminal import number, one_line, roughly
 from hybrid_rlhf.report.trackers import start_trackers
 from hybrid_rlhf.run.runfile import TRACKERS, RunRecord
 
-METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 REPORTS_AT_MOST, FIRST_REPORT = 0.05, 3.0  # share of the run's time; seconds assumed for the first report
 
 
@@ -80,10 +77,12 @@ class Reporter:
         if is_main():
             warnings: list[str] = []
             with self.phase(REPORT):
-                alarms = conclude(Path(self.record.output_dir), self.record.stage, METRICS, warnings.append,
-                                 self.progress.pictures, state)
-            self.progress.alarms([f"{alarm.name}: {alarm.text}" for alarm in alarms])
-            self.progress.warnings(warnings)
+                alarms = conclude(Path(self.record.output_dir), self.record.stage, warnings.append,
+                                  self.progress.pictures, state)
+            for alarm in alarms:
+                self.progress.print_line(f"{self.record.stage} alarm, {alarm.name}: {alarm.text}", "bold red")
+            for text in warnings:
+                self.progress.print_line(f"warning: {text}", "yellow")
 
     @undisturbed()
     def checkpointed(self, step: int) -> None:
@@ -91,7 +90,7 @@ class Reporter:
         began = time.monotonic()
         if is_main() and began - self._reported >= self._took / REPORTS_AT_MOST:
             with self.phase(REPORT):
-                conclude(Path(self.record.output_dir), self.record.stage, METRICS,
+                conclude(Path(self.record.output_dir), self.record.stage,
                          state=f"After step {step} of {self.total}; the run had not ended.")
             self._reported = time.monotonic()
             self._took = self._reported - began
@@ -211,14 +210,9 @@ class Lines:
 
     def __init__(self, path: str | Path, warn: Callable[[str], None], position: int | None = None) -> None:
         self.path, self._warn, self._waiting, self._is_refused = path, warn, b"", False
-        self._file = open(path, "ab", buffering=0, opener=no_link)  # noqa: SIM115 - closed by close()
-        size = os.fstat(self._file.fileno()).st_size
-        if position is not None and size < position:
-            warn(f"{path} has lost its end since the checkpoint was made ({size} of {position} bytes); it goes on "
-                 "there")
-            position = Path(path).read_bytes().rfind(b"\n") + 1  # an incomplete line would corrupt the next
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         if position is not None:
-            os.truncate(self._file.fileno(), position)
+            os.truncate(self._file.fileno(), min(position, self._file.tell()))
 
     def write(self, line: str) -> None:
         self._waiting += line.encode() + b"\n"

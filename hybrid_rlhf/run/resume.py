@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -27,18 +26,9 @@ def changes(old: Mapping, new: Mapping, harmless: tuple[str, ...] = NO_MATTER, p
         a, b, name = old[key], new[key], f"{prefix}{key}"
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             names |= set(changes(a, b, harmless, f"{name}."))
-        elif _with_home(a) != _with_home(b) and name not in harmless:
+        elif a != b and name not in harmless:
             names.add(name)
     return sorted(names)
-
-
-def _with_home(value: object) -> object:
-    """A plain value with ~ expanded in paths, as settings are read; records may have paths as the user wrote them."""
-    if isinstance(value, Mapping):
-        return {key: _with_home(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_with_home(each) for each in value]
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def later_end(old: Mapping, new: Mapping) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, is_main, pr
 from hybrid_rlhf.core.own_files import take_lock
 from hybrid_rlhf.core.strict_json import plain, to_json
 from hybrid_rlhf.export.model_card import write_card
+from hybrid_rlhf.report.summary import ANSWERS, METRICS, REPORT, SAMPLES
 from hybrid_rlhf.report.trackers import check_trackers
 from hybrid_rlhf.run import checkpoint, process_count, resume
 
@@ -32,7 +33,6 @@ STATUSES = ("running", "finished", "stopped", "failed")
 ROWS_FOLDER = "rows"  # in output_dir: data given from Python, written before the run begins
 TRACKERS = "trackers"  # in output_dir: files of wandb and other trackers, which create links
 _locks: dict[Path, BinaryIO] = {}  # folder -> the open file with this process's lock
-_LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl", "answers.jsonl", "report.md")
 
 
 @dataclasses.dataclass
@@ -80,12 +80,8 @@ class RunRecord:
     def finish(self, metrics: dict[str, float], *, tokenizer, **facts: object) -> None:  # noqa: ANN001
         """Write the record of a run that ended well, and its model card; facts must be JSON. tokenizer: None where it
         had none. Every process returns after the record is written, as others read it next."""
-        try:
-            self.describe(metrics, tokenizer, **facts)
-            self.close("finished")
-        except OSError as error:
-            raise UserError(f"cannot write in {self.output_dir}: {error.strerror}; make room, and give the "
-                            "same command again") from error
+        self.describe(metrics, tokenizer, **facts)
+        self.close("finished")
         barrier()
 
     def describe(self, metrics: dict[str, float], tokenizer, **facts: object) -> None:  # noqa: ANN001
@@ -181,7 +177,7 @@ def start(output_dir: str | Path, stage: str, config: object, command: str) -> R
     if old is not None:
         how = "finished" if old.is_finished else f"unfinished ({old.status})"
         print_main(f"{output_dir}: the {how} {stage} run found here is started again from the beginning")
-    return _begin(folder, stage, settings, command, is_new=old is None)
+    return _begin(folder, stage, settings, command)
 
 
 def _resume(record: RunRecord, path: Path, settings: dict, command: str) -> RunRecord:
@@ -199,15 +195,12 @@ def _resume(record: RunRecord, path: Path, settings: dict, command: str) -> RunR
     record.status, record.error, record.finished, record.command = "running", None, None, command
     record.config, record.versions, record.resumes_from, record._clock = settings, _versions(), path, time.monotonic()
     if is_main():
-        try:
-            claim(Path(record.output_dir), SETTINGS_FILE)
-            own_files.clear_unfinished(Path(record.output_dir))
-            record.write()
-            if path.parent.name != checkpoint.BEST:
-                checkpoint.clear(path.parent, after=facts["step"])
-            _write_settings(Path(record.output_dir), settings)
-        except OSError as error:
-            raise UserError(f"cannot write to output_dir {record.output_dir}: {error.strerror}; make room") from error
+        claim(Path(record.output_dir), SETTINGS_FILE)
+        own_files.clear_unfinished(Path(record.output_dir))
+        record.write()
+        if path.parent.name != checkpoint.BEST:
+            checkpoint.clear(path.parent, after=facts["step"])
+        _write_settings(Path(record.output_dir), settings)
     return record
 
 
@@ -222,40 +215,29 @@ def _existing(folder: Path) -> RunRecord | None:
     if os.path.lexists(folder / RUN_FILE):
         own_files.check_inside(folder, (TRACKERS,))
         return read_run(folder)
-    try:
-        strangers = sorted(p.name for p in folder.iterdir()
-                           if p.name != ROWS_FOLDER and not own_files.is_unfinished(p.name)
-                           and (p.name != SETTINGS_FILE or p.stat().st_size))  # empty: locked by a run that begins
-    except OSError as error:
-        raise UserError(f"output_dir {folder} cannot be read: {error.strerror}; give another folder") from error
-    if RUN_FILE in strangers:  # a run began meanwhile
-        return read_run(folder)
+    strangers = sorted(p.name for p in folder.iterdir() if p.name != ROWS_FOLDER and not own_files.is_unfinished(p.name)
+                       and (p.name != SETTINGS_FILE or p.stat().st_size))  # empty: locked by a run that begins
     check(not strangers, f"output_dir {folder} holds something else ({', '.join(strangers[:3])}) and no run; choose a "
                          "new or empty folder")
     own_files.check_inside(folder)  # last, as a folder that is not ours may be very large
     return None
 
 
-def _begin(folder: Path, stage: str, settings: dict, command: str, is_new: bool) -> RunRecord:
+def _begin(folder: Path, stage: str, settings: dict, command: str) -> RunRecord:
     """A new record in `folder`. run.json is written right after the lock, and marks the folder as ours."""
     record = RunRecord(str(folder), stage, command=command, config=settings, started=_now(), versions=_versions(),
                        code=code_of(settings))
     record._clock = time.monotonic()
     if is_main():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            claim(folder, SETTINGS_FILE)
-            if is_new and is_run(folder):  # another run began, and ended, meanwhile
-                raise _taken(folder)
-            record.write()
-            own_files.clear_unfinished(folder)
-            for name in _LEFT_BY_A_RUN:
-                (folder / name).unlink(missing_ok=True)
-            for where in (resume.FOLDER, f"{resume.FOLDER}/{checkpoint.BEST}"):
-                checkpoint.clear(folder / where)
-            _write_settings(folder, settings)
-        except OSError as error:
-            raise UserError(f"cannot write to output_dir {folder}: {error.strerror}; give another folder") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        claim(folder, SETTINGS_FILE)
+        record.write()
+        own_files.clear_unfinished(folder)
+        for name in (METRICS, SAMPLES, ANSWERS, REPORT):
+            (folder / name).unlink(missing_ok=True)
+        for where in (resume.FOLDER, f"{resume.FOLDER}/{checkpoint.BEST}"):
+            checkpoint.clear(folder / where)
+        _write_settings(folder, settings)
     return record
 
 
@@ -272,8 +254,7 @@ def code_of(settings: dict) -> dict[str, str]:
 
 
 def _write_settings(folder: Path, settings: dict) -> None:
-    with open(folder / SETTINGS_FILE, "w", encoding="utf-8", opener=own_files.no_link) as file:  # the lock is on it
-        file.write(to_yaml(settings))
+    (folder / SETTINGS_FILE).write_text(to_yaml(settings), encoding="utf-8")  # not replaced: the lock is on it
 
 
 def _now() -> str:
@@ -364,21 +345,13 @@ def _versions() -> dict[str, str]:
 
 
 def claim(folder: Path, name: str) -> None:
-    """Lock `folder` by its file `name`, which is created where it is missing. UserError where another process has it.
-
-    OSError where the folder cannot be written; on a file system without locks nothing is locked.
-    """
+    """Lock `folder` by its file `name`, created where it is missing. UserError where another process has it."""
     release(folder)
     try:
         _locks[folder.absolute()] = take_lock(folder / name, 0)
     except TimeoutError:
-        raise _taken(folder) from None
-
-
-def _taken(folder: Path) -> UserError:
-    """The error of a second process."""
-    return UserError(f"output_dir {folder}: another process is at this run; wait for its end, or choose another "
-                     "output_dir")
+        raise UserError(f"output_dir {folder}: another process is at this run; wait for its end, or choose another "
+                        "output_dir") from None
 
 
 def release(folder: Path) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.errors import exit_code
 from hybrid_rlhf.core.given_paths import expanded
-from hybrid_rlhf.core.lasting_streams import lasting_streams
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,7 +86,6 @@ def _announce(folder: Path, address: str, is_quiet: bool) -> None:
         webbrowser.open(address)
 
 
-@lasting_streams()
 def main(argv: list[str] | None = None) -> int:
     """The entry point: returns the exit code (0 stopped by a signal, 2 the input is wrong, 130 interrupted early)."""
     return exit_code(lambda: run(argv))

@@ -94,7 +94,7 @@ def _guarded(handle: Callable) -> Callable:
             return Response(status_code=400)
         except Exception as error:
             if disk := refusal(error):
-                return JSONResponse({"error": f"{disk.words}; {disk.remedy}"}, 507)
+                return JSONResponse({"error": disk}, 507)
             _log.exception("a request of the studio's page failed")
             text = f"an error of the studio ({type(error).__name__}); its terminal says more"
             return JSONResponse({"error": text}, 500)

@@ -18,7 +18,6 @@ from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.errors import exit_code
 from hybrid_rlhf.core.given_paths import expanded
-from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.startup import relaxed_gc
 from hybrid_rlhf.core.text_safety import error_line, escape_control, shortened
 from hybrid_rlhf.inference.named_models import model_folder, named_models
@@ -248,7 +247,6 @@ def run(argv: list[str] | None) -> int:
     return talk(session)
 
 
-@lasting_streams("stderr")
 def main(argv: list[str] | None = None) -> int:
     """The entry point: returns the exit code (0 done, 2 the user's input is wrong, 130 interrupted)."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):

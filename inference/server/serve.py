@@ -18,7 +18,6 @@ from hybrid_rlhf.core.config import UserError, check, command_flags, parse_comma
 from hybrid_rlhf.core.errors import exit_code
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.hub import is_loopback
-from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.inference.named_models import NamedModel, model_folder, named_models
 
 if TYPE_CHECKING:
@@ -154,7 +153,6 @@ def run(argv: list[str] | None) -> int:
     return 0
 
 
-@lasting_streams()
 def main(argv: list[str] | None = None) -> int:
     """The entry point: returns the exit code (0 stopped by a signal, 2 the input is wrong, 130 interrupted early)."""
     return exit_code(lambda: run(argv))

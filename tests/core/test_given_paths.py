@@ -21,7 +21,6 @@ from hybrid_rlhf.inference.chat.session import read_conversation
 from hybrid_rlhf.inference.conversation import Conversation
 from hybrid_rlhf.inference.server import serve
 from hybrid_rlhf.kernels import build
-from hybrid_rlhf.run import resume
 from hybrid_rlhf.training import evaluate, rejection, step1_sft, step2_reward, step3_ppo
 from tests.factories.tiny import chatml_tokenizer
 
@@ -100,14 +99,6 @@ def test_home_is_written_out_in_sources_and_in_nothing_that_is_no_path(home):
 def test_an_option_of_an_unknown_user_is_one_line(home, option):
     with pytest.raises(UserError, match=r"^~nosuchuser/c: the home folder of ~nosuchuser is not known"):
         parse(step1_sft.Config, [f"{option}=~nosuchuser/c"], prog="p")
-
-
-def test_a_run_whose_record_holds_the_mark_goes_on_with_the_path_that_it_means(home):
-    def settings(place: str) -> dict:
-        return {"data": {"sources": [{"path": f"{place}/a.jsonl"}], "split": None}, "evaluate": {"notes": ["~nosuch"]}}
-
-    assert resume.changes(settings("~"), settings(str(home))) == []
-    assert resume.changes(settings("~"), settings("/elsewhere")) == ["data.sources"]
 
 
 def test_every_path_that_a_command_takes_may_begin_at_home(home):

@@ -143,15 +143,6 @@ def test_a_link_in_an_output_folder_is_refused_and_what_it_leads_to_is_untouched
         Rows("{}\n").write(str(folder))
 
 
-@pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused_and_stays(tmp_path, resume):
-    runfile.start(tmp_path, "sft", Config(), "").close("failed")
-    mine(tmp_path / "metrics.jsonl" / "thesis")
-    with pytest.raises(UserError, match=r"cannot write to output_dir .*: Is a directory"):
-        runfile.start(tmp_path, "sft", Config(resume), "")
-    assert (tmp_path / "metrics.jsonl" / "thesis").read_text() == MINE
-
-
 def test_the_output_folder_itself_may_be_a_link_and_trackers_make_their_own(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")

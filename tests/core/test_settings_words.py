@@ -130,7 +130,6 @@ def test_a_word_that_is_not_for_its_option_is_one_line(words, said):
     ("free: {a: {1: 2}}", "free[a] has the key 1; a key must be text"), ("null: 1", "the file has the key null; a key"),
     ("free: {a: {null: 2}}", "free[a] has the key null; a key must be"), ("free: {null: 2}", "free has the key null"),
     ("by_name: {a: null}", "by_name[a] is null; it must be text"), ("inner: {yes: 1}", "inner has the key true; a key"),
-    ("free: &x {a: *x}", "the settings refer to themselves"),
     ("texts: '[a, b]'", "texts is '[a, b]'; it must be a list"), ("count: null", "count is null")])
 def test_a_file_that_cannot_be_settings_is_one_line(tmp_path, text, said):
     with pytest.raises(UserError, match=re.escape(said)):

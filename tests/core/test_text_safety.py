@@ -144,6 +144,6 @@ def test_a_process_that_runs_out_of_file_descriptors_says_so_in_one_line(monkeyp
         assert main([]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert capfd.readouterr().err == ("error: Too many open files (/dev/null); raise their number (ulimit -n 65536) or "
+    assert capfd.readouterr().err == ("error: /dev/null: Too many open files; raise their number (ulimit -n 65536) or "
                                       "find what leaves files open, such as a reward function, and the same command "
                                       "goes on from the last checkpoint\n")

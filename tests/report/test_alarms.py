@@ -8,8 +8,7 @@ import random
 import pytest
 
 from hybrid_rlhf.report.alarms import answered, compared, find, series
-from hybrid_rlhf.report.run_summary import first_lines
-from hybrid_rlhf.report.summary import conclude
+from hybrid_rlhf.report.summary import conclude, first_lines
 
 HELD = {"reward": (0.0, 3.0), "reward_std": (1.0, 0.8), "objective/kl": (0.0, 1.5), "entropy": (0.4, 0.25),
         "completions/mean_length": (8.0, 7.0), "completions/clipped_ratio": (0.02, 0.0),

@@ -97,15 +97,16 @@ def test_at_the_end_are_rows_from_all_of_the_run_its_notes_and_its_curves(kernel
             progress.step(step, VALUES, is_logged=step % 10 == 0 or step == 1, samples=[])
         progress.evaluated(300, {"eval/kl": 0.25})
         progress.evaluated(300, {"eval/loss": 0.75})
-        progress.alarms(["entropy: it is <near> 0"])
-        progress.warnings(["no room"])
+        progress.print_line("ppo alarm, entropy: it is <near> 0", "bold red")
+        progress.print_line("warning: no room", "yellow")
         progress.pictures(pictures)
     table, curves = (versions[-1] for versions in kernel.outputs_of().values())
     lines = table["text/plain"].splitlines()
     assert re.match(r"ppo: 300 steps in \d+ s, .*iB of memory at most$", lines[0])
     names = [line.split()[0] for line in lines[2:14]]
     assert names == ["1", "30", "60", "90", "120", "150", "180", "210", "240", "270", "300", "held"]
-    assert lines[14:] == ["held out after step 300: loss 0.75", "alarm, entropy: it is <near> 0", "warning: no room"]
+    assert lines[14:] == ["held out after step 300: loss 0.75", "ppo alarm, entropy: it is <near> 0",
+                          "warning: no room"]
     assert "it is &lt;near&gt; 0" in table["text/html"] and "<near>" not in table["text/html"]
     page = curves["text/html"]
     assert page.count("data:image/png;base64,cGljdHVyZQ==") == 8 and "2 more curves" in page

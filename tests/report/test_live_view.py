@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.report import terminal
-from hybrid_rlhf.report.html import html
+from hybrid_rlhf.report.summary import html
 from hybrid_rlhf.report.terminal import Progress, last_turn, sample_lines
 
 KEYS = ("reward", "kl", "completions/mean_length")

@@ -20,7 +20,6 @@ from hybrid_rlhf.cli import main
 from hybrid_rlhf.commands import export
 from hybrid_rlhf.core.errors import NotFinite
 from hybrid_rlhf.core.lasting_streams import lasting_streams
-from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.run import checkpoint, reporter, runfile, signals
 from hybrid_rlhf.run.ending import Leaving, Stopped
 from hybrid_rlhf.run.loop import TrainConfig, fit
@@ -271,7 +270,7 @@ def test_a_run_whose_output_nobody_reads_trains_to_its_end(tmp_path, monkeypatch
     with unread():
         assert main([*sft, "--preview"]) == 0
     with unread():
-        assert repl.main(["--model", "run", "--prompt", "hi", "--max_new_tokens", "3"]) == 0
+        assert main(["chat", "--model", "run", "--prompt", "hi", "--max_new_tokens", "3"]) == 0
 
 
 def test_an_export_that_is_interrupted_says_how_to_go_on(monkeypatch, capsys):
