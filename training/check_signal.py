@@ -27,6 +27,7 @@ from hybrid_rlhf.training.stage_config import OnPolicyConfig
 NUM_PROMPTS, MIN_RESPONSES = 32, 8
 PROMPTS_AT_ONCE, MAX_SECONDS = 8, 30.0  # of sampling; at least PROMPTS_AT_ONCE are asked
 STEP_PROMPTS = (4, 8, 24)  # of the steps taken for their time: the first warms up
+LONG = 1800.0  # seconds of a run
 WIDTH = 118  # of a sample's lines
 
 
@@ -59,17 +60,23 @@ def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: OnPol
 def _time_step(trainer: Trainer, opened: on_policy.RunContext) -> str:
     """How long a step and the run take: measured on all prompts of a step, or extrapolated from parts of many prompts,
     linearly from the last two parts."""
-    batch, taken = opened.loader.next(), []
+    batch, taken, last = opened.loader.next(), [], 0
     if hasattr(trainer, "warmup_steps"):  # in which the actor would not be trained
         trainer.num_steps = trainer.warmup_steps
     for size in (min(len(batch), size) for size in STEP_PROMPTS):
+        if taken:
+            print_main(f"{last} prompts took {duration(taken[-1])}; {size} ...")
         began = time.perf_counter()
         trainer.step(batch.rows(range(size)))
         taken.append(max_over_ranks(round(1000 * (time.perf_counter() - began))) / 1000)
+        last = size
     rest = (len(batch) - size) / (size - STEP_PROMPTS[1]) if len(batch) > size else 0.0
     seconds = taken[-1] + max(0.0, taken[-1] - taken[-2]) * rest
     part = f" (measured on {size} of its {len(batch)} prompts)" if size < len(batch) else ""
     total = f"; the run has {opened.num_steps}: about {duration(seconds * opened.num_steps)}"
+    if seconds * opened.num_steps > LONG:
+        total += (f"\n{'':<18}train.max_steps or train.max_seconds end it sooner; "
+                  "train.per_device_train_batch_size makes steps shorter")
     return f"{'about ' * bool(part)}{number(seconds)} s{part}{total * (opened.num_steps > 1)}"
 
 

@@ -353,3 +353,16 @@ def _cell(value: object, column: list) -> str:
         return "" if value is None else str(value)
     is_large = any(isinstance(v, float) and abs(v) >= 10 for v in column)
     return f"{value:.1f}" if is_large else f"{value:.3f}"
+
+
+def forecast_line(pace: Pace) -> str:
+    """The run's time, how many steps of what time it has, and what else takes it."""
+    step, others, count = pace.step_seconds(), pace.phases_left(), pace.total - pace.first
+    steps = f"{count} step{'s' * (count != 1)}"
+    if pace.max_seconds is not None and count * step > (limit := pace.max_seconds - pace.passed) + step:
+        steps = f"about {max(1, round(limit / step))} of {steps}, by train.max_seconds,"
+    rest = sum(others.values())
+    rest = f"; {roughly(rest)} of it for {', '.join(others)}" if rest >= 0.5 else ""
+    source = f", {pace.forecast.source}" * bool(pace.forecast.source)
+    step = number(float(f"{step:.2g}"))
+    return f"time: about {roughly(pace.seconds_left())} ({steps} of about {step} s{source}{rest})"

@@ -18,7 +18,7 @@ from hybrid_rlhf.report.alarms import memory_growth
 from hybrid_rlhf.report.notebook import display
 from hybrid_rlhf.report.pace import ANSWER, REPORT
 from hybrid_rlhf.report.summary import ANSWERS, METRICS, SAMPLES, conclude, first_lines
-from hybrid_rlhf.report.terminal import number, one_line, roughly
+from hybrid_rlhf.report.terminal import forecast_line, one_line
 from hybrid_rlhf.report.trackers import start_trackers
 from hybrid_rlhf.run.runfile import TRACKERS, RunRecord
 
@@ -165,13 +165,9 @@ class Reporter:
         pace = self.progress.pace
         if self._has_estimate or pace.step_seconds() == float("inf"):
             return
-        seconds, step, others = pace.seconds_left(), pace.step_seconds(), pace.phases_left()
-        self._has_estimate, count, rest = True, self.total - pace.first, sum(others.values())
-        rest = f"; {roughly(rest)} of it for {', '.join(others)}" if rest >= 0.5 else ""
-        source = f", {pace.forecast.source}" * bool(pace.forecast.source)
+        self._has_estimate = True
         if is_main():
-            self.progress.print_line(f"time: about {roughly(seconds)} ({count} step{'s' * (count != 1)} of about "
-                                     f"{number(float(f'{step:.2g}'))} s{source}{rest})")
+            self.progress.print_line(forecast_line(pace))
 
     def _hear(self, _text: str) -> None:
         self.progress.pace.hear()

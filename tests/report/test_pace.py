@@ -8,6 +8,7 @@ import pytest
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.report.pace import EVALUATE, EXPORT, SAVE, Forecast, Pace
+from hybrid_rlhf.report.terminal import forecast_line
 
 INF = float("inf")
 
@@ -92,3 +93,15 @@ def test_phases_ahead_are_part_of_what_is_left_until_they_are_over(clock):
     clock[0] += 8.5
     pace.end_phase()
     assert pace.seconds_left() == 7.0 + 3.0 and pace.phase_seconds(EVALUATE) == 10.0
+
+
+def test_the_line_before_the_first_step_says_what_a_limit_of_time_leaves(clock):
+    lines = []
+    for limit in (None, 1500.0, 3000.0):
+        pace = Pace(16, limit)
+        pace.is_rehearsed, pace.rehearsed = True, 170.0
+        pace.begin()
+        lines.append(forecast_line(pace))
+    assert lines == ["time: about 45 minutes (16 steps of about 170 s)",
+                     "time: about 25 minutes (about 9 of 16 steps, by train.max_seconds, of about 170 s)",
+                     "time: about 45 minutes (16 steps of about 170 s)"]
