@@ -46,7 +46,7 @@ ARCHITECTURES = {75: Limits("T4, RTX 20", 64, 64, 1024, 16), 80: Limits("A100", 
                  86: Limits("RTX 30, A10", 99, 100, 1536, 16), 89: Limits("RTX 40, L4", 99, 100, 1536, 24),
                  90: Limits("H100", 227, 228, 2048, 32), 100: Limits("B200", 227, 228, 2048, 32),
                  120: Limits("RTX 50", 99, 100, 1536, 24)}
-POINTERS = dict(slots="*i64", positions="*i64", mask="*i1", maxima="*fp32", totals="*fp32", seen="*i1", forbidden="*i1",
+POINTERS = dict(pages="*i64", positions="*i64", mask="*i1", maxima="*fp32", totals="*fp32", seen="*i1", forbidden="*i1",
                 streams="*i64", sums="*fp32", picks="*i32", logprobs="*fp32", parts="*fp32", targets="*i64",
                 entropy="*fp32", correct="*i1", normalisers="*fp32", by_logprobs="*fp32", by_entropy="*fp32")
 NUMBERS = dict.fromkeys(("scaling", "softcap", "temperature", "penalty", "top_p", "min_p", "eps"), "fp32")
@@ -81,8 +81,8 @@ def attend(group: int, dim: int, value_dim: int) -> Callable[[int, str], Kernel]
 
         card = attention.Card(1, ARCHITECTURES[architecture].block * 1024, has_matrix_units=architecture >= 80)
         form = attention.form_for(card, group, dim, value_dim, is_16_bit=kind != "fp32")
-        constants = dict(form.sizes, DIM=dim, VALUE_DIM=value_dim, GROUP=group, NUM_SPLITS=1, HAS_MASK=True,
-                         HAS_SINKS=True, HAS_SOFTCAP=True)
+        constants = dict(form.sizes, DIM=dim, VALUE_DIM=value_dim, GROUP=group, NUM_SPLITS=1, PAGE=128,
+                         HAS_MASK=True, HAS_SINKS=True, HAS_SOFTCAP=True)
         pointers = dict.fromkeys(("query", "key", "value", "keys", "values", "sinks", "out"), "*" + kind)
         function = attention._attend_grouped if form.is_grouped else attention._attend_single
         return Kernel(function, constants, pointers, form.launch)

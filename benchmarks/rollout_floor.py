@@ -97,6 +97,6 @@ def floor_of(engine: HybridEngine, requests: Requests, repeats: int) -> Floor:
     rows = min(read, PREFILL_ROWS)
     prompts = min(median(rows, is_own, False, 3) for is_own in (False, True)) * read / rows
     columns = sum(n * len(p) + n * (n - 1) // 2 for p, n in zip(requests.prompts, requests.limits, strict=True))
-    attended = columns * engine.kv_bytes / (requests.rows * requests.capacity)
+    attended = columns * engine._runner.bytes_per_column
     return Floor(prompts, steps * one_row + (requests.num_tokens - steps) * each_more,
                  attended / bandwidth(max(2**20, engine.kv_bytes)), step_torch, step_own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -105,6 +106,16 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def choose_kernels(train: TrainConfig) -> None:
+    """On a card, take kernels that add in one order if `train.deterministic`, with a line on what it costs."""
+    if not train.deterministic or device().type != "cuda":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    print_main("train.deterministic: sums in one order, where torch has such kernels (it warns where not), and decode "
+               "steps of all rows, idle ones too: slower, most of all where few responses are left")
 
 
 def seed_dropout(seed: int) -> None:

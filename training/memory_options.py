@@ -21,6 +21,7 @@ from hybrid_rlhf.core.memory import is_wsl
 from hybrid_rlhf.core.options import with_value
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes
+from hybrid_rlhf.engine.decode.pages import NUM_WHOLE
 from hybrid_rlhf.memory_plan import machine_rates, rates, table
 from hybrid_rlhf.memory_plan.amounts import Cards
 from hybrid_rlhf.memory_plan.calibration import Calibration, read_calibration, read_rates
@@ -57,7 +58,6 @@ from hybrid_rlhf.training.build_roles import find_starts, layout_of, load_config
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
 from hybrid_rlhf.training.stage_config import OnPolicyConfig
 
-MAX_BATCH = 64  # sequences that HybridEngine decodes at once
 NUM_MEASURED = 256  # rows whose lengths stand for all
 NUM_SKIPPED = 8  # as OldLogprobs has it
 PUBLISHED = "from published figures and assumed shares of them"
@@ -250,7 +250,7 @@ def _on_policy(config: OnPolicyConfig, start: ModelConfig | None) -> list[Role]:
     sampling, together = method.sampling, method.num_together
     sampled = config.data.max_prompt_length + sampling.max_new_tokens
     sequences, tp = config.train.rows_per_step * sampling.num_samples, config.roles.actor.tp or 1
-    generation = Generation(min(MAX_BATCH, tp * sequences), config.data.max_prompt_length, sampling.max_new_tokens, tp,
+    generation = Generation(min(NUM_WHOLE, tp * sequences), config.data.max_prompt_length, sampling.max_new_tokens, tp,
                             tp * sequences, keeps=method.keep_candidates and sampling.is_truncated)
 
     def role(name: str, **more: object) -> Role:

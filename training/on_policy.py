@@ -174,6 +174,7 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: OnPolicyConfig, c
     if done:
         return done.metrics
     builders.seed_everything(config.seed)
+    builders.choose_kernels(config.train)
     opened = open_run(config)
     trainer, roles = make_trainer(opened), opened.roles
     with explained("while trying the export"), roles.actor.engine.active():

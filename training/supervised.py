@@ -77,6 +77,7 @@ def run(config: StageConfig, command: str = "", *, start: Start, collation: Coll
     if done:
         return done.metrics
     builders.seed_everything(config.seed)
+    builders.choose_kernels(config.train)
     base, model = start(config)
     builders.check_model(model, config.engine, config.train.optim)
     builders.check_lengths(model, data__max_length=config.data.max_length)

@@ -42,6 +42,7 @@ SHAPES = {"OPT": _SMALL | {"word_embed_proj_dim": 256, "ffn_dim": 512, "init_std
           "Llama": _SMALL | {"num_key_value_heads": 2, "intermediate_size": 512, "tie_word_embeddings": True}}
 _DRY = {"hidden_size": 64, "num_hidden_layers": 2, "word_embed_proj_dim": 64, "ffn_dim": 64, "intermediate_size": 64}
 PROMPT_LENGTHS = (9, 3, 17, 1, 6)
+PAGE = 128  # columns
 LEAST_SECONDS = 5  # that must be left to begin another check
 
 Result = tuple[State, str]  # state and line of a row
@@ -104,7 +105,8 @@ def _attention_gap(task: Task, ops: Ops, dtype: torch.dtype, shape: tuple[int, i
     positions = [0, 3, -1, 40] if task.is_dry else [0, 3, -1, 40, 140, 63, 64, 65, 1500, 127, 128, 129]
     rows, width = len(positions), max(positions) + 1
     new = [_draw(task, dtype, rows, n, 1, size, seed=i) for i, n in enumerate((heads, groups, groups))]
-    slots = torch.randperm(rows + 2, generator=torch.Generator().manual_seed(5))[:rows].to(task.device)
+    per_row = -(-width // PAGE)
+    pages = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(5)).view(rows, -1).to(task.device)
     options: dict = {"scaling": size**-0.5}
     if has_options:
         random = torch.Generator().manual_seed(6)
@@ -112,8 +114,8 @@ def _attention_gap(task: Task, ops: Ops, dtype: torch.dtype, shape: tuple[int, i
                     "sinks": torch.randn(heads, generator=random).to(task.device)}
     outputs, caches = [], []
     for attend in (ops.decode_attention, reference.decode_attention):
-        caches.append([_draw(task, dtype, rows + 2, groups, width + 5, size, seed=3 + i) for i in range(2)])
-        outputs.append(attend(*new, *caches[-1], slots, torch.tensor(positions, device=task.device), width, **options))
+        caches.append([_draw(task, dtype, rows * per_row, groups, PAGE, size, seed=3 + i) for i in range(2)])
+        outputs.append(attend(*new, *caches[-1], pages, torch.tensor(positions, device=task.device), width, **options))
     if not all(torch.equal(*pair) for pair in zip(*caches, strict=True)):
         return float("inf")
     gap = float((outputs[0].float() - outputs[1].float()).abs().max())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -47,6 +47,15 @@ def dispatch_mode() -> type:
 def of_many(operation: str) -> Callable:
     """torch's "copy_", "mul_" or "norm" of lists of tensors, in few launches on a card."""
     return TORCH.part(torch, f"_foreach_{operation}")
+
+
+def end_graph_pool(pool: object) -> None:
+    """Close the memory pool of a graph whose capture could not be ended. Releases of torch before pull request 180395
+    leave it open, and the next empty_cache() ends the process with an internal assertion."""
+    device, core = torch.cuda.current_device(), TORCH.part(torch, "_C")
+    with suppress(RuntimeError):  # torch has closed it, and will give it back itself
+        TORCH.part(core, "_cuda_endAllocateToPool")(device, pool)
+        TORCH.part(core, "_cuda_releasePool")(device, pool)
 
 
 def leaves_of(tree: object) -> list:

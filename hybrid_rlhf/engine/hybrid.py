@@ -17,6 +17,7 @@ from hybrid_rlhf.engine.decode.admission import (
     check_generates,
     check_lengths,
     check_turns,
+    fitting_cache,
     fitting_slots,
     stop_ids,
 )
@@ -25,6 +26,7 @@ from hybrid_rlhf.engine.decode.hf_batches import GenerateBatches
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.multi_turn import BatchTurns, SlotTurns, Turns
 from hybrid_rlhf.engine.decode.native_types import why_not_native
+from hybrid_rlhf.engine.decode.pages import NUM_PAGED, NUM_WHOLE
 from hybrid_rlhf.engine.decode.reading import Reader
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.runner import Runner
@@ -42,6 +44,8 @@ from hybrid_rlhf.engine.train.offload import Activation, IdleOffload, module_ten
 from hybrid_rlhf.engine.train.optimizers import OptimizerConfig
 from hybrid_rlhf.engine.train.patches import training_forms
 from hybrid_rlhf.engine.train.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered
+from hybrid_rlhf.models.dropout import draws_in_training
+from hybrid_rlhf.models.transformers_compat import checkpoint_without_draws
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _log = logging.getLogger(__name__)
@@ -51,18 +55,19 @@ _COLUMNS = 128  # of a cache over which steps are recorded, a multiple of this
 class HybridEngine(Generic[ModuleT]):
     """One module in training or inference mode, over the same tensors.
 
-    module: what training calls; its forward returns the numbers of a role. model: the Hugging Face causal model inside
-    it that generates (None for a module that only scores). A fresh engine is in training mode; without an optimizer
-    it can be called but not updated. max_batch: sequences decoded at once; max_kv_bytes: the most that their cache may
-    take (None: what is free). name: of its role, for messages. oom_limits: set when memory ran out: phase ->
-    most tokens of a micro-batch, "slots" -> sequences decoded at once. tp: ranks (or a torch process group) that
-    generate together, each with its shard of the weights; all call `inference` and `generate`. adapter: a
-    context that makes the engine's own low-rank adapter the active one, where its module shares a base with others.
-    capture: how decode steps are recorded (decode/cuda_graphs.py); "auto": as CUDA graphs on a card, None: not at all.
+    module: what training calls; its forward returns the numbers of a role. model: the Hugging Face causal model
+    inside it that generates (None for a module that only scores). A fresh engine is in training mode; without an
+    optimizer it can be called but not updated. max_batch: sequences decoded at once (None: NUM_WHOLE, or NUM_PAGED
+    on a card); max_kv_bytes: the most that their cache may take (None: what is free). name: of its role, for
+    messages. oom_limits: set when memory ran out: phase -> most tokens of a micro-batch, "slots" -> sequences
+    decoded at once. tp: ranks (or a torch process group) that generate together, each with its shard of the
+    weights; all call `inference` and `generate`. adapter: a context that makes the engine's own low-rank adapter
+    the active one, where its module shares a base with others. capture: how decode steps are recorded
+    (decode/cuda_graphs.py); "auto": as CUDA graphs on a card, None: not at all.
     """
 
     def __init__(self, module: ModuleT, model: nn.Module | None = None, *, eos_ids: Sequence[int] = (),
-                 pad_id: int = 0, max_batch: int = 64, max_kv_bytes: int | None = None, name: str = "model",
+                 pad_id: int = 0, max_batch: int | None = None, max_kv_bytes: int | None = None, name: str = "model",
                  tp: RankGroup | ProcessGroup | None = None, capture: Capture | str | None = "auto",
                  adapter: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self.module, self.model, self.name = module, model, name
@@ -97,6 +102,8 @@ class HybridEngine(Generic[ModuleT]):
 
         parameters: those that this engine trains, where others train some of the same module (None: all trainable).
         """
+        if not draws_in_training(self.module):
+            checkpoint_without_draws(self.module)
         self.training = ZeroTraining(self.module, optimizer, schedule, zero, parameters)
         return self
 
@@ -185,7 +192,8 @@ class HybridEngine(Generic[ModuleT]):
                 "fused": dict(runner.fusions.counts) if runner else {}, "captured": bool(runner and runner.capture),
                 "refused": dict(runner.reasons) if runner else {},
                 "not_native": why_not_native(runner) if runner else None, "kv_bytes": self.kv_bytes,
-                "slots": self._num_slots, "max_batch": self.max_batch, "tp": self.ranks.degree if self.ranks else 1}
+                "slots": self._num_slots, "max_batch": self._num_at_once(),
+                "tp": self.ranks.degree if self.ranks else 1}
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int = 0, *,
                  limits: Sequence[int] | None = None, numbers: Sequence[int] | None = None,
@@ -193,7 +201,8 @@ class HybridEngine(Generic[ModuleT]):
         """Sample one response to each prompt (token ids). Only inside `inference()`.
 
         limits: most tokens of each response (sampling.max_new_tokens for all). numbers: each request's number
-        under the seed (0, 1, ...): a request draws the same tokens under the same number, whatever runs beside it.
+        under the seed (0, 1, ...): a request draws the same tokens under the same number, whatever runs beside it
+        (on a card up to rounding, which differs with the number of rows).
         Under tensor parallelism each rank gives its own prompts (or none), all are drawn together, and each gets its
         own responses. keep_candidates: whether the candidate tokens of truncated sampling are recorded
         (Generation.kept). Raises UserError for a prompt that leaves no room for max_new_tokens in the model's context,
@@ -221,7 +230,7 @@ class HybridEngine(Generic[ModuleT]):
         capacity = max((len(prompt) + limit for _, prompt, limit, _ in asked), default=0)
         while asked:
             requests = [Request(*each) for each in asked]
-            slots = min(self.max_batch, len(asked), self.oom_limits.get("slots", len(asked)))
+            slots = min(self._num_at_once(), len(asked), self.oom_limits.get("slots", len(asked)))
             try:
                 if self._runner.path == "generate":
                     slots = fitting_slots(self._runner, slots, capacity, self.max_kv_bytes)
@@ -242,21 +251,30 @@ class HybridEngine(Generic[ModuleT]):
             release()
         return []
 
+    def _num_at_once(self) -> int:
+        """Sequences decoded at once, where memory allows."""
+        if self.max_batch is not None:
+            return self.max_batch
+        return NUM_PAGED if self._runner and self._runner.takes_pages and self.device.type == "cuda" else NUM_WHOLE
+
     def _fitting_cache(self, wanted: int, capacity: int) -> SlotCache:
-        """The cache of this mode, reallocated where it is too small, with as many of the wanted slots as fit."""
+        """The cache of this mode, reallocated where it is too small: the wanted slots over pages as for NUM_WHOLE at
+        most, or as many as fit; or as many slots as fit, where they share no pages."""
         cache = self._cache
         if cache is None or cache.num_slots < wanted or cache.capacity < capacity:
             self._cache = cache = None  # freed before the new one is measured
+            most = self._num_at_once()
+            whole = max(1, min(most, self.oom_limits.get("slots", most)) * min(most, NUM_WHOLE) // most)
 
-            def slots() -> int:
+            def fitting() -> tuple[int, int | None]:
                 granted, chat = self.max_kv_bytes, self._conversation and self._conversation.cache
                 granted = max(0, granted - chat.num_bytes()) if None not in (granted, chat) else granted
-                return fitting_slots(self._runner, wanted, capacity, granted)
+                return fitting_cache(self._runner, wanted, capacity, whole, granted)
 
             if self._runner.capture is not None and self.max_kv_bytes is None:  # it will serve longer prompts too
                 capacity = -(-capacity // _COLUMNS) * _COLUMNS
-            cache = self._runner.new_cache(min(all_agree(self.ranks, slots)) if self.ranks else slots(), capacity)
-            self._cache = cache
+            slots, pages = min(all_agree(self.ranks, fitting)) if self.ranks else fitting()
+            self._cache = cache = self._runner.new_cache(slots, capacity, pages)
         return cache
 
     def stream(self, prompt: list[int], sampling: SamplingConfig, seed: int = 0) -> Iterator[int]:
@@ -291,12 +309,12 @@ class HybridEngine(Generic[ModuleT]):
             raise RuntimeError("open_turns() over several ranks: what is added comes to one process")
         stops = self._stops(sampling)
         if self._runner.path == "generate":
-            slots = fitting_slots(self._runner, min(self.max_batch, num_sequences), capacity, self.max_kv_bytes)
+            slots = fitting_slots(self._runner, min(self._num_at_once(), num_sequences), capacity, self.max_kv_bytes)
             self._num_slots = slots
             return BatchTurns(GenerateBatches(self._runner, sampling, stops, slots, keep_candidates), self._note_bytes)
 
         def scheduler() -> Scheduler:
-            slots = min(self.max_batch, num_sequences, self.oom_limits.get("slots", num_sequences))
+            slots = min(self._num_at_once(), num_sequences, self.oom_limits.get("slots", num_sequences))
             self._num_slots = slots
             cache = self._fitting_cache(slots, capacity)
             self._num_slots = cache.num_slots

@@ -1,4 +1,4 @@
-// Decode attention at query length 1 over slots; kernels/reference.py: decode_attention is its definition.
+// Decode attention at query length 1 over pages; kernels/reference.py: decode_attention is its definition.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -187,25 +187,53 @@ void score(const Q* query, int64_t query_step, int64_t group, int64_t dim, const
       });
 }
 
-template <typename T>
-void score_row(const Attention& call, int64_t b, int64_t k, const T* keys, int64_t count, int64_t row,
-               Scratch& scratch) {
-  const int64_t group = call.heads / call.kv_heads, first = b * call.query.stride0 + k * group * call.query.stride1;
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, c10::BFloat16>)
-    if (call.query.dtype == DType::kBFloat16 && call.dim % 32 == 0) {
-      score(static_cast<const c10::BFloat16*>(call.query.data) + first, call.query.stride1, group, call.dim, keys,
-            call.key_step, count, scratch.scores.data(), row);
-      return;
-    }
-#endif
-  for (int64_t h = 0; h < group; ++h)
-    copy(call.query, first + h * call.query.stride1, {scratch.query.data(), DType::kFloat32, 0, 0}, h * call.dim,
-         call.dim);
-  score(scratch.query.data(), call.dim, group, call.dim, keys, call.key_step, count, scratch.scores.data(), row);
+// Calls act(numbers of the first column, that column after `first`, columns) for the pieces of head k's columns first to
+// first + count - 1 of row b that lie side by side, in their order. step: of a column of `cache`.
+template <typename T, typename Act>
+void by_pages(const Attention& call, const Rows& cache, int64_t step, T* numbers, int64_t b, int64_t k, int64_t first,
+              int64_t count, Act act) {
+  const int64_t* pages = call.pages + b * call.pages_stride;
+  for (int64_t c = first; c < first + count;) {
+    const int64_t page = c / call.page_columns, place = c % call.page_columns;
+    const int64_t columns = std::min(call.page_columns - place, first + count - c);
+    act(numbers + pages[page] * cache.stride0 + k * cache.stride1 + place * step, c - first, columns);
+    c += columns;
+  }
 }
 
-void attend(const Attention& call, int64_t b, int64_t k, int64_t slot, int64_t first, int64_t count, Scratch& scratch) {
+// Whether a query of these is read by bf16 products, of which the processor makes two at once.
+template <typename T>
+bool is_read_in_bf16(const Attention& call) {
+#if defined(__AVX512BF16__)
+  return std::is_same_v<T, c10::BFloat16> && call.query.dtype == DType::kBFloat16 && call.dim % 32 == 0;
+#else
+  return false;
+#endif
+}
+
+template <typename T>
+void score_row(const Attention& call, int64_t b, int64_t k, const T* keys, int64_t first, int64_t count, int64_t row,
+               Scratch& scratch) {
+  const int64_t group = call.heads / call.kv_heads, query = b * call.query.stride0 + k * group * call.query.stride1;
+  float* scores = scratch.scores.data();
+  if (!is_read_in_bf16<T>(call))
+    for (int64_t h = 0; h < group; ++h)
+      copy(call.query, query + h * call.query.stride1, {scratch.query.data(), DType::kFloat32, 0, 0}, h * call.dim,
+           call.dim);
+  by_pages(call, call.keys, call.key_step, keys, b, k, first, count, [&](const T* some, int64_t at, int64_t columns) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, c10::BFloat16>)
+      if (is_read_in_bf16<T>(call)) {
+        score(static_cast<const c10::BFloat16*>(call.query.data) + query, call.query.stride1, group, call.dim, some,
+              call.key_step, columns, scores + at, row);
+        return;
+      }
+#endif
+    score(scratch.query.data(), call.dim, group, call.dim, some, call.key_step, columns, scores + at, row);
+  });
+}
+
+void attend(const Attention& call, int64_t b, int64_t k, int64_t first, int64_t count, Scratch& scratch) {
   const int64_t group = call.heads / call.kv_heads, value_dim = call.value_dim;
   const int64_t row = (count + kLanes - 1) / kLanes * kLanes;
   scratch.query.resize(group * call.dim);
@@ -213,23 +241,29 @@ void attend(const Attention& call, int64_t b, int64_t k, int64_t slot, int64_t f
   scratch.scores.resize(group * row);
   float *out = scratch.out.data(), *scores = scratch.scores.data();
   with_type(call.keys.dtype, [&](auto type) {
-    score_row(call, b, k, static_cast<const decltype(type)*>(call.keys.data) + slot * call.keys.stride0 +
-                              k * call.keys.stride1 + first * call.key_step, count, row, scratch);
+    score_row(call, b, k, static_cast<const decltype(type)*>(call.keys.data), first, count, row, scratch);
   });
   const bool* mask = call.mask ? call.mask + b * call.mask_stride + first : nullptr;
   with_type(call.values.dtype, [&](auto type) {
-    const auto* values = static_cast<const decltype(type)*>(call.values.data) + slot * call.values.stride0 +
-                         k * call.values.stride1 + first * call.value_step;
-    for (int64_t c = 0; c < std::min(kAhead, count); ++c)
-      for (int64_t d = 0; d < value_dim; d += kLanes) prefetch(values + c * call.value_step + d);
+    using T = decltype(type);
+    const auto with_pieces = [&](int64_t most, auto act) {
+      by_pages(call, call.values, call.value_step, static_cast<const T*>(call.values.data), b, k, first,
+               std::min(most, count), act);
+    };
+    with_pieces(kAhead, [&](const T* values, int64_t, int64_t columns) {
+      for (int64_t c = 0; c < columns; ++c)
+        for (int64_t d = 0; d < value_dim; d += kLanes) prefetch(values + c * call.value_step + d);
+    });
     for (int64_t h = 0; h < group; ++h)
       softmax(scores + h * row, count, call.softcap, call.scaling, mask,
               call.sinks ? call.sinks[k * group + h] : -std::numeric_limits<float>::infinity());
-    for (int64_t c = 0; c < count; c += kTile)
-      by_blocks(group, [&](int64_t h, auto heads) {
-        mix<heads>(scores + h * row + c, row, values + c * call.value_step, call.value_step, std::min(kTile, count - c),
-                   out + h * value_dim, value_dim);
-      });
+    with_pieces(count, [&](const T* values, int64_t at, int64_t columns) {
+      for (int64_t c = 0; c < columns; c += kTile)
+        by_blocks(group, [&](int64_t h, auto heads) {
+          mix<heads>(scores + h * row + at + c, row, values + c * call.value_step, call.value_step,
+                     std::min(kTile, columns - c), out + h * value_dim, value_dim);
+        });
+    });
   });
 }
 
@@ -242,20 +276,22 @@ void write_out(const Attention& call, int64_t b, int64_t k, const Scratch& scrat
 
 // One (row, key head): write the new token, then attend, and write the group's outputs.
 void work(const Attention& call, int64_t b, int64_t k, Scratch& scratch) {
-  const int64_t position = call.positions[b], slot = call.slots[b], group = call.heads / call.kv_heads;
+  const int64_t position = call.positions[b], group = call.heads / call.kv_heads;
   int64_t first = 0, end = position + 1;  // of the columns that may be read; none where idle
   if (position >= 0) {
+    const int64_t page = call.pages[b * call.pages_stride + position / call.page_columns];
+    const int64_t place = position % call.page_columns;
     copy(call.key, b * call.key.stride0 + k * call.key.stride1, call.keys,
-         slot * call.keys.stride0 + k * call.keys.stride1 + position * call.key_step, call.dim);
+         page * call.keys.stride0 + k * call.keys.stride1 + place * call.key_step, call.dim);
     copy(call.value, b * call.value.stride0 + k * call.value.stride1, call.values,
-         slot * call.values.stride0 + k * call.values.stride1 + position * call.value_step, call.value_dim);
+         page * call.values.stride0 + k * call.values.stride1 + place * call.value_step, call.value_dim);
     if (call.mask) {
       const bool* mask = call.mask + b * call.mask_stride;
       while (first < end && !mask[first]) ++first;
       while (end > first && !mask[end - 1]) --end;
     }
   }
-  if (end > first) attend(call, b, k, slot, first, end - first, scratch);
+  if (end > first) attend(call, b, k, first, end - first, scratch);
   else scratch.out.assign(group * call.value_dim, 0.0f);
   write_out(call, b, k, scratch);
 }

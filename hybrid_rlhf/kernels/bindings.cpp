@@ -60,8 +60,15 @@ inline const bool* flags(const Maybe& x, const char* name, int64_t batch, int64_
 
 inline int64_t stride_of(const Maybe& x) { return x ? x->stride(0) : 0; }
 
-// Slots and positions of a decode step lie in the cache, or an error.
-void check_slots(const Attention& call, int64_t slots, int64_t columns);
+// The pages of each row of a decode step.
+inline Tensor page_table(const Tensor& x, int64_t count) {
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == count && x.scalar_type() == at::kLong && x.device().is_cpu(),
+                    "pages must be (", count, ", N) int64 on the cpu");
+  return x.contiguous();
+}
+
+// Pages and positions of a decode step lie in the cache, or an error.
+void check_pages(const Attention& call, int64_t most);
 
 }  // namespace hybrid
 
@@ -259,12 +266,12 @@ class Layer {
   }
 
   Tensor run(const Tensor& hidden, const Maybe& cosines, const Maybe& sines, const Tensor& keys, const Tensor& values,
-             const Tensor& slots, const Tensor& positions, int64_t width) const {
+             const Tensor& pages, const Tensor& positions, int64_t width) const {
     const Tensor x = dense(hidden.reshape({-1, weights_[0].size(1)}));
     const int64_t count = x.size(0), dim = keys.size(3), kv_heads = keys.size(1);
     const int64_t heads = weights_[0].size(0) / dim, inner = weights_[5].size(0), size = weights_[0].size(1);
     check(x, cosines, sines, keys, values, count, dim, kv_heads);
-    const Tensor slot_numbers = numbers(slots, "slots", count), columns = numbers(positions, "positions", count);
+    const Tensor table = page_table(pages, count), columns = numbers(positions, "positions", count);
     // what one operation writes and a later one reads, side by side
     const int64_t room = 3 * size + 2 * heads * dim + 2 * kv_heads * dim + 2 * inner + ranks();
     Tensor out = at::empty({count, size}, x.options()), scratch = at::empty({room, count}, x.options());
@@ -302,9 +309,9 @@ class Layer {
     }
     call.attention = {count, heads, kv_heads, dim, dim, width, query, key, value, rows(keys, "keys", 4),
                       rows(values, "values", 4), keys.stride(2), values.stride(2),
-                      slot_numbers.const_data_ptr<int64_t>(), columns.const_data_ptr<int64_t>(), scaling_, 0.0f,
-                      nullptr, nullptr, 0, attended, call.threads};
-    check_slots(call.attention, keys.size(0), keys.size(2));
+                      keys.size(2), table.const_data_ptr<int64_t>(), columns.const_data_ptr<int64_t>(), table.size(1),
+                      scaling_, 0.0f, nullptr, nullptr, 0, attended, call.threads};
+    check_pages(call.attention, keys.size(0));
     pybind11::gil_scoped_release unlocked;
     decode_layer(call);
     return out.view(hidden.sizes());
@@ -389,13 +396,16 @@ class Layer {
 
 }  // namespace
 
-void check_slots(const Attention& call, int64_t slots, int64_t columns) {
-  TORCH_CHECK_VALUE(call.width <= columns, "width is ", call.width, "; the slots have ", columns, " columns");
+void check_pages(const Attention& call, int64_t most) {
+  const int64_t columns = call.pages_stride * call.page_columns;
+  TORCH_CHECK_VALUE(call.width <= columns, "width is ", call.width, "; the rows' pages have ", columns, " columns");
   for (int64_t b = 0; b < call.batch; ++b) {
     TORCH_CHECK_INDEX(call.positions[b] >= -1 && call.positions[b] < call.width, "row ", b, " is at position ",
                       call.positions[b], "; width is ", call.width);
-    TORCH_CHECK_INDEX(call.slots[b] >= 0 && call.slots[b] < slots, "row ", b, " is in slot ", call.slots[b], " of ",
-                      slots);
+    for (int64_t i = 0; i * call.page_columns <= call.positions[b]; ++i) {
+      const int64_t page = call.pages[b * call.pages_stride + i];
+      TORCH_CHECK_INDEX(page >= 0 && page < most, "row ", b, " is in page ", page, " of ", most);
+    }
   }
 }
 
@@ -408,7 +418,7 @@ void bind_layers(pybind11::module_& m) {
            py::arg("eps"), py::arg("adds_one"), py::arg("scaling"), py::arg("activation"))
       .def_property_readonly("max_rows", &Layer::max_rows)
       .def("__call__", &Layer::run, py::arg("hidden"), py::arg("cosines"), py::arg("sines"), py::arg("keys"),
-           py::arg("values"), py::arg("slots"), py::arg("positions"), py::arg("width"));
+           py::arg("values"), py::arg("pages"), py::arg("positions"), py::arg("width"));
 }
 
 }  // namespace hybrid
@@ -521,7 +531,7 @@ using at::Tensor;
 using hybrid::dense, hybrid::dtype_of, hybrid::flags, hybrid::Maybe, hybrid::numbers, hybrid::rows, hybrid::stride_of;
 
 Tensor decode_attention(const Tensor& new_query, const Tensor& new_key, const Tensor& new_value, const Tensor& keys,
-                        const Tensor& values, const Tensor& slots, const Tensor& positions, int64_t width,
+                        const Tensor& values, const Tensor& pages, const Tensor& positions, int64_t width,
                         double scaling, std::optional<double> softcap, const Maybe& sinks, const Maybe& mask) {
   hybrid::Attention call{};
   const Tensor query = dense(new_query), key = dense(new_key), value = dense(new_value);
@@ -537,10 +547,11 @@ Tensor decode_attention(const Tensor& new_query, const Tensor& new_key, const Te
                         values.size(2) == keys.size(2),
                     "shapes do not fit: query ", query.sizes(), ", key ", key.sizes(), ", value ", value.sizes(),
                     ", keys ", keys.sizes(), ", values ", values.sizes());
-  const Tensor slot_numbers = numbers(slots, "slots", call.batch);
+  const Tensor table = hybrid::page_table(pages, call.batch);
   const Tensor columns = numbers(positions, "positions", call.batch);
-  call.slots = slot_numbers.const_data_ptr<int64_t>(), call.positions = columns.const_data_ptr<int64_t>();
-  hybrid::check_slots(call, keys.size(0), keys.size(2));
+  call.pages = table.const_data_ptr<int64_t>(), call.positions = columns.const_data_ptr<int64_t>();
+  call.pages_stride = table.size(1), call.page_columns = keys.size(2);
+  hybrid::check_pages(call, keys.size(0));
   call.key_step = keys.stride(2), call.value_step = values.stride(2);
   call.scaling = static_cast<float>(scaling), call.softcap = static_cast<float>(softcap.value_or(0));
   Tensor sink_scores;
@@ -736,7 +747,7 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& query, const Tensor& key, const 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
   m.def("decode_attention", &decode_attention, py::arg("query"), py::arg("key"), py::arg("value"), py::arg("keys"),
-        py::arg("values"), py::arg("slots"), py::arg("positions"), py::arg("width"), py::kw_only(), py::arg("scaling"),
+        py::arg("values"), py::arg("pages"), py::arg("positions"), py::arg("width"), py::kw_only(), py::arg("scaling"),
         py::arg("softcap") = py::none(), py::arg("sinks") = py::none(), py::arg("mask") = py::none());
   hybrid::bind_sequences(m);
   hybrid::bind_gradients(m);

@@ -17,9 +17,11 @@ struct Rows {  // (n0, n1, dim) with a dense last dimension
 struct Attention {
   int64_t batch, heads, kv_heads, dim, value_dim, width;
   Rows query, key, value;         // (B, H, D), (B, K, D), (B, K, Dv): the new token's
-  Rows keys, values;              // (S, K, C, D), (S, K, C, Dv): the slots
+  Rows keys, values;              // (S, K, P, D), (S, K, P, Dv): the pages
   int64_t key_step, value_step;   // stride of a column in keys and in values
-  const int64_t *slots, *positions;
+  int64_t page_columns;           // P
+  const int64_t *pages, *positions;  // (B, N), (B)
+  int64_t pages_stride;           // N
   float scaling, softcap;         // softcap 0: none
   const float* sinks;             // (H) or null
   const bool* mask;               // (B, width) or null

@@ -17,32 +17,34 @@ _MASK32 = 0xFFFFFFFF
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 
 
-def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, pages: Tensor,
                      positions: Tensor, width: int, *, scaling: float, softcap: float | None = None,
                      sinks: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-    """Write one new token's key and value into the slots, then attend from that token. Returns (B, 1, H, Dv).
+    """Write one new token's key and value into the cache, then attend from that token. Returns (B, 1, H, Dv).
 
     query (B, H, 1, D); key (B, K, 1, D), value (B, K, 1, Dv): the new token's, of any strides with a dense last
-    dimension; H is a multiple of K and query head h reads key head h // (H / K). keys (S, K, C, D) and values
-    (S, K, C, Dv): the caches of S slots and C columns, written in place. slots (B,) int64, all different: the slot of
-    each row. positions (B,) int64: the row's column, which is also its number of earlier tokens; row b reads columns
-    0..positions[b] of its slot, the new one included. A row at position -1 is idle: nothing is written for it, its
-    output is zero, and it may name the slot of another row whose position is not the last column. width: a host-side
-    bound, every position < width <= C. mask (B, width) bool or None: columns that are not true are not read (sliding
-    and chunked windows); a row that may read nothing gives zeros.
+    dimension; H is a multiple of K and query head h reads key head h // (H / K). keys (S, K, P, D) and values
+    (S, K, P, Dv): the caches of S pages of P columns, written in place. pages (B, N) int64: pages[b, i] holds columns
+    i P to (i + 1) P - 1 of row b; rows may share pages, but not those that they write. positions (B,) int64: the row's
+    column, which is also its number of earlier tokens; row b reads its columns 0..positions[b], the new one included. A
+    row at position -1 is idle: nothing is written for it, its output is zero, and it may name the pages of another row
+    whose position is not the last column. width: a host-side bound, every position < width <= N P. mask (B, width) bool
+    or None: columns that are not true are not read (sliding and chunked windows); a row that may read nothing gives
+    zeros.
 
     Scores are q k * scaling, then softcap * tanh(scores / softcap) if given; sinks (H,) joins the softmax as the score
     of a column whose value is zero. Sums and softmax are in fp32; the result has the query's dtype, and is contiguous.
     """
     # the host does not know the idle rows: they write back what the last column, at -1, holds
     is_live = (positions >= 0)[:, None, None]
+    page, place = places_of(pages, positions, keys.shape[2])
     for cache, new in ((keys, key), (values, value)):
-        cache[slots, :, positions] = torch.where(is_live, new[:, :, 0].to(cache.dtype), cache[slots, :, positions])
+        cache[page, :, place] = torch.where(is_live, new[:, :, 0].to(cache.dtype), cache[page, :, place])
     visible = torch.arange(width, device=query.device) <= positions[:, None]  # (B, width)
     if mask is not None:
         visible = visible & mask
     grouped = query.float().unflatten(1, (keys.shape[1], -1))[..., 0, :]  # (B, K, H/K, D)
-    scores = grouped @ keys[slots, :, :width].float().mT * scaling  # (B, K, H/K, width)
+    scores = grouped @ columns_of(keys, pages, width).float().mT * scaling  # (B, K, H/K, width)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
@@ -51,8 +53,22 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
         scores = torch.cat([scores, extra], -1)
     # a row that may read nothing has 0 / 0; any other NaN comes from a broken model and must stay visible
     weights = scores.softmax(-1)[..., :width].masked_fill(~visible.any(1)[:, None, None, None], 0.0)
-    out = weights @ values[slots, :, :width].float()  # (B, K, H/K, Dv)
+    out = weights @ columns_of(values, pages, width).float()  # (B, K, H/K, Dv)
     return out.flatten(1, 2)[:, None].to(query.dtype)
+
+
+def places_of(pages: Tensor, positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The page of each row's position, and its column there, both (B,); -1 is the last column of all."""
+    index = positions.remainder(pages.shape[1] * size) // size
+    return pages.gather(1, index[:, None])[:, 0], positions.remainder(size)
+
+
+def columns_of(cache: Tensor, pages: Tensor, width: int) -> Tensor:
+    """The first `width` columns of rows that lie in pages (B, N) of a cache (S, K, P, D): a copy (B, K, width, D)."""
+    if width <= cache.shape[2]:
+        return cache[pages[:, 0], :, :width]
+    read = cache[pages[:, : -(-width // cache.shape[2])]]
+    return read.transpose(1, 2).flatten(2, 3)[:, :, :width]
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
@@ -118,8 +134,8 @@ class DecodeLayer:
         self._scaling, self._activation = scaling, activation
 
     def __call__(self, hidden: Tensor, cosines: Tensor | None, sines: Tensor | None, keys: Tensor, values: Tensor,
-                 slots: Tensor, positions: Tensor, width: int) -> Tensor:
-        """hidden (B, 1, E), angles (B or 1, 1, D) or None -> (B, 1, E); cache, slots, positions and width as in
+                 pages: Tensor, positions: Tensor, width: int) -> Tensor:
+        """hidden (B, 1, E), angles (B or 1, 1, D) or None -> (B, 1, E); cache, pages, positions and width as in
         `decode_attention`, which writes the new columns."""
         to_query, to_key, to_value, to_output, to_gate, to_up, to_down = self._products
         x = self._norms[0](hidden)
@@ -127,7 +143,7 @@ class DecodeLayer:
         query, key = self._norms[2](query).transpose(1, 2), self._norms[3](key).transpose(1, 2)
         if cosines is not None:
             query, key = rotary(query, key, cosines, sines)
-        attended = decode_attention(query, key, value.transpose(1, 2), keys, values, slots, positions, width,
+        attended = decode_attention(query, key, value.transpose(1, 2), keys, values, pages, positions, width,
                                     scaling=self._scaling)
         hidden = hidden + to_output(attended.flatten(2))
         x = self._norms[1](hidden)

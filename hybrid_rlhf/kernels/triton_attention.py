@@ -20,6 +20,8 @@ from triton import knobs
 _MATRIX_TYPES = (torch.float16,) if knobs.runtime.interpret else (torch.float16, torch.bfloat16)
 _SPLIT_COLUMNS = 128  # fewest columns of a program
 _MAX_SPLITS = 32
+PAGE_COLUMNS = 128  # a multiple of every tile's columns
+_WHOLE = 1 << 30  # columns of a page that holds all of its row: one kernel for caches of any length
 _LARGE = 160 * 1024  # bytes of shared memory of a block on the large cards (A100, H100, B200); small ones have 99 KiB
 _LEAST = tl.constexpr(-3.4e38)  # the maximum of columns whose scores are all -inf, as against no columns at all
 
@@ -33,21 +35,25 @@ def _part(position, split, NUM_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _new_column(source, target, slot, position, row, head, dims, writes, source_b, source_k, target_s, target_k,
-                target_c, DIM: tl.constexpr):
-    """The new token's key or value, rounded to the cache's dtype; stored there where `writes`."""
+def _new_column(source, target, pages, position, row, head, dims, writes, source_b, source_k, target_s, target_k,
+                target_c, DIM: tl.constexpr, PAGE: tl.constexpr):
+    """The new token's key or value, rounded to the cache's dtype; stored there where `writes`. pages: of its row."""
     new = tl.load(source + row * source_b + head * source_k + dims, mask=dims < DIM, other=0.0)
     new = new.to(target.dtype.element_ty)
-    place = target + slot * target_s + head * target_k + position * target_c + dims
+    at = tl.maximum(position, 0)
+    page = tl.load(pages + at // PAGE)
+    place = target + page * target_s + head * target_k + at % PAGE * target_c + dims
     tl.store(place, new, mask=(dims < DIM) & writes)
     return new
 
 
 @triton.jit
-def _columns(base, new, columns, position, visible, dims, stride_c, DIM: tl.constexpr):
-    """(BLOCK_N, BLOCK_D) of keys or values: from the cache, the new column from registers, zeros where not visible."""
+def _columns(base, page, new, columns, position, visible, dims, stride_s, stride_c, DIM: tl.constexpr,
+             PAGE: tl.constexpr):
+    """(BLOCK_N, BLOCK_D) of keys or values: from the cache, the new column from registers, zeros where not visible.
+    All columns are of one page."""
     stored = visible & (columns != position)
-    tile = tl.load(base + columns.to(tl.int64)[:, None] * stride_c + dims[None, :],
+    tile = tl.load(base + page * stride_s + (columns % PAGE).to(tl.int64)[:, None] * stride_c + dims[None, :],
                    mask=stored[:, None] & (dims < DIM)[None, :], other=0.0)
     return tl.where((columns == position)[:, None], new[None, :], tile)
 
@@ -83,9 +89,10 @@ def _with_sink(total, largest, sink):
 
 
 @triton.jit
-def _read_single(q, keys, values, new_key, new_value, mask, row, mask_b, position, first, end, dims, value_dims,
-                 keys_c, values_c, scaling, softcap, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_V: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def _read_single(q, keys, values, pages, new_key, new_value, mask, row, mask_b, position, first, end, dims, value_dims,
+                 keys_s, keys_c, values_s, values_c, scaling, softcap, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr, HAS_MASK: tl.constexpr,
+                 HAS_SOFTCAP: tl.constexpr):
     """One query head over its columns: weighted values (BLOCK_V,), sum of weights, largest score, whether any was seen.
 
     In plain fp32 arithmetic, as matrix units would idle with one query.
@@ -95,8 +102,10 @@ def _read_single(q, keys, values, new_key, new_value, mask, row, mask_b, positio
     for start in range(first, end, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
         visible = _visible(mask, row, mask_b, columns, end, HAS_MASK)
-        k = _columns(keys, new_key, columns, position, visible, dims, keys_c, DIM)
-        v = _columns(values, new_value, columns, position, visible, value_dims, values_c, VALUE_DIM)
+        page = tl.load(pages + start // PAGE)
+        k = _columns(keys, page, new_key, columns, position, visible, dims, keys_s, keys_c, DIM, PAGE)
+        v = _columns(values, page, new_value, columns, position, visible, value_dims, values_s, values_c, VALUE_DIM,
+                     PAGE)
         scores = _scored(tl.sum(q[None, :] * k.to(tl.float32), 1), scaling, softcap, HAS_SOFTCAP)
         scores = tl.where(visible, scores, float("-inf"))
         joint = tl.maximum(largest, tl.max(scores, 0))
@@ -107,27 +116,29 @@ def _read_single(q, keys, values, new_key, new_value, mask, row, mask_b, positio
     return tl.sum(accumulated, 0), total, largest, seen
 
 
-@triton.jit
-def _attend_single(query, key, value, keys, values, slots, positions, mask, sinks, out, maxima, totals,
+@triton.jit(do_not_specialize=["pages_b"])
+def _attend_single(query, key, value, keys, values, pages, positions, mask, sinks, out, maxima, totals, pages_b,
                    query_b, query_h, key_b, key_k, value_b, value_k, keys_s, keys_k, keys_c, values_s, values_k,
                    values_c, mask_b, scaling, softcap, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
                    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-                   NUM_SPLITS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
+                   NUM_SPLITS: tl.constexpr, PAGE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
                    HAS_SOFTCAP: tl.constexpr):
     """Grid (rows, query heads, splits). For GROUP 1, and where `form_for` does not use matrix units."""
     row, query_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position, slot, head = tl.load(positions + row), tl.load(slots + row), query_head // GROUP
+    position, head = tl.load(positions + row), query_head // GROUP
+    pages += row * pages_b
     first, end = _part(position, split, NUM_SPLITS, BLOCK_N)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     writes = (first <= position) & (position < end) & (query_head % GROUP == 0)
-    new_key = _new_column(key, keys, slot, position, row, head, dims, writes, key_b, key_k, keys_s, keys_k, keys_c, DIM)
-    new_value = _new_column(value, values, slot, position, row, head, value_dims, writes, value_b, value_k, values_s,
-                            values_k, values_c, VALUE_DIM)
+    new_key = _new_column(key, keys, pages, position, row, head, dims, writes, key_b, key_k, keys_s, keys_k, keys_c,
+                          DIM, PAGE)
+    new_value = _new_column(value, values, pages, position, row, head, value_dims, writes, value_b, value_k, values_s,
+                            values_k, values_c, VALUE_DIM, PAGE)
     q = tl.load(query + row * query_b + query_head * query_h + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     result, total, largest, seen = _read_single(
-        q, keys + slot * keys_s + head * keys_k, values + slot * values_s + head * values_k, new_key, new_value, mask,
-        row, mask_b, position.to(tl.int32), first.to(tl.int32), end.to(tl.int32), dims, value_dims, keys_c, values_c,
-        scaling, softcap, DIM, VALUE_DIM, BLOCK_N, BLOCK_V, HAS_MASK, HAS_SOFTCAP)
+        q, keys + head * keys_k, values + head * values_k, pages, new_key, new_value, mask, row, mask_b,
+        position.to(tl.int32), first.to(tl.int32), end.to(tl.int32), dims, value_dims, keys_s, keys_c, values_s,
+        values_c, scaling, softcap, DIM, VALUE_DIM, BLOCK_N, BLOCK_V, PAGE, HAS_MASK, HAS_SOFTCAP)
     largest = tl.where(seen > 0, tl.maximum(largest, _LEAST), float("-inf"))
     place = (row * tl.num_programs(1) + query_head) * NUM_SPLITS + split
     if NUM_SPLITS == 1:
@@ -142,10 +153,10 @@ def _attend_single(query, key, value, keys, values, slots, positions, mask, sink
 
 
 @triton.jit
-def _read_grouped(q, keys, values, new_key, new_value, mask, row, mask_b, position, first, end, dims, value_dims,
-                  keys_c, values_c, scaling, softcap, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-                  BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, HAS_MASK: tl.constexpr,
-                  HAS_SOFTCAP: tl.constexpr):
+def _read_grouped(q, keys, values, pages, new_key, new_value, mask, row, mask_b, position, first, end, dims, value_dims,
+                  keys_s, keys_c, values_s, values_c, scaling, softcap, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                  BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr,
+                  HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """The heads of a group (BLOCK_G, BLOCK_D) over their key head's columns, on the matrix units, all in 16 bits.
 
     Weights are multiplied in two parts, the second being the rounding error: loading the columns is the cost.
@@ -156,8 +167,10 @@ def _read_grouped(q, keys, values, new_key, new_value, mask, row, mask_b, positi
     for start in range(first, end, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
         visible = _visible(mask, row, mask_b, columns, end, HAS_MASK)
-        k = _columns(keys, new_key, columns, position, visible, dims, keys_c, DIM)
-        v = _columns(values, new_value, columns, position, visible, value_dims, values_c, VALUE_DIM)
+        page = tl.load(pages + start // PAGE)
+        k = _columns(keys, page, new_key, columns, position, visible, dims, keys_s, keys_c, DIM, PAGE)
+        v = _columns(values, page, new_value, columns, position, visible, value_dims, values_s, values_c, VALUE_DIM,
+                     PAGE)
         scores = _scored(tl.dot(q, tl.trans(k)), scaling, softcap, HAS_SOFTCAP)
         scores = tl.where(visible[None, :], scores, float("-inf"))
         joint = tl.maximum(largest, tl.max(scores, 1))
@@ -170,30 +183,32 @@ def _read_grouped(q, keys, values, new_key, new_value, mask, row, mask_b, positi
     return accumulated, total, largest, seen
 
 
-@triton.jit
-def _attend_grouped(query, key, value, keys, values, slots, positions, mask, sinks, out, maxima, totals,
+@triton.jit(do_not_specialize=["pages_b"])
+def _attend_grouped(query, key, value, keys, values, pages, positions, mask, sinks, out, maxima, totals, pages_b,
                     query_b, query_h, key_b, key_k, value_b, value_k, keys_s, keys_k, keys_c, values_s, values_k,
                     values_c, mask_b, scaling, softcap, num_heads, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
                     GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
-                    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_MASK: tl.constexpr,
-                    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+                    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, NUM_SPLITS: tl.constexpr, PAGE: tl.constexpr,
+                    HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """Grid (rows, key heads x TILES, splits): BLOCK_G of the GROUP query heads of one key head."""
     row, head, tile = tl.program_id(0), tl.program_id(1) // TILES, tl.program_id(1) % TILES
-    position, slot, split = tl.load(positions + row), tl.load(slots + row), tl.program_id(2)
+    position, split = tl.load(positions + row), tl.program_id(2)
+    pages += row * pages_b
     first, end = _part(position, split, NUM_SPLITS, BLOCK_N)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     writes = (first <= position) & (position < end) & (tile == 0)
-    new_key = _new_column(key, keys, slot, position, row, head, dims, writes, key_b, key_k, keys_s, keys_k, keys_c, DIM)
-    new_value = _new_column(value, values, slot, position, row, head, value_dims, writes, value_b, value_k, values_s,
-                            values_k, values_c, VALUE_DIM)
+    new_key = _new_column(key, keys, pages, position, row, head, dims, writes, key_b, key_k, keys_s, keys_k, keys_c,
+                          DIM, PAGE)
+    new_value = _new_column(value, values, pages, position, row, head, value_dims, writes, value_b, value_k, values_s,
+                            values_k, values_c, VALUE_DIM, PAGE)
     members = tile * BLOCK_G + tl.arange(0, BLOCK_G)
     heads, is_head = head * GROUP + members, members < GROUP
     q = tl.load(query + row * query_b + heads[:, None] * query_h + dims[None, :],
                 mask=is_head[:, None] & (dims < DIM)[None, :], other=0.0)
     result, total, largest, seen = _read_grouped(
-        q, keys + slot * keys_s + head * keys_k, values + slot * values_s + head * values_k, new_key, new_value, mask,
-        row, mask_b, position.to(tl.int32), first.to(tl.int32), end.to(tl.int32), dims, value_dims, keys_c, values_c,
-        scaling, softcap, DIM, VALUE_DIM, BLOCK_G, BLOCK_N, BLOCK_V, HAS_MASK, HAS_SOFTCAP)
+        q, keys + head * keys_k, values + head * values_k, pages, new_key, new_value, mask, row, mask_b,
+        position.to(tl.int32), first.to(tl.int32), end.to(tl.int32), dims, value_dims, keys_s, keys_c, values_s,
+        values_c, scaling, softcap, DIM, VALUE_DIM, BLOCK_G, BLOCK_N, BLOCK_V, PAGE, HAS_MASK, HAS_SOFTCAP)
     largest = tl.where(seen > 0, tl.maximum(largest, _LEAST), float("-inf"))
     place = (row * num_heads + heads) * NUM_SPLITS + split
     if NUM_SPLITS == 1:
@@ -286,29 +301,34 @@ def form_for(card: Card, group: int, dim: int, value_dim: int, is_16_bit: bool) 
     return Form(True, sizes, dict(num_warps=4, num_stages=2 if is_large or wide < 512 else 1))
 
 
-def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, pages: Tensor,
                      positions: Tensor, width: int, *, scaling: float, softcap: float | None = None,
                      sinks: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-    """kernels/reference.py: decode_attention. The last dimension of the caches must be dense."""
+    """kernels/reference.py: decode_attention. The last dimension of the caches must be dense, and a page hold whole
+    tiles of columns (PAGE_COLUMNS does), or all columns of a row."""
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         raise ValueError(f"caches with strides {keys.stride()} and {values.stride()}: the last must be 1")
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
-    slots, positions = slots.contiguous(), positions.contiguous()
+    pages, positions, page = pages.contiguous(), positions.contiguous(), keys.shape[2]
     (rows, num_heads, _, dim), (num_keys, value_dim) = query.shape, values.shape[1::2]
     card, group = card_of(query.device), num_heads // num_keys
     is_16_bit = query.dtype == keys.dtype == values.dtype and query.dtype in _MATRIX_TYPES
     is_grouped, sizes, launch = form_for(card, group, dim, value_dim, is_16_bit)
+    if pages.shape[1] == 1:
+        page = _WHOLE
+    elif page % sizes["BLOCK_N"]:
+        raise ValueError(f"pages of {page} columns; the kernel reads {sizes['BLOCK_N']} at a time")
     programs = num_keys * sizes["TILES"] if is_grouped else num_heads
     splits = num_splits(rows * programs, width, card.processors)
     out = query.new_empty(rows, 1, num_heads, value_dim)
     parts = out if splits == 1 else query.new_empty(rows, num_heads, splits, value_dim, dtype=torch.float32)
     maxima, totals = query.new_empty(2, rows, num_heads, splits, dtype=torch.float32).unbind(0)
     any_sinks = out if sinks is None else sinks  # without sinks, a pointer that is never read
-    inputs = (query, key, value, keys, values, slots, positions, out if mask is None else mask, any_sinks, parts,
-              maxima, totals, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3],
-              *values.stride()[:3], 0 if mask is None else mask.stride(0), scaling, softcap or 0.0)
-    constants = dict(DIM=dim, VALUE_DIM=value_dim, GROUP=group, NUM_SPLITS=splits,
+    inputs = (query, key, value, keys, values, pages, positions, out if mask is None else mask, any_sinks, parts,
+              maxima, totals, pages.shape[1], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+              *keys.stride()[:3], *values.stride()[:3], 0 if mask is None else mask.stride(0), scaling, softcap or 0.0)
+    constants = dict(DIM=dim, VALUE_DIM=value_dim, GROUP=group, NUM_SPLITS=splits, PAGE=page,
                      HAS_MASK=mask is not None, HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap is not None, **sizes)
     if is_grouped:
         _attend_grouped[rows, programs, splits](*inputs, num_heads, **constants, **launch)

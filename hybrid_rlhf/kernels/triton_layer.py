@@ -366,7 +366,7 @@ class DecodeLayer:
         self._scaling, self._activation = scaling, activation
 
     def __call__(self, hidden: Tensor, cosines: Tensor | None, sines: Tensor | None, keys: Tensor, values: Tensor,
-                 slots: Tensor, positions: Tensor, width: int) -> Tensor:
+                 pages: Tensor, positions: Tensor, width: int) -> Tensor:
         """As the definition's."""
         rows, dim = len(hidden), keys.shape[-1]
         x = hidden.reshape(rows, -1)
@@ -375,7 +375,7 @@ class DecodeLayer:
         self._place(heads, num_queries, num_keys, cosines, sines)
         query, key, value = (part.unflatten(1, (-1, 1, dim)) for part in
                              heads.split([num_queries * dim, num_keys * dim, num_keys * dim], 1))
-        attended = decode_attention(query, key, value, keys, values, slots, positions, width, scaling=self._scaling)
+        attended = decode_attention(query, key, value, keys, values, pages, positions, width, scaling=self._scaling)
         x = product(attended.reshape(rows, -1), self._output, residual=x)
         inner = product(self._norm(1, x), self._inner, activation=self._activation, is_gated=len(self._inner) == 2)
         return product(inner, self._down, residual=x).view_as(hidden)

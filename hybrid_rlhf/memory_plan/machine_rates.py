@@ -120,7 +120,7 @@ def _decode_attention(ops: Ops, dtype: torch.dtype) -> float:
     keys, values = (torch.randn(rows, heads, columns, width).to(dtype) for _ in range(2))
     slots, places = torch.arange(rows), torch.full((rows,), columns - 1)
     return (keys.nbytes + values.nbytes) / _seconds(lambda: ops.decode_attention(
-        query, key, value, keys, values, slots, places, columns, scaling=0.125))
+        query, key, value, keys, values, slots[:, None], places, columns, scaling=0.125))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid_rlhf.engine.decode.cuda_graphs import STEPS_PER_LOOK
+from hybrid_rlhf.engine.decode.pages import NUM_PAGED, page_size
 from hybrid_rlhf.memory_plan import trace
 from hybrid_rlhf.memory_plan.amounts import parse_bytes, size_text
 from hybrid_rlhf.memory_plan.calibration import Calibration
@@ -38,9 +39,10 @@ INTERPRETER = "not counted: Python and its libraries, about 0.5 GiB, which a run
 
 @dataclass(frozen=True)
 class Generation:
-    """How a role samples: `slots` sequences at once, of at most prompt + response tokens each, over `tp` processes that
-    each have a part of the heads. sequences: of a step (0: not known). phase: in which it samples: a judge writes while
-    responses are scored. keeps: whether it records the candidate tokens of truncated sampling."""
+    """How a role samples: `slots` sequences at once, of at most prompt + response tokens each, over `tp` processes
+    that each have a part of the heads; on a card more of them in the same memory, over pages (`at_once`). sequences:
+    of a step (0: not known). phase: in which it samples: a judge writes while responses are scored. keeps: whether it
+    records the candidate tokens of truncated sampling."""
 
     slots: int
     prompt: int
@@ -49,6 +51,13 @@ class Generation:
     sequences: int = 0
     phase: str = GENERATE
     keeps: bool = False
+
+    def at_once(self, device: torch.device, group: int, has_states: bool) -> int:
+        """Sequences of full length decoded at once, of which a group has its prompt in common."""
+        if device.type != "cuda" or has_states or self.prompt + self.response < page_size(device):
+            return self.slots
+        in_pages = self.slots * (self.prompt + self.response) // -(-self.prompt // group + self.response)
+        return max(self.slots, min(NUM_PAGED, self.sequences, in_pages))
 
 
 @dataclass(frozen=True)
@@ -340,11 +349,12 @@ class _Needs:
         tokens = min(sampling.slots * sampling.prompt, max(MAX_PREFILL_TOKENS, sampling.prompt))
         per_token, per_sequence = trace.cache_bytes(role.model, self.device)
         whole = per_token * (sampling.prompt + sampling.response) + per_sequence
+        num_rows = sampling.at_once(self.device, role.group, bool(per_sequence))
         self.now["KV cache"][sampling.phase] = sampling.slots * whole // sampling.tp
         if sampling.keeps:
-            rows = sampling.slots if self.is_host else STEPS_PER_LOOK * -(-sampling.slots // 16) * 16
+            rows = num_rows if self.is_host else STEPS_PER_LOOK * -(-num_rows // 16) * 16
             self.now["kept words"][sampling.phase] = rows * self.sizes.vocab
         sizes = {"activations": round(self.act.scoring * tokens / (role.rows * role.length)),
-                 "logits": sampling.slots * self.sizes.vocab * (4 + self.sizes.itemsize)}
+                 "logits": num_rows * self.sizes.vocab * (4 + self.sizes.itemsize)}
         for kind, size in sizes.items():
             self.now[kind][sampling.phase] = max(size, self.now[kind].get(sampling.phase, 0))

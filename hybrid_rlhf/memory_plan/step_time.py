@@ -166,7 +166,7 @@ class _RoleTime:
     def generate(self, step: float) -> float:
         """All decode steps of all rounds through the slots, and each prompt read once."""
         sampling = self.role.generation
-        rounds = -(-sampling.sequences // sampling.slots)
+        rounds = -(-sampling.sequences // self._at_once())
         tokens = sampling.sequences // self.role.group * sampling.prompt
         work = self.traced.score_work
         prefill = self.rates.with_host(
@@ -174,11 +174,15 @@ class _RoleTime:
             -(-tokens // MAX_PREFILL_TOKENS) * work.total(lambda _: 1))
         return rounds * sampling.response * step + prefill
 
+    def _at_once(self) -> int:
+        has_states = bool(trace.cache_bytes(self.role.model, self.device)[1])
+        return self.role.generation.at_once(self.device, self.role.group, has_states)
+
     def decode_step(self) -> tuple[float, float]:
         """Seconds of one token for all slots, whose caches hold a prompt and half a response; and of reading weights
         and cache at the device's bandwidth."""
         sampling, model, rates = self.role.generation, self.role.model, self.rates
-        slots = min(sampling.slots, sampling.sequences or sampling.slots)
+        slots = min(self._at_once(), sampling.sequences or sampling.slots)
         work = trace.decode_work(model, self.device, slots)
         cache = slots * trace.cache_bytes(model, self.device)[0] * (sampling.prompt + sampling.response / 2)
         attention = Operation(ATTENTION, self.dtype, count=2 * cache * self.queries_per_key / self.sizes.itemsize

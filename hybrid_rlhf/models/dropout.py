@@ -41,10 +41,18 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def _rates(owner: object) -> list[str]:
-    """Names of the attributes that are dropout rates above zero."""
+def draws_in_training(model: nn.Module) -> bool:
+    """Whether a forward in training may draw random numbers: dropout, or the noise of a router."""
+    owners = [*model.modules(), *(m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__"))]
+    return any((isinstance(owner, _LAYERS) and owner.p > 0) or _rates(owner, "drop", "jitter", "noise")
+               for owner in owners)
+
+
+def _rates(owner: object, *names: str) -> list[str]:
+    """Names of the attributes that are rates above zero, those of dropout if no `names` are given."""
     return [name for name, value in vars(owner).items()
-            if "drop" in name.lower() and type(value) in (int, float) and 0 < value <= 1]
+            if any(part in name.lower() for part in names or ("drop",))
+            and type(value) in (int, float) and 0 < value <= 1]
 
 
 @contextmanager

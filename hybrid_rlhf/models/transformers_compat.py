@@ -240,6 +240,13 @@ def recomputed_within(model: nn.Module, context: Callable[[], AbstractContextMan
             part._gradient_checkpointing_func = function
 
 
+def checkpoint_without_draws(model: nn.Module) -> None:
+    """Keep no state of random number generators for the recomputation of activations, which then draws nothing."""
+    for part in _checkpointing(model):
+        function = TRANSFORMERS.part(part, "_gradient_checkpointing_func")
+        part._gradient_checkpointing_func = partial(function, preserve_rng_state=False)
+
+
 def _checkpointing(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
 

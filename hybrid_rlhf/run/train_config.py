@@ -47,6 +47,8 @@ class TrainConfig:
         save_best: Held-out metric, such as eval/loss, whose best checkpoint is kept too, in checkpoints/best; null
             keeps none. Of losses, perplexities and KLs the smallest is the best, of everything else the largest.
         max_failed_saves: So many failed checkpoints in a row end the run; before, each prints a warning.
+        deterministic: On a card, kernels that add in one order, where torch has them, and decode steps of one number of
+            rows, so that the same command gives the same bits; slower. A CPU's do in any case.
     """
 
     learning_rate: float | None = within(None, "[0,")
@@ -74,6 +76,7 @@ class TrainConfig:
     save_total_limit: int = within(2, "[1,")
     save_best: str | None = None
     max_failed_saves: int = within(3, "[1,")
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         check_values(self, "train.")

@@ -29,18 +29,21 @@ CASES = (list(zip(SHAPES, (torch.float16, torch.bfloat16, torch.float16, torch.f
 OPTIONS = list(itertools.product((False, True), (False, True), (None, 5.0)))
 
 
-def case(heads, kv_heads, dim, value_dim, dtype, positions, seed=0, columns=0):
-    """Positional arguments of decode_attention: random tokens and caches for rows at the given positions."""
+def case(heads, kv_heads, dim, value_dim, dtype, positions, seed=0, columns=0, page=None):
+    """Positional arguments of decode_attention: random tokens and caches for rows at the given positions. page: its
+    columns; None: a page holds all of a row."""
     g = torch.Generator().manual_seed(seed)
     batch, width = len(positions), max(positions) + 1
 
     def draw(*shape):
         return torch.randn(*shape, generator=g).to(DEVICE, dtype)
 
-    slots = torch.randperm(batch + 2, generator=g)[:batch].to(DEVICE)
+    columns = columns or width + 5
+    per_row = 1 if page is None else -(-columns // page)
+    pages = torch.randperm(batch * per_row + 2, generator=g)[:-2].view(batch, per_row).to(DEVICE)
     query = draw(batch, 1, heads, dim).transpose(1, 2)  # as models make it: not contiguous
-    caches = (draw(batch + 2, kv_heads, columns or width + 5, d) for d in (dim, value_dim))
-    return [query, draw(batch, kv_heads, 1, dim), draw(batch, kv_heads, 1, value_dim), *caches, slots,
+    caches = (draw(batch * per_row + 2, kv_heads, page or columns, d) for d in (dim, value_dim))
+    return [query, draw(batch, kv_heads, 1, dim), draw(batch, kv_heads, 1, value_dim), *caches, pages,
             torch.tensor(positions, device=DEVICE), width]
 
 
@@ -52,6 +55,18 @@ def both(ops, inputs, **settings):
     assert torch.equal(mine[3], theirs[3]) and torch.equal(mine[4], theirs[4])
     assert ours.dtype == want.dtype and ours.shape == want.shape and ours.is_contiguous()
     return ours.float(), want.float()
+
+
+@pytest.mark.parametrize("heads", [2, 4], ids=["single", "grouped"])
+@pytest.mark.parametrize("last", [300, 900], ids=["whole", "parts"])
+def test_rows_in_pages_are_the_definitions_and_may_begin_with_the_same_ones(ops, heads, last):
+    for masked in (False, True):
+        inputs = case(heads, 2, 16, 16, torch.float16, [last, 128, -1, 127, 260, 0], page=128)
+        inputs[5][1, 0] = inputs[5][4, 0] = inputs[5][0, 0]
+        ours, want = both(ops, inputs, **options_of(inputs, masked, False, None))
+        assert (ours - want).abs().max() < BOUNDS[torch.float16] and not ours[2].any()
+    with pytest.raises(ValueError, match="pages of 24 columns"):
+        both(ops, case(heads, 2, 16, 16, torch.float16, [last, 3], page=24))
 
 
 def options_of(inputs, masked, has_sinks, softcap):
@@ -108,7 +123,7 @@ def test_attention_of_two_columns_by_hand(ops):
     """Scores 0 and ln 3 give weights 1/4 and 3/4 of values 4 and 8; with a sink of ln 4, 1/8 and 3/8."""
     keys, values = torch.zeros(1, 1, 2, 1, device=DEVICE), torch.tensor([[[[4.0], [0.0]]]], device=DEVICE)
     one = torch.ones(1, 1, 1, 1, device=DEVICE)
-    new = dict(key=one * math.log(3), value=one * 8, keys=keys, values=values, slots=torch.tensor([0], device=DEVICE),
+    new = dict(key=one * math.log(3), value=one * 8, keys=keys, values=values, pages=torch.tensor([[0]], device=DEVICE),
                positions=torch.tensor([1], device=DEVICE), width=2)
     assert ops.decode_attention(one, **new, scaling=1.0).item() == pytest.approx(7.0)
     sinks = torch.tensor([math.log(4)], device=DEVICE)

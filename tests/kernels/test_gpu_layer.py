@@ -64,7 +64,7 @@ def check_layer(layer, x, angles, keys, values, wanted, dtype):
     """Output, new columns, and nothing else written. wanted(row, columns before it): output, key, value."""
     before = keys.clone(), values.clone()
     slots, positions = (torch.tensor(n, device=DEVICE) for n in (SLOTS, POSITIONS))
-    out = layer(x, *angles, keys, values, slots, positions, COLUMNS)
+    out = layer(x, *angles, keys, values, slots[:, None], positions, COLUMNS)
     assert out.shape == x.shape and out.dtype == dtype
     for row, (slot, position) in enumerate(zip(SLOTS, POSITIONS, strict=True)):
         if position < 0:

@@ -30,20 +30,23 @@ def either(request):
     return ops_for("cpu") if request.param == "cpu" else REFERENCE
 
 
-def case(heads, kv_heads, dim, value_dim, dtype, positions, slots=None, columns=0, seed=0):
-    """Positional arguments of decode_attention: random tokens and caches for rows at the given positions."""
+def case(heads, kv_heads, dim, value_dim, dtype, positions, page=None, columns=0, seed=0):
+    """Positional arguments of decode_attention: random tokens and caches for rows at the given positions. page: its
+    columns; None: a page holds all of a row."""
     g = torch.Generator().manual_seed(seed)
     batch, width = len(positions), max(positions) + 1
-    num_slots, columns = batch + 2, columns or width + 5
+    columns = columns or width + 5
+    per_row = 1 if page is None else -(-columns // page)
+    num_pages, columns = batch * per_row + 2, page or columns
 
     def draw(*shape):
         return torch.randn(*shape, generator=g).to(dtype)
 
-    slots = torch.randperm(num_slots, generator=g)[:batch] if slots is None else torch.tensor(slots)
+    pages = torch.randperm(num_pages, generator=g)[:-2].view(batch, per_row)
     query = draw(batch, 1, heads, dim).transpose(1, 2)  # as models make it: not contiguous
     return [query, draw(batch, kv_heads, 1, dim), draw(batch, kv_heads, 1, value_dim),
-            draw(num_slots, kv_heads, columns, dim), draw(num_slots, kv_heads, columns, value_dim),
-            slots, torch.tensor(positions), width]
+            draw(num_pages, kv_heads, columns, dim), draw(num_pages, kv_heads, columns, value_dim),
+            pages, torch.tensor(positions), width]
 
 
 def both(ops, inputs, **settings):
@@ -61,8 +64,8 @@ def both(ops, inputs, **settings):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_is_the_definitions_for_every_option(ops, shape, dtype):
     positions = [0, 3, -1, 40, 132, 17, 63, 64, 65]
-    for masked, has_sinks, softcap in itertools.product((False, True), (False, True), (None, 5.0)):
-        inputs = case(*shape, dtype, positions)
+    for masked, has_sinks, softcap, page in itertools.product((False, True), (False, True), (None, 5.0), (None, 16)):
+        inputs = case(*shape, dtype, positions, page)
         g = torch.Generator().manual_seed(1)
         mask = torch.rand(len(positions), inputs[-1], generator=g) < 0.7 if masked else None
         sinks = torch.randn(shape[0], generator=g) if has_sinks else None
@@ -78,11 +81,28 @@ def test_attention_is_right_at_every_length_from_one_on(ops, dtype):
         assert (ours - want).abs().max() < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages_change_no_bit(ops, shape, dtype):
+    """Rows in pages of 24 columns that two rows begin with together, and the same rows whole."""
+    query, key, value, keys, values, pages, positions, width = case(*shape, dtype, [70, 100, 3], 24)
+    pages[1, :2] = pages[0, :2]
+    whole = [cache[pages].transpose(1, 2).flatten(2, 3).contiguous() for cache in (keys, values)]
+    window = torch.arange(width) > positions[:, None] - 30
+    for mask in (None, window):
+        out = ops.decode_attention(query, key, value, keys, values, pages, positions, width, scaling=0.3, mask=mask)
+        same = ops.decode_attention(query, key, value, *whole, torch.arange(3)[:, None], positions, width, scaling=0.3,
+                                    mask=mask)
+        assert torch.equal(out, same)
+    assert torch.equal(keys[pages[0, 2], :, 22], key[0, :, 0])
+    assert torch.equal(values[pages[1, 4], :, 4], value[1, :, 0])
+
+
 def test_attention_of_two_columns_by_hand(ops):
     """Scores 0 and ln 3 give weights 1/4 and 3/4 of values 4 and 8; with a sink of ln 4, 1/8 and 3/8."""
     keys, values = torch.zeros(1, 1, 2, 1), torch.tensor([[[[4.0], [0.0]]]])
     one = torch.ones(1, 1, 1, 1)
-    new = dict(key=one * math.log(3), value=one * 8, keys=keys, values=values, slots=torch.tensor([0]),
+    new = dict(key=one * math.log(3), value=one * 8, keys=keys, values=values, pages=torch.tensor([[0]]),
                positions=torch.tensor([1]), width=2)
     assert ops.decode_attention(one, **new, scaling=1.0).item() == pytest.approx(7.0)
     assert ops.decode_attention(one, **new, scaling=1.0, sinks=torch.tensor([math.log(4)])).item() == pytest.approx(3.5)
@@ -145,10 +165,11 @@ def test_the_number_of_threads_changes_no_bit(ops):
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-def test_what_would_read_outside_the_slots_is_an_error(ops):
+def test_what_would_read_outside_the_pages_is_an_error(ops):
     good = case(4, 2, 16, 16, torch.float32, [11, 30, 2])
-    for at, wrong, named in ((6, torch.tensor([11, 31, 2]), "position 31"), (5, torch.tensor([0, 5, 1]), "slot 5 of 5"),
-                             (7, 60, "width is 60"), (2, torch.zeros(3, 3, 1, 16), "shapes"),
+    for at, wrong, named in ((6, torch.tensor([11, 31, 2]), "position 31"), (7, 60, "width is 60"),
+                             (5, torch.tensor([[0], [5], [1]]), "page 5 of 5"),
+                             (5, torch.tensor([0, 4, 1]), "pages must be"), (2, torch.zeros(3, 3, 1, 16), "shapes"),
                              (3, good[3].double(), "float64|double|Double"), (6, torch.tensor([1, 2]), "int64")):
         with pytest.raises((IndexError, ValueError, TypeError), match=named):
             ops.decode_attention(*[wrong if i == at else x for i, x in enumerate(good)], scaling=0.25)

@@ -15,6 +15,35 @@ def _caches(slots=5, heads=2, columns=12, dim=4, value_dim=6, seed=0):
             torch.randn(slots, heads, columns, value_dim, generator=draw))
 
 
+def in_pages(keys, values, slots, page):
+    """The rows of these slots in pages of so many columns, and their pages."""
+    pages = torch.randperm(len(slots) * (keys.shape[2] // page), generator=torch.Generator().manual_seed(2))
+    pages = pages.view(len(slots), -1)
+    caches = []
+    for cache in (keys, values):
+        cut = torch.zeros(pages.numel(), cache.shape[1], page, cache.shape[3])
+        for row, slot in enumerate(slots.tolist()):
+            for i, number in enumerate(pages[row].tolist()):
+                cut[number] = cache[slot, :, i * page : (i + 1) * page]
+        caches.append(cut)
+    return *caches, pages
+
+
+def test_decode_attention_over_pages_is_that_over_whole_rows():
+    keys, values = _caches()
+    draw = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(3, h, 1, d, generator=draw) for h, d in ((4, 4), (2, 4), (2, 6)))
+    slots, positions = torch.tensor([4, 0, 2]), torch.tensor([11, -1, 3])
+    for width, page in ((12, 4), (12, 3), (12, 12)):
+        paged = in_pages(keys, values, slots, page)
+        out = decode_attention(query, key, value, *paged, positions, width, scaling=0.4)
+        whole = keys.clone(), values.clone()
+        same = decode_attention(query, key, value, *whole, slots[:, None], positions, width, scaling=0.4)
+        assert torch.equal(out, same) and not out[1].any()
+        for ours, theirs in zip(paged[:2], whole, strict=True):
+            assert torch.equal(ours[paged[2]].transpose(1, 2).flatten(2, 3), theirs[slots])
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}, {"mask": 3}],
                          ids=lambda o: next(iter(o), "plain"))
 def test_decode_attention_equals_a_loop_over_rows_heads_and_columns(options):
@@ -28,7 +57,7 @@ def test_decode_attention_equals_a_loop_over_rows_heads_and_columns(options):
         columns = torch.arange(9)
         named["mask"] = columns > positions[:, None] - window
     before = keys.clone()
-    out = decode_attention(query, key, value, keys, values, slots, positions, 9, scaling=0.4, **named)
+    out = decode_attention(query, key, value, keys, values, slots[:, None], positions, 9, scaling=0.4, **named)
     assert out.shape == (3, 1, 4, 6)
     for row, (slot, last) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         assert torch.equal(keys[slot, :, last], key[row, :, 0])
@@ -51,7 +80,7 @@ def test_an_idle_row_writes_nothing_and_gives_zeros():
     keys, values = _caches()
     before = keys.clone()
     query, key, value = torch.ones(1, 4, 1, 4), torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 6)
-    out = decode_attention(query, key, value, keys, values, torch.tensor([1]), torch.tensor([-1]), 5, scaling=1.0)
+    out = decode_attention(query, key, value, keys, values, torch.tensor([[1]]), torch.tensor([-1]), 5, scaling=1.0)
     assert torch.equal(keys, before)
     assert not out.any()
 
@@ -60,8 +89,8 @@ def test_an_idle_row_may_name_the_slot_of_a_row_that_writes():
     keys, values = _caches()
     before = keys.clone()
     query, key, value = torch.ones(3, 4, 1, 4), torch.full((3, 2, 1, 4), 7.0), torch.ones(3, 2, 1, 6)
-    slots, positions = torch.tensor([2, 2, 2]), torch.tensor([-1, 0, -1])
-    decode_attention(query, key, value, keys, values, slots, positions, 5, scaling=1.0)
+    pages, positions = torch.tensor([[2], [2], [2]]), torch.tensor([-1, 0, -1])
+    decode_attention(query, key, value, keys, values, pages, positions, 5, scaling=1.0)
     assert (keys[2, :, 0] == 7).all() and torch.equal(keys[2, :, 1:], before[2, :, 1:])
 
 

@@ -112,7 +112,8 @@ def test_the_fallback_makes_the_host_wait_for_nothing(card):
     mask, some, sinks = (torch.rand(3, 8, generator=g) < 0.7).to("cuda"), logits > 1, torch.zeros(4).to("cuda")
     card.reset()
     for options in ({}, {"softcap": 2.0, "sinks": sinks, "mask": mask}):
-        reference.decode_attention(query, key, value, keys, values, slots, positions, 8, scaling=0.5, **options)
+        reference.decode_attention(query, key, value, keys, values, slots[:, None], positions, 8, scaling=0.5,
+                                   **options)
     reference.sample(logits, streams, streams, temperature=0)
     reference.sample(logits, streams, streams, temperature=0.7, top_k=9, top_p=0.9, min_p=0.05,
                      repetition_penalty=1.2, seen=some, forbidden=some)

@@ -52,6 +52,7 @@ class Card(TorchDispatchMode):
         self.launches: Counter[str] = Counter()
         self.sync = "default"
         self.recording: Recording | None = None
+        self.breaks_captures = False  # whether no capture can be ended
         self.generator = torch.Generator()
         self._blocks: dict[int, object] = {}  # id of a storage on the card -> its block
         self._floating: set[int] = set()  # storages made inside of torch, on the device of whom they meet first

@@ -64,13 +64,14 @@ class Pool:
     def __init__(self) -> None:
         self.graphs = weakref.WeakSet()
         self.was_used = False
+        self.capture: ExitStack | None = None  # that is underway
 
 
 class Graph:
     """torch.cuda.CUDAGraph."""
 
     def __init__(self, *_given: object, **_named: object) -> None:
-        self.recording, self._stack = Recording(Stream.card.holds), None
+        self.recording = Recording(Stream.card.holds)
 
     def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global") -> None:
         card, pool = Stream.card, pool or Pool()
@@ -83,15 +84,18 @@ class Graph:
         self._pool = pool
         memory = card.memory
         weakref.finalize(self, lambda: len(pool.graphs) or memory.end_pool(pool))
-        self._stack = ExitStack()
-        self._stack.enter_context(card.memory.capturing(pool))
+        pool.capture = ExitStack()
+        pool.capture.enter_context(card.memory.capturing(pool))
         card.recording = self.recording
 
     def capture_end(self) -> None:
-        Stream.card.recording = None
-        self._stack.close()
-        with Stream.card.quiet():
+        """Where the capture is broken, torch's allocator goes on with it, as before pull request 180395."""
+        card, card.recording = Stream.card, None
+        with card.quiet():
             self.recording.end()
+        if card.breaks_captures:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        _end_pool(0, self._pool)
 
     def replay(self) -> None:
         Stream.card.launched("graph")
@@ -102,6 +106,14 @@ class Graph:
         return self._pool
 
     def reset(self) -> None: ...
+
+
+def _end_pool(_device: int, pool: Pool) -> None:
+    """torch._C._cuda_endAllocateToPool."""
+    if pool.capture is None:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+    pool.capture.close()
+    pool.capture = None
 
 
 def _always(value: object) -> Callable:
@@ -138,6 +150,7 @@ def _memory(card: Card) -> dict[str, object]:
 
     def empty_cache() -> None:
         if card.recording is None:
+            assert memory.pool is None, "captures_underway.empty() INTERNAL ASSERT FAILED"
             memory.release()
 
     def reset_peak(_device: object = None) -> None:
@@ -230,6 +243,8 @@ def answered(card: Card) -> Iterator[None]:
     """Within the block torch.cuda is the card's."""
     Stream.card = card
     tables = {torch.cuda: functions(card), dist: _groups(), threading.Thread: {"run": _in_threads(card)},
+              torch._C: {"_cuda_endAllocateToPool": _end_pool,
+                         "_cuda_releasePool": lambda _device, pool: card.memory.end_pool(pool)},
               torch.cuda.nvtx: {name: _nothing() for name in ("range_push", "range_pop", "mark")},
               torch.accelerator: {"is_available": _always(True), "device_count": _always(1), "current_accelerator":
                                   _always(torch.device("cuda")), "current_device_index": _always(0), "current_stream":

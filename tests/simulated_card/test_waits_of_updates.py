@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from hybrid_rlhf.data.collate import collate_labelled, collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engine.train import zero
+from hybrid_rlhf.engine.train.offload import saved_on_cpu
 from hybrid_rlhf.engine.train.optimizers import MASTERED
 from hybrid_rlhf.engine.train.zero import ZeroTraining
 from hybrid_rlhf.models.heads import ScalarModel
@@ -86,6 +89,25 @@ def test_an_update_of_sft(card, steps, kind, packing):
     for _ in range(4):  # DeepSpeed's timer would wait from the third step on
         trainer.step(batch)
     assert_few_waits(steps, 4, card.waits)
+
+
+def test_activations_on_the_host_do_not_make_it_wait(card, steps, monkeypatch):
+    moved = []
+
+    @contextmanager
+    def noted(module):
+        with saved_on_cpu(module, min_bytes=0) as counts:
+            yield
+        moved.append(counts["bytes"])
+
+    monkeypatch.setattr(zero, "saved_on_cpu", noted)
+    model = policy("bf16").to("cuda")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    made = HybridEngine(PolicyModule(model), model, eos_ids=[3], pad_id=0).prepare_training(
+        OptimizerConfig(), lambda _step: 1.0, ZeroConfig(offload=["activations"]))
+    SFTTrainer(Actor(made, tiny_tokenizer(), FEW)).step(collate_sft(SFT_ROWS * 3, 0))
+    assert min(moved) > 0
+    assert_few_waits(steps, 1, card.waits)
 
 
 def rollout() -> Rollout:

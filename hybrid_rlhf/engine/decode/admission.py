@@ -8,6 +8,7 @@ from torch import nn
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes
+from hybrid_rlhf.engine.decode.pages import page_size
 from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.models.load import describe_positions, positions_of
 from hybrid_rlhf.models.tokenizer import turn_ends
@@ -23,6 +24,21 @@ def fitting_slots(runner: Runner, wanted: int, capacity: int, max_bytes: int | N
         raise UserError(f"the cache of one request of {capacity} tokens takes {slot_bytes / 2**20:.1f} MiB and only "
                         f"{allowed / 2**20:.1f} MiB may be used; shorten the prompt or max_new_tokens")
     return min(wanted, int(allowed / slot_bytes))
+
+
+def fitting_cache(runner: Runner, wanted: int, capacity: int, whole: int, max_bytes: int | None
+                  ) -> tuple[int, int | None]:
+    """Slots and pages of a cache for `wanted` sequences of `capacity` columns that fits in memory: the wanted slots
+    over at most the pages of `whole` ones; or as many slots as fit and None, where they share no pages. Raises
+    UserError where not even one sequence fits."""
+    size = page_size(runner.device)
+    per_slot = -(-(capacity + (runner.capture is not None)) // size)
+    if not runner.takes_pages or per_slot == 1:
+        return fitting_slots(runner, wanted, capacity, max_bytes), None
+    fitting_slots(runner, 1, (per_slot + 1) * size, max_bytes)  # a page is spare
+    allowed, page_bytes = _allowed_bytes(runner, max_bytes), runner.bytes_per_column * size
+    most = min(wanted, whole) * per_slot
+    return wanted, most if allowed is None or not page_bytes else min(most, int(allowed / page_bytes) - 1)
 
 
 def fitting_capacity(runner: Runner, needed: int, wanted: int, max_bytes: int | None) -> int:

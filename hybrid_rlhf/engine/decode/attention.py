@@ -52,7 +52,7 @@ class SlotAttention:
             if _is_row_mask(attention_mask):
                 row_mask = None if attention_mask is None else attention_mask[:, 0, 0]
                 return self.ops.decode_attention(
-                    query, key, value, layer.keys, layer.values, self.cache.row_slots(), step.positions[:, 0],
+                    query, key, value, layer.keys, layer.values, self.cache.row_pages(), step.positions[:, 0],
                     step.width, scaling=scaling, softcap=softcap, sinks=s_aux, mask=row_mask), None
             layer.write(key, value)
             key, value = layer.columns()

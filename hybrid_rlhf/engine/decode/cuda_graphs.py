@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.core.memory import is_out_of_memory
+from hybrid_rlhf.core.torch_compat import end_graph_pool
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.parity import PROBE_LENGTHS, PROBE_STEPS, probe_sequences
 from hybrid_rlhf.engine.decode.runner import Runner, error_summary
@@ -62,15 +63,23 @@ class CudaCapture:
                     step()
                 except BaseException:
                     with suppress(Exception):  # of the broken capture: the step's error is the reason
-                        graph.capture_end()
+                        self._end(graph)
                     raise
-                graph.capture_end()
+                self._end(graph)
         finally:
             if collects:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(self._stream)
         self._alive.add(graph)
         return graph.replay
+
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except Exception:
+            end_graph_pool(self._pool)
+            raise
 
 
 def capture_for(device: torch.device) -> Capture | None:
@@ -96,7 +105,10 @@ def _refusing_to_wait(device: torch.device) -> Iterator[None]:
 
 def num_rows(wanted: int, most: int) -> int:
     """Rows of the recording for `wanted` requests: one of a few sizes, at most the slots. Below 8 rows a step takes as
-    long as with 8, as its time is reading the weights."""
+    long as with 8, as its time is reading the weights. Kernels differ by the number of rows, so torch's deterministic
+    mode has one."""
+    if torch.are_deterministic_algorithms_enabled():
+        return most
     size = max(8, 1 << (wanted - 1).bit_length()) if wanted <= 64 else -(-wanted // 64) * 64
     return min(size, most)
 

@@ -143,7 +143,7 @@ def _forward(form: Form, kernel: Callable) -> Callable:
             return original(hidden_states, attention_mask=attention_mask, **angles, **others)
         rows = cache.layers[index]
         return kernel(hidden_states, *(position_embeddings or (None, None)), rows.keys, rows.values,
-                      cache.row_slots(), step.positions[:, 0], step.width)
+                      cache.row_pages(), step.positions[:, 0], step.width)
 
     return forward
 
@@ -260,7 +260,7 @@ def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
         want = runner.through_layer(form.layer, cache, step, x.to(like), angles)
         if not isinstance(want, Tensor):
             return False
-        got = _by_kernel(runner, form, x.to(like), *(angles or (None, None)), *ours, cache.row_slots(),
+        got = _by_kernel(runner, form, x.to(like), *(angles or (None, None)), *ours, cache.row_pages(),
                          step.positions[:, 0], step.width)
         if got is None:
             return False

@@ -1,5 +1,7 @@
-"""The KV cache of the decode engine: S slots of one sequence each, column = position, no left padding.
+"""The KV cache of the decode engine: slots of one sequence each, column = position, no left padding.
 
+A slot's columns lie side by side, or in pages (pages.py) where `num_pages` is given: each layer then stores pages of
+some columns, and a slot with all columns is one page for those who read it.
 A layer allocates itself from the first keys it stores, so that grouped heads, latent attention and per-layer sizes need
 no table. Sliding-window layers are stored at full length; the mask applies the window. Convolution and recurrent states
 are one row per slot.
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.memory import free_host_bytes
+from hybrid_rlhf.engine.decode.pages import Pages, lazy_zeros, page_size
+from hybrid_rlhf.kernels.reference import columns_of, places_of
 from hybrid_rlhf.models.hf_attention import LayerKind, cache_class, derived, layer_kinds
 
 
@@ -24,7 +28,8 @@ class Step:
     positions (B, Q) int64, the columns of the tokens (-1: an idle row, if has_idle); width: columns that attention may
     attend to. In a prefill of N prompts row source[i] is stored in slot targets[i], after its first `offset` columns.
     ragged: where rows continue from different numbers of columns, (row, index in it, slot, column), (N,) int64 each, of
-    all real tokens; the padding behind them is not stored.
+    all real tokens; the padding behind them is not stored. Over pages the cache sets these to page and column there;
+    and `grid`, of a prefill that is not ragged: the page (N, Q) and column there (Q,) of each token.
     `fresh` holds weak references to the keys that a layer handed out: strong ones would hold a second cache.
     """
 
@@ -37,6 +42,9 @@ class Step:
     offset: int = 0
     ragged: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     has_idle: bool = False
+    grid: tuple[Tensor, Tensor] | None = None
+    pages: Tensor | None = None  # of each row of a decode step (B, N), and where its token lies, once asked for
+    place: tuple[Tensor, Tensor] | None = None
     fresh: dict[int, tuple[KeyValueRows, weakref.ref, weakref.ref]] = field(default_factory=dict)
 
     def hand_out(self, layer: KeyValueRows, key: Tensor, value: Tensor) -> None:
@@ -53,12 +61,16 @@ class Step:
         return bool(self.offset) or self.ragged is not None
 
     def store(self, rows: Tensor, new: Tensor) -> None:
-        """Put the columns of a prefill (B, heads, Q, dim) into a layer's rows (S, heads, C, dim)."""
+        """Put the columns of a prefill (B, heads, Q, dim) into a layer's slots or pages (S, heads, C, dim)."""
         if self.ragged is not None:
             row, place, slot, column = self.ragged
             rows[slot, :, column] = new[row, :, place]
             return
         new = new if self.source is None else new[self.source]
+        if self.grid is not None:
+            page, column = self.grid
+            rows[page, :, column] = new.transpose(1, 2)
+            return
         rows.narrow(2, self.offset, new.shape[2]).index_copy_(0, self.targets, new)
 
     @property
@@ -68,7 +80,7 @@ class Step:
 
 
 class KeyValueRows:
-    """Keys and values (S, heads, C, dim) of one layer."""
+    """Keys and values of one layer, (S, heads, C, dim): of S slots of all columns, or S pages of some."""
 
     is_compileable = False
     is_croppable = False
@@ -84,9 +96,9 @@ class KeyValueRows:
     def allocate(self, key: Tensor, value: Tensor) -> None:
         """Zeros, not uninitialised: attention multiplies masked columns by weights of zero, and zero times NaN is
         NaN."""
-        size = (self.owner.num_slots, key.shape[1], self.owner.num_columns)
-        self.keys = key.new_zeros(*size, key.shape[-1])
-        self.values = value.new_zeros(*size, value.shape[-1])
+        size = (self.owner.num_stored, key.shape[1], self.owner.page_columns)
+        self.keys = lazy_zeros((*size, key.shape[-1]), key)
+        self.values = lazy_zeros((*size, value.shape[-1]), value)
 
     def update(self, key: Tensor, value: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
         """Store the new columns and return those to attend to; or leave the writing to the attention function."""
@@ -97,7 +109,8 @@ class KeyValueRows:
             step.store(self.keys, key)
             step.store(self.values, value)
             if step.goes_on:
-                return self.keys[step.targets, :, : step.width], self.values[step.targets, :, : step.width]
+                pages = self.owner.pages_of(step.targets)
+                return columns_of(self.keys, pages, step.width), columns_of(self.values, pages, step.width)
         if step.is_prefill or self.index in self.owner.fused_cache_write:
             step.hand_out(self, key, value)
             return key, value
@@ -106,28 +119,30 @@ class KeyValueRows:
 
     def write(self, key: Tensor, value: Tensor) -> None:
         """Store one new token per row; an idle row's position -1 is the last column, a spare one."""
-        step = self.owner.step
-        slots, columns = self.owner.row_slots(), step.positions[:, 0]
-        self.keys[slots, :, columns] = key[:, :, 0]
-        self.values[slots, :, columns] = value[:, :, 0]
+        page, column = self.owner.row_place()
+        self.keys[page, :, column] = key[:, :, 0]
+        self.values[page, :, column] = value[:, :, 0]
 
     def columns(self) -> tuple[Tensor, Tensor]:
         """The first `width` columns of the step's rows: views where rows and slots agree."""
         step = self.owner.step
-        rows = slice(0, len(step.positions)) if step.slots is None else step.slots
-        return self.keys[rows, :, : step.width], self.values[rows, :, : step.width]
+        if step.slots is None and self.owner.pages is None:
+            return tuple(t[: len(step.positions), :, : step.width] for t in (self.keys, self.values))
+        pages = self.owner.row_pages()
+        return columns_of(self.keys, pages, step.width), columns_of(self.values, pages, step.width)
 
     def update_indexer(self, key: Tensor) -> Tensor:
         """`update` for the index keys (B, Q, dim) of sparse attention, stored as (S, 1, C, dim)."""
+        owner = self.owner
         if self.indexer_keys is None:
-            self.indexer_keys = key.new_zeros(self.owner.num_slots, 1, self.owner.num_columns, key.shape[-1])
-        step, rows, new = self.owner.step, self.indexer_keys, key[:, None]
+            self.indexer_keys = lazy_zeros((owner.num_stored, 1, owner.page_columns, key.shape[-1]), key)
+        step, rows, new = owner.step, self.indexer_keys, key[:, None]
         if step.is_prefill:
             step.store(rows, new)
-            return rows[step.targets, 0, : step.width] if step.goes_on else key
-        slots = self.owner.row_slots()
-        rows[slots, 0, step.positions[:, 0]] = key[:, 0]
-        return rows[slots, 0, : step.width]
+            return columns_of(rows, owner.pages_of(step.targets), step.width)[:, 0] if step.goes_on else key
+        page, column = owner.row_place()
+        rows[page, 0, column] = key[:, 0]
+        return columns_of(rows, owner.row_pages(), step.width)[:, 0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.step.width, 0
@@ -210,12 +225,19 @@ class StateRows:
 
 class SlotCache:
     """The cache of all layers. fused_cache_write: layers whose decode columns the attention function writes. has_spare:
-    one more column, for idle rows. steps: the recordings over this cache's tensors (cuda_graphs.py).
+    one more column, for idle rows. num_pages: how many pages the slots share; None: each slot is whole. steps: the
+    recordings over this cache's tensors (cuda_graphs.py).
     """
 
     def __init__(self, kinds: list[LayerKind], num_slots: int, capacity: int, device: torch.device,
-                 fused_cache_write: set[int], has_spare: bool = False) -> None:
+                 fused_cache_write: set[int], has_spare: bool = False, num_pages: int | None = None) -> None:
         self.num_slots, self.capacity, self.num_columns = num_slots, capacity, capacity + has_spare
+        self.pages, self.num_stored, self.page_columns = None, num_slots, self.num_columns
+        if num_pages is not None:
+            self.page_columns = page_size(device)
+            per_slot = -(-self.num_columns // self.page_columns)
+            self.pages = Pages(num_slots, per_slot, max(num_pages, per_slot), self.page_columns, device)
+            self.num_stored = self.pages.num_pages + 1
         self.steps = None
         self.fused_cache_write = fused_cache_write
         self.all_slots = torch.arange(num_slots, device=device)
@@ -227,6 +249,10 @@ class SlotCache:
     def begin(self, step: Step) -> None:
         """Set the step of the next forward."""
         self.step = step
+        if self.pages is not None:
+            self.pages.sync()
+            if step.is_prefill:
+                self._place(step)
         for layer in self.layers:
             if isinstance(layer, StateRows):
                 layer.begin(step.is_prefill)
@@ -244,6 +270,32 @@ class SlotCache:
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
         self.layers[layer_idx].update_recurrent_state(state)
 
+    def _place(self, step: Step) -> None:
+        """Say in which pages a prefill's tokens lie."""
+        table, size = self.pages.table, self.page_columns
+        if step.ragged is not None:
+            row, place, slot, column = step.ragged
+            step.ragged = (row, place, table[slot, column // size], column % size)
+        else:
+            columns = step.positions[0]
+            step.grid = (table[step.targets[:, None], columns // size], columns % size)
+
+    def pages_of(self, slots: Tensor) -> Tensor:
+        """(B, N): the pages of slots (B,); one page of all columns where slots are whole."""
+        return slots[:, None] if self.pages is None else self.pages.table[slots]
+
+    def row_pages(self) -> Tensor:
+        """The pages of each row of a decode step, (B, N)."""
+        if self.step.pages is None:
+            self.step.pages = self.pages_of(self.row_slots())
+        return self.step.pages
+
+    def row_place(self) -> tuple[Tensor, Tensor]:
+        """Page and column there of each row's new token in a decode step."""
+        if self.step.place is None:
+            self.step.place = places_of(self.row_pages(), self.step.positions[:, 0], self.page_columns)
+        return self.step.place
+
     def row_slots(self) -> Tensor:
         """The slot of each row of the step."""
         return self.all_slots[: len(self.step.positions)] if self.step.slots is None else self.step.slots
@@ -255,13 +307,20 @@ class SlotCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.step.width, 0
 
-    def copy_columns(self, sources: Tensor, targets: Tensor, width: int) -> None:
-        """Copy the first `width` columns from slots to other slots, for a prompt that is stored already."""
+    def copy_columns(self, source: int, targets: list[int], width: int) -> None:
+        """Copy the first `width` columns of a slot to others, for a prompt that is stored already; over pages what is
+        behind the whole ones, which they share."""
+        if self.pages is not None:
+            shared, width = width - width % self.page_columns, width % self.page_columns
+            if not width:
+                return
+            source, *targets = (self.pages.page_of(slot, shared) for slot in (source, *targets))
+        to = torch.tensor(targets, device=self.all_slots.device)
         for layer in self.layers:
             if isinstance(layer, KeyValueRows):
                 for rows in KeyValueRows.tensors(layer):
-                    view = rows.narrow(rows.ndim - 2, 0, width)
-                    view.index_copy_(0, targets, view[sources])
+                    view = rows.narrow(2, 0, width)
+                    view.index_copy_(0, to, view[source].expand(len(targets), *view.shape[1:]))
 
     def clear_states(self, slots: Tensor) -> None:
         for layer in self.layers:
@@ -269,10 +328,14 @@ class SlotCache:
                 layer.clear(slots)
 
     def num_bytes(self, is_growing: bool | None = None) -> int:
-        """Bytes held: by what grows with the length (True), by the states (False), or by both."""
+        """Bytes held: by what grows with the length (True), by the states (False), or by both. Of pages on a CPU those
+        that have been used."""
         kinds = {True: (KeyValueRows,), False: (StateRows,), None: (KeyValueRows, StateRows)}[is_growing]
         tensors = [t for layer in self.layers for kind in kinds if isinstance(layer, kind) for t in kind.tensors(layer)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        count = sum(t.numel() * t.element_size() for t in tensors)
+        if self.pages is None or self.all_slots.device.type != "cpu":
+            return count
+        return count * (self.pages.most_used + 1) // self.num_stored
 
 
 def _layer(owner: SlotCache, index: int, kind: LayerKind) -> object:
@@ -297,11 +360,11 @@ class _Nothing:
 
 
 def make_cache(model: nn.Module, num_slots: int, capacity: int, device: torch.device,
-               fused_cache_write: set[int], has_spare: bool = False) -> SlotCache:
+               fused_cache_write: set[int], has_spare: bool = False, num_pages: int | None = None) -> SlotCache:
     """An empty cache for `model`. Raises NotImplementedError for a model that brings a cache class of its own."""
     kinds = layer_kinds(model)
     return derived((SlotCache,), cache_class(model))(kinds, num_slots, capacity, device, fused_cache_write,
-                                                       has_spare)
+                                                       has_spare, num_pages)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -112,13 +112,21 @@ class Runner:
             finally:
                 self._inside, self._attention.cache = False, None  # frees the cache's memory
 
-    def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
-        """An empty cache; its layers allocate themselves from the first keys they store."""
-        cache = make_cache(self.model, num_slots, capacity, self.device, self._direct, self.capture is not None)
+    def new_cache(self, num_slots: int, capacity: int, num_pages: int | None = None) -> SlotCache:
+        """An empty cache; its layers allocate themselves from the first keys they store. num_pages: for slots that
+        share so many pages, where `takes_pages`."""
+        cache = make_cache(self.model, num_slots, capacity, self.device, self._direct, self.capture is not None,
+                           num_pages)
         if self.is_stateful:  # a decode step reads its states before it writes any, so they must be there
             self.prefill(cache, [[0]], [0], [0])
             cache.clear_states(cache.all_slots)
         return cache
+
+    @property
+    def takes_pages(self) -> bool:
+        """Whether slots may share pages: not where a row's states move on in place, and the model's own attention
+        reads columns fastest where they lie side by side."""
+        return self.path == "native" and not self.is_stateful
 
     def measure(self, cache: SlotCache) -> None:
         """Record the bytes of a slot, from a cache whose layers have all been allocated."""

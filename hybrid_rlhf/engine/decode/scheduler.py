@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -29,6 +29,7 @@ K = TypeVar("K", bound=Hashable)
 MAX_PREFILL_TOKENS = 4096  # of one forward, padding included
 _MAX_SAMPLERS = 64  # settings that are remembered
 _PATIENCE = 4  # calls of `step` that a following request waits for others, to share a prefill
+_STEPS_PER_GROWTH = 8  # tokens for which requests get pages ahead
 _STEPS_PER_SYNC = {"cuda": STEPS_PER_LOOK}  # how many steps run before the host looks at the tokens; 1 elsewhere
 
 
@@ -56,6 +57,10 @@ class Scheduler:
     request that may go on is kept for the one that follows it, until `release` or until another needs it: then the
     whole sequence is read again. ended: finished requests that may go on, for the caller to collect. keep_candidates:
     whether requests record the candidate tokens of each draw, where sampling is truncated.
+
+    Over pages a request enters when its prompt fits, and gets pages as it grows. Where none are left, prompts and
+    sequences of slots that do not run are forgotten, then the youngest request gives its pages up, waits and is read
+    again.
     """
 
     def __init__(self, runner: Runner, cache: SlotCache, sampling: SamplingConfig,
@@ -77,6 +82,10 @@ class Scheduler:
         self._batch: _Batch | None = None  # None: a request has entered or left
         self._free = deque(range(cache.num_slots))
         self._stored: dict[int, Sequence[int]] = {}  # slot -> the prompt whose columns it still holds
+        self._pages, self._columns_left = cache.pages, 0  # tokens that all running requests have pages for
+        if self._pages is not None:
+            self._pages.reset()
+        self.num_reread = 0  # requests that gave their pages up
         self._seen: Tensor | None = None
         self._stream = lru_cache(4 * cache.num_slots + 64)(stream)
         self._steps = STEPS_PER_LOOK if self._static else _STEPS_PER_SYNC.get(self.device.type, 1)
@@ -113,11 +122,14 @@ class Scheduler:
         when all are done. Raises UserError when the model's logits are not finite."""
         if self._returning and self._should_go_on():
             self._go_on()
-        if self._should_admit():
-            self._running |= self._admit()
+        if self._should_admit() and (entering := self._admit()):
+            self._running |= entering
             self._batch = None
         if not self._running:
             return False
+        self._make_columns()
+        if not self._running:  # all have given up, for requests that follow others
+            return True
         if self._batch is None:
             self._batch = self._rows()
         if self._advance(self._batch):
@@ -142,6 +154,8 @@ class Scheduler:
 
     def _give_free(self, slot: int) -> None:
         self._free.append(slot)
+        if self._pages is not None:
+            self._pages.cut(slot, len(self._stored.get(slot, ())) - 1)
         if self.runner.is_stateful:  # every slot below the last one in use is a row
             self._free = deque(sorted(self._free))
 
@@ -160,8 +174,17 @@ class Scheduler:
         """Put requests that follow another into its slot and prefill their new tokens. Those whose slot was given away
         wait as new requests do, ahead of these."""
         slots = {id(kept): slot for slot, kept in self._kept.items()}
-        entering = {slots[id(r.follows)]: r for r in self._returning if id(r.follows) in slots}
-        self._waiting.extendleft(reversed([r for r in self._returning if id(r.follows) not in slots]))
+        entering, again = {}, []
+        for request in self._returning:
+            slot = slots.get(id(request.follows))
+            if slot is not None and self._fits(slot, len(request.prompt)):
+                entering[slot] = request
+                continue
+            again.append(request)
+            if slot is not None:
+                del self._kept[slot]
+                self._give_free(slot)
+        self._waiting.extendleft(reversed(again))
         self._returning = []
         if entering:
             offsets = {s: len(self._kept[s].prompt) + len(self._kept[s].tokens) - 1 for s in entering}
@@ -181,7 +204,15 @@ class Scheduler:
         if not self._waiting or not num_free:
             return False
         enough = 1 if self.is_eager else min(len(self._waiting), max(1, self.cache.num_slots // 4))
-        return not self._running or num_free >= enough
+        return not self._running or (num_free >= enough and self._has_pages())
+
+    def _has_pages(self) -> bool:
+        """Whether an eighth of the pages is free, or belongs to a free slot: one request after the other would cost a
+        prefill each."""
+        if self._pages is None or self.is_eager:
+            return True
+        idle = sum(self._pages.held(slot) for slot in self._free) // self._pages.size
+        return self._pages.num_free + idle >= max(1, self._pages.num_pages // 8)
 
     def _evictable(self) -> list[int]:
         """Slots kept for requests that have not come yet, oldest first; these then read their whole sequence again."""
@@ -193,41 +224,63 @@ class Scheduler:
         for slot in self._evictable()[: max(0, len(self._waiting) - len(self._free))]:
             del self._kept[slot]
             self._give_free(slot)
-        count = min(len(self._waiting), len(self._free))
-        entering = {self._free.popleft(): self._waiting.popleft() for _ in range(count)}
-        wanted: dict[tuple[int, ...], list[int]] = {}
-        for slot, request in entering.items():
-            if not request.is_stored:
-                wanted.setdefault(tuple(request.prompt), []).append(slot)
-        if not self.runner.is_stateful:  # a state has moved on with its response; columns stay
-            self._copy_stored(wanted)
+        holders = {tuple(prompt): slot for slot, prompt in self._stored.items()}
+        if self.runner.is_stateful:  # a state has moved on with its response; columns stay
+            holders = {}
+        entering: dict[int, Request] = {}
+        wanted: dict[tuple[int, ...], list[int]] = {}  # prompts to be read, and the slots that they go to
+        copies: dict[int, list[int]] = {}  # slot that holds a prompt already -> slots that get it
+        while self._waiting and self._free:
+            request = self._waiting[0]
+            sequence = (*request.prompt, *request.tokens)
+            holder = holders.get(sequence)
+            is_held = holder in self._stored  # not given to another meanwhile
+            source = holder if is_held else wanted.get(sequence, [None])[0]
+            slot = self._take(request, len(sequence), source, {*entering, *copies})
+            if slot is None:
+                break
+            entering[slot] = self._waiting.popleft()
+            if not request.is_stored and not is_held:
+                wanted.setdefault(sequence, []).append(slot)
+            elif not request.is_stored and slot != holder:
+                copies.setdefault(holder, []).append(slot)
+        for holder, slots in copies.items():
+            if len(self._stored[holder]) > 1:
+                self.cache.copy_columns(holder, slots, len(self._stored[holder]) - 1)
         self.cache.clear_states(torch.tensor([s for slots in wanted.values() for s in slots], dtype=torch.long,
                                              device=self.device))
-        for prompts in self._buckets([p for p, slots in wanted.items() if len(p) > 1 and slots]):
+        for prompts in self._buckets([p for p in wanted if len(p) > 1]):
             pairs = [(i, slot) for i, prompt in enumerate(prompts) for slot in wanted[prompt]]
             self.runner.prefill(self.cache, [p[:-1] for p in prompts], [i for i, _ in pairs], [s for _, s in pairs])
         self._entered(entering)
         return entering
+
+    def _take(self, request: Request, length: int, source: int | None, keep: set[int]) -> int | None:
+        """A free slot for a request of `length` tokens, over pages with room for the next ones too; None where the
+        pages do not suffice. source: the slot that has, or will have, the same columns. keep: slots that keep theirs.
+        """
+        slot = source if source in self._free else self._free[0]
+        self._free.remove(slot)
+        if slot != source:
+            self._stored.pop(slot, None)
+        if self._pages is None:
+            return slot
+        if slot != source and source is not None:
+            self._pages.share(source, slot, length - 1)
+        elif slot != source:
+            self._pages.cut(slot, 0)
+        if self._fits(slot, min(length + self._pages.size, len(request.prompt) + request.limit), {*keep, source}):
+            return slot
+        self._pages.cut(slot, 0)
+        self._stored.pop(slot, None)
+        self._free.appendleft(slot)
+        return None
 
     def _entered(self, entering: dict[int, Request]) -> None:
         for slot, request in entering.items():
             self._kept.pop(slot, None)
             self._stored[slot], request.follows = request.prompt, None
         self._mark_seen({s: r for s, r in entering.items() if self._settings(r).repetition_penalty != 1})
-
-    def _copy_stored(self, wanted: dict[tuple[int, ...], list[int]]) -> None:
-        """Fill slots whose prompt another slot still holds from there, and take them out of `wanted`."""
-        holders = {tuple(prompt): slot for slot, prompt in self._stored.items()}
-        entering = {slot for slots in wanted.values() for slot in slots}
-        for prompt, slots in wanted.items():
-            holder = next((s for s in slots if tuple(self._stored.get(s, ())) == prompt), holders.get(prompt))
-            if holder is None or (holder in entering and holder not in slots):
-                continue
-            targets = [s for s in slots if s != holder]
-            if targets and len(prompt) > 1:
-                ids = torch.tensor([[holder] * len(targets), targets], device=self.device)
-                self.cache.copy_columns(ids[0], ids[1], len(prompt) - 1)
-            wanted[prompt] = []
 
     def _buckets(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         """Prompts in groups of similar length, so that little padding is computed."""
@@ -244,7 +297,49 @@ class Scheduler:
             self._seen = torch.zeros(self.cache.num_slots, size, dtype=torch.bool, device=self.device)
         for slot, request in entering.items():
             self._seen[slot] = False
-            self._seen[slot, torch.tensor(request.prompt, device=self.device)] = True
+            self._seen[slot, torch.tensor([*request.prompt, *request.tokens], device=self.device)] = True
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    def _fits(self, slot: int, columns: int, keep: Collection[int | None] = ()) -> bool:
+        """Give a slot pages for so many columns, those of slots that do not run where no others are free."""
+        while self._pages is not None and not self._pages.grow(slot, columns):
+            if not self._reclaim(keep):
+                return False
+        return True
+
+    def _reclaim(self, keep: Collection[int | None]) -> bool:
+        """Forget the prompt of a free slot, or else a sequence that may go on, the oldest first; whether there was one.
+        """
+        idle = next((slot for slot in self._free if self._pages.held(slot) and slot not in keep), None)
+        if idle is None:
+            idle = next((slot for slot in self._evictable() if slot not in keep), None)
+            if idle is None:
+                return False
+            del self._kept[idle]
+            self._free.append(idle)
+        self._pages.cut(idle, 0)
+        self._stored.pop(idle, None)
+        return True
+
+    def _make_columns(self) -> None:
+        """Give every running request pages for the next tokens, the oldest first; the youngest give theirs up."""
+        if self._pages is None or (self._batch is not None and self._columns_left >= self._steps):
+            return
+        self._columns_left = max(self._steps, _STEPS_PER_GROWTH)
+        for slot, request in list(self._running.items()):
+            used = len(request.prompt) + len(request.tokens)
+            needed = min(used + self._columns_left - 1, len(request.prompt) + request.limit)
+            while slot in self._running and not self._fits(slot, needed):
+                self._give_up(next(reversed(self._running)))
+        self._pages.sync()
+
+    def _give_up(self, slot: int) -> None:
+        """Let a running request wait, to be read again."""
+        self._waiting.appendleft(self._running.pop(slot))
+        self._give_free(slot)
+        self._batch = None
+        self.num_reread += 1
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -300,6 +395,7 @@ class Scheduler:
             drawn = [(tokens.tolist(), logprobs.tolist(), None if kept is None else candidate_ids(kept))
                      for tokens, logprobs, kept in queued]
         batch.steps_left -= steps
+        self._columns_left -= steps
         batch.width += steps
         has_ended = batch.steps_left == 0
         for tokens, logprobs, kept in drawn:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.engine.decode.admission import check_lengths, fitting_slots
+from hybrid_rlhf.engine.decode.admission import check_lengths, fitting_cache
 from hybrid_rlhf.engine.decode.hf_batches import GenerateBatches
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.runner import Runner
@@ -39,12 +39,13 @@ class Serving(Protocol):
 
 
 class SlotServing:
-    """Requests over the slots of one cache, all at once."""
+    """Requests over the slots of one cache, all at once. num_pages: as Runner.new_cache takes it."""
 
-    def __init__(self, runner: Runner, num_slots: int, capacity: int, stops: Sequence[int]) -> None:
+    def __init__(self, runner: Runner, num_slots: int, capacity: int, stops: Sequence[int],
+                 num_pages: int | None = None) -> None:
         self.num_slots, self.capacity, self.stops = num_slots, capacity, frozenset(stops)
         self._runner = runner
-        self._scheduler = Scheduler(runner, runner.new_cache(num_slots, capacity), SamplingConfig(), stops,
+        self._scheduler = Scheduler(runner, runner.new_cache(num_slots, capacity, num_pages), SamplingConfig(), stops,
                                     is_eager=True)
 
     def check(self, request: Request) -> None:
@@ -99,9 +100,11 @@ class TurnServing:
 
 
 def open_serving(runner: Runner, num_slots: int, capacity: int, stops: Sequence[int], max_bytes: int | None) -> Serving:
-    """Open as many of `num_slots` slots of `capacity` tokens (prompt and response) as fit in memory.
+    """Open `num_slots` slots of `capacity` tokens (prompt and response) over as many pages as fit in memory, or, where
+    slots share no pages, as many slots as fit.
 
     Raises UserError where not even one does.
     """
-    fitting = fitting_slots(runner, num_slots, capacity, max_bytes)
-    return TurnServing(runner, stops) if runner.path == "generate" else SlotServing(runner, fitting, capacity, stops)
+    slots, pages = fitting_cache(runner, num_slots, capacity, num_slots, max_bytes)
+    return (TurnServing(runner, stops) if runner.path == "generate"
+            else SlotServing(runner, slots, capacity, stops, pages))

@@ -189,7 +189,7 @@ def saved_on_cpu(module: nn.Module, min_bytes: int = MIN_BYTES) -> Iterator[dict
         if size < min_bytes or not tensor.is_floating_point() or tensor.untyped_storage().data_ptr() in weights:
             return tensor
         kept = pinned_like(tensor)
-        kept.copy_(tensor)
+        kept.copy_(tensor, non_blocking=kept.is_pinned())  # it comes back on the same stream, after this
         moved["bytes"] += size
         return tensor.device, kept
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -12,6 +13,8 @@ from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.decode.cuda_graphs import CudaCapture, called, num_rows
 from hybrid_rlhf.engine.decode.kv_cache import Step
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
+from hybrid_rlhf.run.loop import TrainConfig
+from hybrid_rlhf.training import builders
 from tests.factories.architectures import build
 from tests.factories.decoding import EAGER, GREEDY, MANY_PROMPTS, PROMPTS, SETTINGS, greedy_by_generate, greedy_tokens
 
@@ -41,6 +44,19 @@ def test_replayed_steps_give_the_tokens_of_generate(kind, card, recordings):
 def test_sizes_of_recorded_steps_are_few():
     assert [num_rows(n, 1000) for n in (1, 2, 3, 5, 9, 33, 64, 65, 130)] == [8, 8, 8, 8, 16, 64, 64, 128, 192]
     assert [num_rows(n, 5) for n in (1, 3, 5)] == [5, 5, 5]
+
+
+def test_deterministic_kernels_are_chosen_on_a_card_and_said(card, capsys, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's own stays
+    try:
+        builders.choose_kernels(TrainConfig())
+        assert not torch.are_deterministic_algorithms_enabled() and not capsys.readouterr().err
+        builders.choose_kernels(TrainConfig(deterministic=True))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert [num_rows(n, 64) for n in (1, 9, 64)] == [64, 64, 64]
+        assert "slower" in capsys.readouterr().err and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def adapted(model):
@@ -143,6 +159,30 @@ def test_a_step_that_bakes_in_a_position_is_found_by_the_probe_and_runs_uncaptur
     assert not engine.describe()["captured"]
     assert "captured steps differ from the plain forward" in engine.describe()["refused"]["graphs"]
     assert "decode steps are not captured" in caplog.text
+
+
+@pytest.mark.parametrize("ends_itself", [False, True], ids=["torch leaves the pool open", "torch ends the pool"])
+def test_after_a_capture_that_cannot_be_ended_the_allocator_still_gives_memory_back(card, ends_itself, monkeypatch):
+    import tests.simulated_card.cuda_api as api
+
+    card.breaks_captures = True
+    if ends_itself:  # as from pull request 180395 on
+        end = api.Graph.capture_end
+
+        def ended(self):
+            try:
+                end(self)
+            finally:
+                api._end_pool(0, self._pool)
+
+        monkeypatch.setattr(api.Graph, "capture_end", ended)
+    model = build("llama")
+    expected = greedy_by_generate(model)
+    engine = _engine(model, max_batch=3)
+    assert greedy_tokens(engine) == expected
+    assert "previous error during capture" in engine.describe()["refused"]["graphs"]
+    torch.cuda.empty_cache()
+    assert all(segment.pool is None for segment in card.memory.segments) or ends_itself
 
 
 def test_captures_that_fail_later_are_said_and_steps_of_every_size_run(card, recordings, monkeypatch, caplog):

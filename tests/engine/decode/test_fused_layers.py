@@ -55,7 +55,7 @@ def test_a_layer_is_that_of_plain_torch(kernel, dtype, bound, heads, kv_heads, h
     before = keys.clone(), values.clone()
     x, angles = numbers(rows, 1, hidden), (numbers(rows, 1, dim), numbers(rows, 1, dim))
     slots, positions = torch.tensor([5, 0, 2, 1, 4]), torch.tensor([0, 8, 3, -1, 5])  # the fourth row is idle
-    out = layer(x, *angles, keys, values, slots, positions, columns)
+    out = layer(x, *angles, keys, values, slots[:, None], positions, columns)
     assert out.shape == x.shape and out.dtype == dtype
     doubles = [[t if t is None else t.double() for t in ts] for ts in (weights, biases, norms)]
     for row in (0, 1, 2, 4):
@@ -88,7 +88,7 @@ def test_a_layer_of_opt_with_adapters_is_that_of_plain_torch(kernel, dtype, boun
     keys, values = (numbers(rows, heads, columns, dim) for _ in range(2))
     before, x = (keys.clone(), values.clone()), numbers(rows, 1, hidden) + 1  # a mean that LayerNorm takes away
     slots, positions = torch.tensor([4, 0, 2, 1, 3]), torch.tensor([0, 8, 3, 2, 5])
-    out = layer(x, None, None, keys, values, slots, positions, columns)
+    out = layer(x, None, None, keys, values, slots[:, None], positions, columns)
     doubles = [[t if t is None else t.double() for t in ts] for ts in (weights, biases, norms, norm_biases)]
     doubles.append([a and (a[0].double(), a[1].double(), a[2]) for a in adapters])
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
@@ -117,7 +117,7 @@ def test_a_row_of_a_layer_does_not_depend_on_the_rows_beside_it(dtype, heads, kv
 
     def computed(start, count):
         own, at = (keys.clone(), values.clone()), slice(start, start + count)
-        out = layer(x[at], cosines[at], sines[at], *own, torch.arange(rows)[at], torch.full((count,), 3), 4)
+        out = layer(x[at], cosines[at], sines[at], *own, torch.arange(rows)[at, None], torch.full((count,), 3), 4)
         return out, own[0][at], own[1][at]
 
     whole = computed(0, rows)
@@ -150,11 +150,11 @@ def test_what_does_not_fit_a_layer_is_an_error():
     cache = torch.zeros(2, 2, 3, 4)
     step = torch.zeros(1, 1, 8), torch.zeros(1, 1, 4), torch.zeros(1, 1, 4), cache, cache.clone()
     with pytest.raises(IndexError, match="position 3; width is 3"):
-        layer(*step, torch.tensor([0]), torch.tensor([3]), 3)
-    with pytest.raises(IndexError, match="slot 2 of 2"):
-        layer(*step, torch.tensor([2]), torch.tensor([0]), 3)
+        layer(*step, torch.tensor([[0]]), torch.tensor([3]), 3)
+    with pytest.raises(IndexError, match="page 2 of 2"):
+        layer(*step, torch.tensor([[2]]), torch.tensor([0]), 3)
     with pytest.raises(ValueError, match="do not fit the layer"):
-        layer(*step[:3], cache[:, :1], cache[:, :1], torch.tensor([0]), torch.tensor([0]), 3)
+        layer(*step[:3], cache[:, :1], cache[:, :1], torch.tensor([[0]]), torch.tensor([0]), 3)
     with pytest.raises(ValueError, match="an adapter must be of its weight's dtype and fit it"):
         make([eye] * 7, [None] * 7, [torch.ones(8)] * 2 + [None] * 2, [None] * 4,
              [(torch.zeros(2, 8), torch.zeros(9, 2), 1.0)] + [None] * 6, **SETTINGS)

@@ -43,6 +43,23 @@ def test_greedy_tokens_equal_generate_captured_and_uncaptured(kind):
             assert (said["path"], said["captured"]) == ("native", capture == "auto"), said
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt", "deepseek_v3"])
+def test_pages_of_long_sequences_give_the_tokens_of_generate_where_some_give_theirs_up(kind):
+    """Prompts of up to 300 tokens in pages of 128, groups that share them, and pages for a third of what they need."""
+    model = build(kind, max_position_embeddings=512).cuda()
+    prompts = [[5 + (7 * i + 3 * j * j) % 90 for j in range(n)] for i, n in enumerate((300, 40, 129, 128, 255))]
+    settings = SamplingConfig(max_new_tokens=40, temperature=0)
+    expected = [model.generate(torch.tensor([p], device="cuda"), do_sample=False, max_new_tokens=40, eos_token_id=2,
+                               pad_token_id=0)[0, len(p):].tolist() for p in prompts]
+    for max_columns in (None, 128 * 8):
+        engine = _engine(model)
+        with engine.inference():
+            engine.max_kv_bytes = max_columns and int(engine._runner.bytes_per_column * max_columns)
+            drawn = engine.generate([p for p in prompts for _ in range(4)], settings).tokens
+        assert drawn == [tokens for tokens in expected for _ in range(4)], engine.describe()
+        assert engine.describe()["slots"] == 20
+
+
 SETTINGS = [dict(), dict(top_p=0.9, top_k=40), dict(repetition_penalty=1.4, min_new_tokens=5)]
 
 

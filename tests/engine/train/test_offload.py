@@ -206,6 +206,23 @@ def test_gradients_are_bit_equal_and_the_weights_stay_where_they_are(checkpointi
         assert moved["bytes"] < 8 * states + 2 * 2 * 16 * 300 * 4
 
 
+@pytest.mark.parametrize(("rates", "is_kept"), [({}, False), ({"dropout": 0.1}, True),
+                                               ({"attention_dropout": 0.1}, True)], ids=str)
+def test_random_states_are_kept_for_recomputation_where_something_is_drawn(rates, is_kept, monkeypatch):
+    from transformers import AutoModelForCausalLM, OPTConfig
+
+    torch.manual_seed(0)
+    config = OPTConfig(vocab_size=60, hidden_size=16, num_hidden_layers=2, ffn_dim=32, num_attention_heads=2,
+                       word_embed_proj_dim=16, max_position_embeddings=32, **({"dropout": 0.0} | rates))
+    model = AutoModelForCausalLM.from_config(config).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine = HybridEngine(model).prepare_training(OptimizerConfig(), lambda _step: 1.0, ZeroConfig())
+    asked, state = [], torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: asked.append(1) or state())
+    engine(input_ids=torch.arange(4, 20).view(2, 8))
+    assert (len(asked) >= 2) == is_kept
+
+
 def test_what_is_small_or_no_activation_stays():
     weight = torch.nn.Linear(64, 64)
     with saved_on_cpu(weight, min_bytes=10**6) as moved:
