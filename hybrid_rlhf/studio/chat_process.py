@@ -26,10 +26,9 @@ from typing import NamedTuple
 from hybrid_rlhf.core.own_files import fresh_folder, is_locked, is_unfinished, take_lock
 from hybrid_rlhf.core.text_safety import shortened
 from hybrid_rlhf.inference.server.serve import KEY_VARIABLE
-from hybrid_rlhf.studio.jobs import module_code
 from hybrid_rlhf.studio.run_files import newest_checkpoint, step_of
 
-COMMAND = (sys.executable, "-c", module_code("hybrid_rlhf.studio.chat_process", "main"))
+COMMAND = (sys.executable, "-P", "-m", "hybrid_rlhf.studio.chat_process")
 LIMITS = ("--max_batch", "8", "--max_queue", "16")  # for one user
 STOP_SECONDS, TRIES = 5.0, 3
 _SERVING = re.compile(r"serving .* at http://127\.0\.0\.1:(\d+)")
@@ -242,3 +241,7 @@ def _end_with_the_studio() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(STOP_SECONDS)
     os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

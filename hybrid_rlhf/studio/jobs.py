@@ -38,17 +38,8 @@ from hybrid_rlhf.studio.studio import Refused, Studio, own_folder, read_json
 
 SHOWN = 100  # newest jobs in the list
 LOOK_SECONDS, RETRY_SECONDS = 0.3, 5.0
+LAUNCHER = (sys.executable, "-P", "-m", "hybrid_rlhf")  # -P: the current folder may have a package of the same name
 _log = logging.getLogger(__name__)
-
-
-def module_code(module: str, function: str) -> str:
-    """A program for python -c that calls one of our functions, imported from its installation or PYTHONPATH: -m would
-    search the current folder first, which may contain a package of the same name."""
-    return (f"import sys; sys.path[:] = [path for path in sys.path if path]; from {module} import {function}; "
-            f"sys.exit({function}())")
-
-
-LAUNCHER = (sys.executable, "-c", module_code("hybrid_rlhf.__main__", "launch"))
 
 
 class Jobs:

@@ -6,14 +6,13 @@ import json
 import math
 import os
 import subprocess
-import sys
 
 import pytest
 import yaml
 
 from hybrid_rlhf import cli
 from hybrid_rlhf.studio.job import Job
-from hybrid_rlhf.studio.jobs import module_code
+from hybrid_rlhf.studio.jobs import LAUNCHER
 from hybrid_rlhf.studio.new_jobs import _is_ending, evaluation, named_code, new_folder, own_settings, run_settings
 from hybrid_rlhf.studio.studio import Refused, Studio
 from tests.factories.studio_jobs import queue_client, use_quick_launcher
@@ -181,6 +180,6 @@ def test_a_module_in_the_current_folder_is_not_taken_for_the_library(tmp_path):
     (tmp_path / "hybrid_rlhf" / "__init__.py").write_text("raise SystemExit('stranger')")
     (tmp_path / "hybrid_rlhf" / "__main__.py").write_text("")
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    found = subprocess.run([sys.executable, "-c", module_code("hybrid_rlhf.__main__", "launch"), "--version"],
-                           cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
+    found = subprocess.run([*LAUNCHER, "--version"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": root},
+                           capture_output=True, text=True)
     assert found.returncode == 0 and "stranger" not in found.stdout + found.stderr

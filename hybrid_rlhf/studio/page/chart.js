@@ -145,7 +145,7 @@ function draw(chart) {
   showReading(chart);
 }
 
-// Set the scales chart.x, chart.y and back, chart.stepAt; ticks and their texts are made again only where one changes.
+// Set the scales chart.x, chart.y and back, chart.stepAt, and draw ticks and their texts.
 function drawAxes(chart) {
   const {range: {first, last, low, high}, width} = chart;
   chart.unit = unitOf(chart.name, high);
@@ -159,9 +159,6 @@ function drawAxes(chart) {
   chart.stepAt = (place) => first + Math.min(1, Math.max(0, (place - left) / (right - left))) * span;
   const below = [...stepTicks(first, last, Math.max(4, Math.floor(width / 80)))
     .filter((step) => x(last) - x(step) > 45), last];
-  const drawn = JSON.stringify([width, left, texts, below, first, last]);
-  if (drawn === chart.drawn) return;
-  chart.drawn = drawn;
   putAttribute(chart.plot, "viewBox", `0 0 ${width} ${HEIGHT}`);
   chart.grid.replaceChildren(
     ...across.values.flatMap((value, i) => [svg("path", {d: `M${left} ${y(value * factor).toFixed(1)}H${right}`}),
@@ -283,64 +280,40 @@ function tickText(value, step) {
 
 const stepText = (step) => step >= 10000 && step % 100 === 0 ? `${step / 1000}k` : String(step);
 
+const pointOf = (steps, values, x, y) => (i) => `${x(steps[i]).toFixed(1)} ${y(values[i]).toFixed(1)}`;
+
+// Lists of neighbouring places whose values are numbers.
+function pieces(values) {
+  const all = [[]];
+  values.forEach((value, i) => Number.isFinite(value) ? all.at(-1).push(i) : all.push([]));
+  return all.filter((piece) => piece.length);
+}
+
 // The mean as a line; it breaks at values that are not numbers, and a value between two breaks is a dot.
 function linePath({steps, mean}, x, y) {
-  let path = "", isOpen = false;
-  for (let i = 0; i < steps.length; i++) {
-    if (!Number.isFinite(mean[i])) {
-      isOpen = false;
-      continue;
-    }
-    const here = `${x(steps[i]).toFixed(1)} ${y(mean[i]).toFixed(1)}`;
-    path += isOpen ? `L${here}` : `M${here}h0`;
-    isOpen = true;
-  }
-  return path;
+  return pieces(mean).map((piece) => `M${piece.map(pointOf(steps, mean, x, y)).join("L")}h0`).join("");
 }
 
 // A dot at every value.
 function dotsPath({steps, mean}, x, y) {
-  const dot = (step, i) => Number.isFinite(mean[i]) ? `M${x(step).toFixed(1)} ${y(mean[i]).toFixed(1)}h0` : "";
-  return steps.map(dot).join("");
+  return pieces(mean).flat().map(pointOf(steps, mean, x, y)).map((point) => `M${point}h0`).join("");
 }
 
 // The area from low to high; empty where the two are equal throughout.
 function bandPath({steps, low, high}, x, y) {
   if (low.every((value, i) => value === high[i])) return "";
-  let path = "", begin = 0;
-  for (let i = 0; i <= steps.length; i++) {
-    if (i < steps.length && Number.isFinite(low[i]) && Number.isFinite(high[i])) continue;
-    if (i - begin > 1) path += areaPath(steps, low, high, begin, i, x, y);
-    begin = i + 1;
-  }
-  return path;
+  const outlines = pieces(low).filter((piece) => piece.length > 1).map((piece) =>
+    [...piece.map(pointOf(steps, high, x, y)), ...piece.toReversed().map(pointOf(steps, low, x, y))]);
+  return outlines.map((points) => `M${points.join("L")}Z`).join("");
 }
 
-function areaPath(steps, low, high, begin, end, x, y) {
-  let there = "", back = "";
-  for (let i = begin; i < end; i++) {
-    const across = x(steps[i]).toFixed(1);
-    there += `${i === begin ? "M" : "L"}${across} ${y(high[i]).toFixed(1)}`;
-    back = `L${across} ${y(low[i]).toFixed(1)}${back}`;
-  }
-  return `${there}${back}Z`;
-}
-
-// The place of the step nearest to `step` in an ascending list; -1 in an empty one.
-function nearest(steps, step) {
-  let low = 0, high = steps.length - 1;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (steps[middle] < step) low = middle + 1;
-    else high = middle;
-  }
-  return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : steps.length ? low : -1;
-}
+// The place of the step nearest to `step`.
+const nearest = (steps, step) =>
+  steps.reduce((best, value, i) => Math.abs(value - step) < Math.abs(steps[best] - step) ? i : best, 0);
 
 // Where the series has a value for `step`: at most as far away as its own steps lie apart there; -1 for nowhere.
 function placeAt({steps}, step) {
   const place = nearest(steps, step);
-  if (place < 0) return -1;
   const here = steps[place], before = steps[place - 1] ?? here, after = steps[place + 1] ?? here;
   return Math.abs(here - step) <= Math.max(1, here - before, after - here) ? place : -1;
 }

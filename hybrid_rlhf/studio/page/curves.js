@@ -6,7 +6,6 @@ import {all, arrange, make, onChange, put} from "./dom.js";
 import {get, paced, watchSeen} from "./server.js";
 
 const MAX_POINTS = 400; // of one curve
-const MAX_CHARTS = 25; // in one request; the studio refuses very many names
 const MAX_AT_FIRST = 8;
 // The metrics that are shown at first, in this order; "*" stands for any text.
 const FIRST = ["reward", "loss", "accuracy", "mean_token_accuracy", "kl", "distill/divergence", "rewards/accuracies",
@@ -101,8 +100,7 @@ function openChart(view, metric) {
 }
 
 async function load(view) {
-  const waiting = [...view.charts.values()].filter((chart) => chart.isSeen && chart.version < view.version);
-  const due = waiting.slice(0, MAX_CHARTS);
+  const due = [...view.charts.values()].filter((chart) => chart.isSeen && chart.version < view.version);
   if (!due.length) return;
   const version = view.version, known = new Set(view.metrics.map((metric) => metric.name));
   const names = due.flatMap(({name}) => [name, ...known.has(HELD_OUT + name) ? [HELD_OUT + name] : []]).join(",");
@@ -112,8 +110,7 @@ async function load(view) {
       seriesOf(run, histories[i], HELD_OUT + chart.name, true)]).filter(Boolean));
     chart.version = version;
   }
-  put(view.fault, [...new Set(histories.flatMap((history) => history.notes ?? []))].join("\n"));
-  if (waiting.length > due.length) view.load();
+  put(view.fault, [...new Set(histories.flatMap((history) => history.notes))].join("\n"));
 }
 
 function seriesOf(run, history, name, isHeldOut) {

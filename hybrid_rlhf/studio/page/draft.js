@@ -2,6 +2,7 @@
 // next.
 
 import {goTo} from "./fields.js";
+import {freeName} from "./format.js";
 import {isOpen} from "./jobs.js";
 import {get, post} from "./server.js";
 import {dataKeys, fresh, guided, proposed, same} from "./settings.js";
@@ -295,8 +296,5 @@ export function suggestedName(draft) {
   const [[key]] = dataKeys(draft.state);
   const file = draft.state.data[key].path.trim().split("/").at(-1).replace(/\.[a-z.]+$/, "");
   const words = file.replaceAll(/[^A-Za-z0-9_-]+/g, "-").replace(/^-+|-+$/g, "");
-  const stem = [words, draft.state.stage].filter(Boolean).join("-");
-  let name = stem;
-  for (let n = 2; isTaken(draft, name); n++) name = `${stem}-${n}`;
-  return name;
+  return freeName([words, draft.state.stage].filter(Boolean).join("-"), (name) => isTaken(draft, name));
 }

@@ -2,7 +2,7 @@
 // use it.
 
 import {all, copyButton, fold, list, make, onChange, select, tell, tellFault, textBlock} from "./dom.js";
-import {bytes} from "./format.js";
+import {bytes, freeName} from "./format.js";
 import {isOpen, jobText, makeJob} from "./jobs.js";
 import {get, on, post} from "./server.js";
 
@@ -70,18 +70,14 @@ function showRuns(page, runs) {
 async function choose(page) {
   const id = page.run.value;
   if (!id) return;
-  if (!page.hasName) page.name.value = freeName(page, id.replaceAll("/", "-").replace(/[^A-Za-z0-9._-]/g, "_"));
+  if (!page.hasName) {
+    const taken = page.exports.map((other) => other.name), stem = id.replaceAll("/", "-");
+    page.name.value = freeName(stem.replace(/[^A-Za-z0-9._-]/g, "_"), (name) => taken.includes(name));
+  }
   const {card} = await get("run", {id}).catch(() => ({card: null}));
   if (id !== page.run.value) return;
   page.card.hidden = !card;
   page.card.lastChild.textContent = card ?? "";
-}
-
-function freeName(page, stem) {
-  const taken = page.exports.map((other) => other.name);
-  let name = stem;
-  for (let n = 2; taken.includes(name); n++) name = `${stem}-${n}`;
-  return name;
 }
 
 async function submit(page, event) {

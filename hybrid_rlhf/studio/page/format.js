@@ -77,5 +77,12 @@ export function breakable(text) {
   return text.split(/(?<=[/_])/).flatMap((part, i) => i ? [document.createElement("wbr"), part] : [part]);
 }
 
+// The first of NAME, NAME-2, NAME-3 that is not taken.
+export function freeName(stem, isTaken) {
+  let name = stem;
+  for (let n = 2; isTaken(name); n++) name = `${stem}-${n}`;
+  return name;
+}
+
 // A run's id in an address: #/run/ + address("demo/ppo").
 export const address = (id) => id.split("/").map(encodeURIComponent).join("/");
