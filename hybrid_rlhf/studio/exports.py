@@ -15,7 +15,7 @@ from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_json
 
 EXPORTS = "exports"  # folder below the outputs, without runs
 CHECKED = "reloaded in a fresh process: "  # prefix of the line in which commands/export.py reports its comparison
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 def routes(studio: Studio, jobs: Jobs) -> list[Route]:
@@ -26,7 +26,7 @@ def export_words(studio: Studio, folder: Path, body: dict) -> tuple[list[str], s
     """The command line of `hybrid-rlhf export` for the run in `folder`, and the export's name. Raises Refused for a
     name that is taken."""
     name, gguf = body["name"], body.get("gguf")
-    if not _NAME.fullmatch(name):
+    if not PLAIN_NAME.fullmatch(name):
         raise Refused(400, "a name has letters (a to z), digits, _, - and dots, and begins with a letter, a digit or _",
                       "name")
     target = studio.outputs / EXPORTS / name

@@ -18,7 +18,6 @@ from typing import BinaryIO
 
 from hybrid_rlhf.core.own_files import clear_unfinished, fresh_folder, take_lock, write_file
 from hybrid_rlhf.core.strict_json import to_json
-from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.studio.job import (
     ENDED,
     FACTS,
@@ -34,7 +33,7 @@ from hybrid_rlhf.studio.job import (
     start,
 )
 from hybrid_rlhf.studio.run_files import Mark, mark
-from hybrid_rlhf.studio.studio import Refused, Studio, own_folder, read_json
+from hybrid_rlhf.studio.studio import Refused, Studio, line_of, own_folder, read_json
 
 SHOWN = 100  # newest jobs in the list
 LOOK_SECONDS, RETRY_SECONDS = 0.3, 5.0
@@ -174,7 +173,7 @@ class Jobs:
                 seconds, self._trouble = LOOK_SECONDS, None
             except Exception as error:  # of a full disk, say: it is tried again
                 _log.exception("the studio's queue")
-                seconds, self._trouble = RETRY_SECONDS, error_line(error).removeprefix("error: ")
+                seconds, self._trouble = RETRY_SECONDS, line_of(error)
                 self._studio.news.publish("jobs", {})
             self._wake.wait(seconds)
             self._wake.clear()

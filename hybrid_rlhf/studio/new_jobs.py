@@ -6,7 +6,6 @@ A request becomes a job's command line and settings file. They are only data her
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 from hybrid_rlhf.core.config import to_yaml
 from hybrid_rlhf.core.own_files import is_locked
 from hybrid_rlhf.studio import run_files
-from hybrid_rlhf.studio.exports import EXPORTS, export_words
+from hybrid_rlhf.studio.exports import EXPORTS, PLAIN_NAME, export_words
 from hybrid_rlhf.studio.job import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.settings_text import check_names, flat, nested
@@ -24,7 +23,6 @@ from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_json
 from hybrid_rlhf.training.registry import STAGES
 
 MAX_LEVELS = 4  # of folders from the outputs to a run
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _EVALUATED = ("data.sources", "data.max_prompt_length", "data.raw", "data.split")  # copied to an evaluation
 _SCORED_BY, _REWARD_MODEL = ("reward", "environment"), "roles.reward.model_name_or_path"
 # options with code or addresses, also in mappings and lists; builtin:NAME is the library's
@@ -141,7 +139,7 @@ def _output(jobs: Jobs, query: dict) -> dict:
 def run_folder(studio: Studio, run: str) -> Path:
     """The folder for a run, by its id. Raises Refused for an invalid id."""
     parts = run.split("/")
-    if len(parts) > MAX_LEVELS or not all(map(_PART.fullmatch, parts)):
+    if len(parts) > MAX_LEVELS or not all(map(PLAIN_NAME.fullmatch, parts)):
         raise Refused(400, "a run's name has letters (a to z), digits, _, - and dots, begins with a letter, a digit or "
                            f"_, and may be in folders, such as demo/ppo (at most {MAX_LEVELS} levels)", "run")
     if parts[0].lower() == EXPORTS:

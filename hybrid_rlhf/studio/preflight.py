@@ -30,7 +30,7 @@ from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.memory_plan.presets import CARDS
 from hybrid_rlhf.studio.goals import BUILTIN_REWARDS, STUDIO_GOALS
 from hybrid_rlhf.studio.new_jobs import new_folder
-from hybrid_rlhf.studio.studio import Refused, Route, Studio
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, line_of
 
 LIGHT = ("options", "settings", "card")  # kinds of questions that take a moment, beside those that may take minutes
 SECONDS, MAX_BYTES = 120.0, 2 << 30  # limits of one question
@@ -241,7 +241,7 @@ def reply(kind: str, asked: dict) -> dict:
 
         return {"answer": answer(kind, asked)}
     except UserError as error:
-        return {"error": {"status": 400, "text": str(error), "option": getattr(error, "option", None)}}
+        return {"error": {"status": 400, "text": line_of(error), "option": error.option}}
     except Exception as error:
         text = f"an error of the studio ({type(error).__name__}); its terminal says more"
         return {"error": {"status": 500, "text": text, "option": None,

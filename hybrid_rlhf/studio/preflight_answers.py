@@ -28,7 +28,7 @@ from hybrid_rlhf.core.config import Option, UserError, check, nearest
 from hybrid_rlhf.core.config import options_of as options_of_class
 from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.core.options import kinds_of, value_of
-from hybrid_rlhf.core.text_safety import error_line, escape_control
+from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.preview import counts, dropped
 from hybrid_rlhf.data.schema import KINDS, format_of, read_row
@@ -41,6 +41,7 @@ from hybrid_rlhf.models.load import check_folder
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions, split
 from hybrid_rlhf.studio.settings_text import by_table, check_names, common_options, settings_text, with_card
+from hybrid_rlhf.studio.studio import line_of
 from hybrid_rlhf.training import builders, memory_options, on_policy, reward_sources, unread_options
 from hybrid_rlhf.training.memory_options import Place, look_ahead
 from hybrid_rlhf.training.registry import STAGES, variant_options
@@ -50,21 +51,14 @@ _KINDS = {bool: "bool", int: "int", float: "float", str: "text", list: "list", d
 LEFT_OUT = ("stage", "output_dir")  # set by the goal and the run's name
 
 
-class OptionError(UserError):
-    """A UserError about one option, which the page shows beside its field."""
-
-    def __init__(self, text: str, option: str | None) -> None:
-        super().__init__(text)
-        self.option = option
-
-
 def answer(kind: str, asked: dict) -> dict:
-    """The answer of QUESTIONS[kind]. Raises OptionError for a mistake in the question."""
+    """The answer of QUESTIONS[kind]. Raises UserError for a mistake in the question; its `option` is the one that the
+    mistake is in, beside whose field the page shows it."""
     try:
         return QUESTIONS[kind](asked)
     except UserError as error:
-        option = getattr(error, "option", None) or _option_in(str(error), _names(asked))
-        raise OptionError(_line(error), option) from error
+        error.option = _option_of(error, _names(asked))
+        raise
 
 
 def options_of(stage: str) -> dict:
@@ -109,8 +103,7 @@ def settings(asked: dict) -> dict:
         result["settings"] = plain_settings(config)
         check_start(config)
     except UserError as error:
-        option = getattr(error, "option", None) or _option_in(str(error), result["settings"])
-        result["error"] = {"option": option, "text": _line(error)}
+        result["error"] = {"option": _option_of(error, result["settings"]), "text": line_of(error)}
     return result
 
 
@@ -140,7 +133,7 @@ def data(asked: dict) -> dict:
         result["why"] = "; ".join([f"{row_format.name} rows, as --stage {stage} reads them", *skipped])
         result["fits"] = True
     except UserError as error:
-        result["why"] = _line(error)
+        result["why"] = line_of(error)
     return result
 
 
@@ -216,11 +209,12 @@ def _times(plans: list[Plan], stages: list[str], place: Place) -> dict:
 
 @contextmanager
 def about(option: str) -> Iterator[None]:
-    """A UserError in the block becomes an OptionError about this option."""
+    """A UserError in the block is about this option."""
     try:
         yield
     except UserError as error:
-        raise OptionError(str(error), option) from error
+        error.option = option
+        raise
 
 
 def check_start(config: object) -> None:
@@ -333,19 +327,17 @@ def _names(asked: Mapping) -> set[str]:
     return {*(_defaults(str(stage)) if stage in STAGES else ()), *(asked.get("settings") or ())}
 
 
-def _option_in(text: str, known: Iterable[str]) -> str | None:
-    """The option of an error message: the first that it names, in full or by its last parts."""
+def _option_of(error: UserError, known: Iterable[str]) -> str | None:
+    """The option that an error is `about`, or the first that its message names, in full or by its last parts."""
+    if hasattr(error, "option"):
+        return error.option
     names = {*known}
-    for match in re.finditer(r"[a-z_]\w*(?:\.[a-z_]\w*)+|^[a-z_]\w*|(?<=option )[a-z_]\w*", text):
+    for match in re.finditer(r"[a-z_]\w*(?:\.[a-z_]\w*)+|^[a-z_]\w*|(?<=option )[a-z_]\w*", str(error)):
         word = match[0]
         full = [name for name in sorted(names) if name == word or name.endswith(f".{word}")]
         if full and ("." in word or word in names):
             return word if word in names else full[0]
     return None
-
-
-def _line(error: BaseException) -> str:
-    return error_line(error).removeprefix("error: ")
 
 
 def _cut(text: str, most: int) -> str:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
+from hybrid_rlhf.core.text_safety import error_line
+
 HOME = ".studio"  # in the outputs folder, for uploads, jobs and marks
 MAX_BODY = 2**20  # bytes of a request, but for uploads
 
@@ -23,6 +25,11 @@ class Refused(Exception):
     def __init__(self, status: int, text: str, option: str | None = None) -> None:
         super().__init__(text)
         self.status, self.option = status, option
+
+
+def line_of(error: BaseException) -> str:
+    """The message of an error as one line, safe to show."""
+    return error_line(error).removeprefix("error: ")
 
 
 class Route(NamedTuple):
