@@ -214,7 +214,7 @@ def _reason(lines: list[str], code: int) -> str:
 def _own_folder(folder: Path) -> Iterator[Path]:
     """A new folder in `folder` during the block. Leftovers of killed studios are removed."""
     for path in folder.iterdir():
-        if is_unfinished(path.name) and is_locked(path / "lock") is False and (path / "lock").exists():
+        if is_unfinished(path.name) and (path / "lock").exists() and not is_locked(path / "lock"):
             shutil.rmtree(path, ignore_errors=True)
     with fresh_folder(folder) as place, take_lock(place / "lock"):
         yield place

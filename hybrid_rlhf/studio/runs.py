@@ -142,9 +142,11 @@ class RunList:
     def _status(self, run: str) -> str:
         """The status in run.json; "lost" if that is running but no process holds the run's lock."""
         folder = self.outputs / run
+        if not self._record(run).stage:  # it cannot be read, and the lock may not either
+            return "failed"
         marks = mark(folder / RECORD), mark(folder / SETTINGS)
         # the lock of a run that has ended is not tested again, since that could block a process that resumes it
-        is_held = self._cached(run, "lock", marks, lambda: is_locked(folder / SETTINGS) is not False)
+        is_held = self._cached(run, "lock", marks, lambda: is_locked(folder / SETTINGS))
         if is_held:
             del self._cache[run, "lock"]
         status = self._record(run).status  # read last: a run that ends writes run.json before it releases the lock
