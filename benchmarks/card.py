@@ -1,7 +1,7 @@
 """Decoding on a card beside transformers' generate, on random weights of real shapes: where a step spends its time, and
 what the card holds beside tensors.
 
-    python benchmarks/card.py [--cases opt-8 qwen-64 llama8-16-nf4] [--products] [--quick] [--json FILE]
+    python benchmarks/card.py [--cases opt-8 qwen-64 llama8-16-nf4 qwen-ragged] [--products] [--quick] [--json FILE]
 
 Both sides sample at temperature 1 from the same module and prompts, without stop tokens. A step is the difference
 between a whole and a half response, over their tokens; over_weights is its time over that of reading every product's
@@ -17,11 +17,13 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import harness
 import torch
-from harness import device, measuring, parse, parser_of, write_json
+from harness import alternate, device, measuring, parse, parser_of, write_json
+from random_models import ragged_limits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -45,17 +47,20 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """rows sequences of prompt + response tokens; is_4bit: NF4, with adapters of rank 16."""
+    """rows sequences of prompt + response tokens; is_4bit: NF4, with adapters of rank 16. is_ragged: groups of 8, and
+    responses of a geometric law's lengths, 256 at once over pages beside 64 in whole slots' place."""
 
     shape: str
     rows: int
     prompt: int
     response: int
     is_4bit: bool = False
+    is_ragged: bool = False
 
 
 CASES = {"opt-8": Sizes("opt-1.3b", 8, 256, 128), "qwen-64": Sizes("qwen2.5-0.5b", 64, 256, 256),
-         "llama8-16-nf4": Sizes("llama-3-8b, 8 layers", 16, 256, 64, is_4bit=True)}
+         "llama8-16-nf4": Sizes("llama-3-8b, 8 layers", 16, 256, 64, is_4bit=True),
+         "qwen-ragged": Sizes("qwen2.5-0.5b", 512, 256, 512, is_ragged=True)}
 
 
 def seconds(act: Callable[[], object], repeats: int = 3) -> float:
@@ -116,6 +121,27 @@ def measure(name: str, case: Sizes, rate: float) -> dict:
         taken = by_transformers(model, torch.tensor(prompts, device=device()), case.response)
         row |= {"peer_seconds": taken, "ratio": taken / whole}
     return row
+
+
+@torch.no_grad()
+def measure_ragged(name: str, case: Sizes) -> dict:
+    """Tokens per second with 64 and with 256 sequences at once in the same memory, in turns."""
+    model, draws = model_of(case), torch.Generator().manual_seed(1)
+    prompts = torch.randint(3, 300, (case.rows // 8, case.prompt), generator=draws).repeat_interleave(8, 0).tolist()
+    limits = ragged_limits(case.rows, max(2, case.response // 4), case.response, draws)
+    engines = {str(count): HybridEngine(model, model, max_batch=count) for count in (64, 256)}
+
+    def rollout(engine: HybridEngine) -> None:
+        with engine.inference():
+            engine.generate(prompts, SamplingConfig(max_new_tokens=case.response), seed=0, limits=limits)
+
+    for engine in engines.values():
+        rollout(engine)
+    times = alternate(3, *(partial(rollout, engine) for engine in engines.values()))
+    rates = {count: sum(limits) / each.median for count, each in zip(engines, times, strict=True)}
+    return {"case": name, "tokens_per_second": rates, "ratio": rates["256"] / rates["64"],
+            "kv_bytes": {count: engine.kv_bytes for count, engine in engines.items()},
+            "engine": {count: str(engine.describe()) for count, engine in engines.items()}} | beside()
 
 
 @torch.no_grad()
@@ -205,7 +231,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for case in () if options.products else options.cases:
         sizes = CASES[case]
         if options.quick:
-            sizes = replace(sizes, shape="tiny", rows=2, prompt=8, response=4)
+            sizes = replace(sizes, shape="tiny", rows=16 if sizes.is_ragged else 2, prompt=8, response=4)
+        if sizes.is_ragged:
+            rows.append(measure_ragged(case, sizes) | {"device": name})
+            by_count = ", ".join(f"{count} at once {speed:.0f} tokens/s" for count, speed in
+                                 rows[-1]["tokens_per_second"].items())
+            print(f"{case:14} {by_count}; ratio {rows[-1]['ratio']:.2f}", flush=True)
+            continue
         row = measure(case, sizes, rate)
         rows.append(row | {"device": name, "copy_bytes_per_second": rate})
         peer = f", {row['ratio']:.1f} times transformers'" if "ratio" in row else ""

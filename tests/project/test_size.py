@@ -34,7 +34,7 @@ BUDGET = {  # folder: lines, files
     "training": (5198, 29),
     "inference": (3662, 27),
     "tests": (56161, 335),
-    "benchmarks": (7610, 52),
+    "benchmarks": (7642, 52),
     ENTRY_POINTS: (1163, 8),
 }
 

@@ -32,13 +32,13 @@ def fitting_cache(runner: Runner, wanted: int, capacity: int, whole: int, max_by
     over at most the pages of `whole` ones; or as many slots as fit and None, where they share no pages. Raises
     UserError where not even one sequence fits."""
     size = page_size(runner.device)
-    per_slot = -(-(capacity + (runner.capture is not None)) // size)
-    if not runner.takes_pages or per_slot == 1:
-        return fitting_slots(runner, wanted, capacity, max_bytes), None
-    fitting_slots(runner, 1, (per_slot + 1) * size, max_bytes)  # a page is spare
-    allowed, page_bytes = _allowed_bytes(runner, max_bytes), runner.bytes_per_column * size
-    most = min(wanted, whole) * per_slot
-    return wanted, most if allowed is None or not page_bytes else min(most, int(allowed / page_bytes) - 1)
+    per_slot, allowed = -(-capacity // size), _allowed_bytes(runner, max_bytes)
+    pages = min(wanted, whole) * per_slot
+    if allowed is not None and runner.bytes_per_column:
+        pages = min(pages, int(allowed / (runner.bytes_per_column * size)) - 1)  # one is spare
+    if runner.takes_pages and 1 < per_slot <= pages:
+        return wanted, pages
+    return fitting_slots(runner, wanted, capacity, max_bytes), None
 
 
 def fitting_capacity(runner: Runner, needed: int, wanted: int, max_bytes: int | None) -> int:

@@ -224,9 +224,9 @@ class StateRows:
 
 
 class SlotCache:
-    """The cache of all layers. fused_cache_write: layers whose decode columns the attention function writes. has_spare:
-    one more column, for idle rows. num_pages: how many pages the slots share; None: each slot is whole. steps: the
-    recordings over this cache's tensors (cuda_graphs.py).
+    """The cache of all layers. fused_cache_write: layers whose decode columns the attention function writes.
+    has_spare: one more column of whole slots, for idle rows. num_pages: how many pages the slots share; None: each
+    slot is whole. steps: the recordings over this cache's tensors (cuda_graphs.py).
     """
 
     def __init__(self, kinds: list[LayerKind], num_slots: int, capacity: int, device: torch.device,
@@ -235,7 +235,7 @@ class SlotCache:
         self.pages, self.num_stored, self.page_columns = None, num_slots, self.num_columns
         if num_pages is not None:
             self.page_columns = page_size(device)
-            per_slot = -(-self.num_columns // self.page_columns)
+            per_slot = -(-capacity // self.page_columns)
             self.pages = Pages(num_slots, per_slot, max(num_pages, per_slot), self.page_columns, device)
             self.num_stored = self.pages.num_pages + 1
         self.steps = None

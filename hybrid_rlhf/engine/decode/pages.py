@@ -27,7 +27,7 @@ class Pages:
 
     table (num_slots, per_slot) int64, on `device` and at one address: slot -> its pages, in order; behind them the
     spare page, number num_pages, of which nothing is read. Pages are numbered from 0, and free ones are used again
-    first.
+    first. Idle rows need no column of their own: a slot's last one is that of a token that no step reads.
     """
 
     def __init__(self, num_slots: int, per_slot: int, num_pages: int, size: int, device: torch.device) -> None:
