@@ -30,7 +30,6 @@ class Table(Sequence):
 
     def __init__(self, folder: Path, name: str) -> None:
         """Raises OSError or ValueError where the two files do not match."""
-        self._folder = folder
         self._ends = np.lib.format.open_memmap(folder / f"{name}.npy", mode="r")
         with (folder / f"{name}.jsonl").open("rb") as file:
             self._text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -42,11 +41,7 @@ class Table(Sequence):
 
     def __getitem__(self, i: int) -> dict:
         i = range(len(self))[i]
-        try:
-            return json.loads(self._text[self._ends[i - 1] if i else 0 : self._ends[i]])
-        except ValueError as error:
-            raise UserError(f"the tokenized rows in {self._folder} are damaged; remove that folder: they are made "
-                            "again") from error
+        return json.loads(self._text[self._ends[i - 1] if i else 0 : self._ends[i]])
 
     def digest(self) -> str:
         """sha256 of all rows, equal to that of the rows before saving."""

@@ -6,6 +6,7 @@ the boundary); the response then begins with the token that straddles.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -230,18 +231,18 @@ def encode_prompt(tokenizer, prompt: Text) -> list[int]:  # noqa: ANN001
     return encode_all(tokenizer, [compose_prompt(tokenizer, prompt)])[0].ids
 
 
-def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int],  # noqa: ANN001
-          append_eos: bool = True) -> Encoded:
-    """positions: character -> number of tokens that end before it."""
+def _mark(tokenizer, row: Rendered, ids: list[int], ends: list[int], append_eos: bool = True) -> Encoded:  # noqa: ANN001
+    """ends: the character behind each token, in order."""
     eos = tokenizer.eos_token_id
     if not row.spans:
         ends_every_text = row.is_plain and ids[-1:] == [eos] and not row.text.endswith(tokenizer.eos_token or "\0")
         ids = ids[:-1] if ends_every_text else ids  # some tokenizers append EOS to any text
         return Encoded(ids, [False] * len(ids), len(ids))
     mask = [False] * len(ids)
-    for start, end in row.spans:
-        for i in range(positions[start], positions[end]):
-            mask[i] = True
+    for span in row.spans:
+        start, end = (bisect_right(ends, char) for char in span)  # tokens that end before it
+        mask[start:end] = [True] * (end - start)
+    num_prompt_tokens = bisect_right(ends, row.spans[0][0])
     if append_eos or not row.is_plain:
         if not ids or ids[-1] not in (eos, *(() if row.is_plain else turn_ends(tokenizer))):
             if eos is None:
@@ -249,57 +250,48 @@ def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int],  
                                 "name one in tokenizer_config.json")
             ids, mask = [*ids, eos], [*mask, True]
         mask[-1] = True
-    return Encoded(ids, mask, positions[row.spans[0][0]])
+    return Encoded(ids, mask, num_prompt_tokens)
 
 
-def _tokenize(tokenizer, rows: list[Rendered], special: bool) -> list[tuple[list[int], dict[int, int]]]:  # noqa: ANN001
-    """For each text its ids and, for both ends of every span, the number of tokens before it."""
-    parts = [[r.text] if special else r.text.split(BREAK) for r in rows]
-    edges = [sorted({c for span in r.spans for c in span}) for r in rows]
-    inner = [[sorted(min(max(c - start, 0), len(part)) for c in chars) for start, part in _starts(texts)]
-             for texts, chars in zip(parts, edges, strict=True)]
-    flat = _tokenize_texts(tokenizer, [t for texts in parts for t in texts], [c for row in inner for c in row], special)
-    out, done = [], 0
-    for texts, chars in zip(parts, edges, strict=True):
-        tokenized, done = flat[done : done + len(texts)], done + len(texts)
-        counts = {c: sum(counts_of_part[min(max(c - start, 0), len(part))] for (start, part), (_, counts_of_part)
-                         in zip(_starts(texts), tokenized, strict=True)) for c in chars}
-        out.append(([i for ids, _ in tokenized for i in ids], counts))
+def _tokenize(tokenizer, rows: list[Rendered], special: bool) -> list[tuple[list[int], list[int]]]:  # noqa: ANN001
+    """For each text its ids and, if any text has spans, the character behind each token. The parts of a text between
+    BREAKs are tokenized one by one."""
+    parts = [[row.text] if special else row.text.split(BREAK) for row in rows]
+    edges = [[char - start for span in row.spans for char in span] for row, texts in zip(rows, parts, strict=True)
+             for start in accumulate((len(part) + 1 for part in texts[:-1]), initial=0)]
+    tokenized = iter(_tokenize_texts(tokenizer, [part for texts in parts for part in texts], edges, special))
+    out = []
+    for texts in parts:
+        ids: list[int] = []
+        ends: list[int] = []
+        start = 0
+        for part in texts:
+            more, behind = next(tokenized)
+            ids += more
+            ends += [start + end for end in behind]
+            start += len(part) + 1
+        out.append((ids, list(accumulate(ends, max))))  # special tokens have the offsets (0, 0)
     return out
 
 
-def _starts(parts: list[str]) -> list[tuple[int, str]]:
-    """The parts of a text between BREAKs, with their start in it."""
-    ends = [0, *accumulate(len(part) + 1 for part in parts)]
-    return list(zip(ends[:-1], parts, strict=True))
-
-
 def _tokenize_texts(tokenizer, texts: list[str], edges: list[list[int]],  # noqa: ANN001
-                    special: bool) -> list[tuple[list[int], dict[int, int]]]:
-    """`_tokenize` for texts without breaks; edges: the characters of each at which to count."""
+                    special: bool) -> list[tuple[list[int], list[int]]]:
+    """`_tokenize` for texts without breaks; edges: the characters of each that matter."""
     if not texts:
         return []
     if not getattr(tokenizer, "is_fast", False):
         return [_by_prefixes(tokenizer, text, chars, special) for text, chars in zip(texts, edges, strict=True)]
     if not any(edges):  # prompts: computing offsets would double the time
-        return [(ids, {}) for ids in tokenizer(texts, add_special_tokens=special)["input_ids"]]
+        return [(ids, []) for ids in tokenizer(texts, add_special_tokens=special)["input_ids"]]
     batch = tokenizer(texts, add_special_tokens=special, return_offsets_mapping=True)
-    return [(list(ids), {c: _count_before(offsets, c, len(text)) for c in chars}) for ids, offsets, chars, text in
-            zip(batch["input_ids"], batch["offset_mapping"], edges, texts, strict=True)]
+    return [(ids, [end for _, end in offsets]) for ids, offsets in
+            zip(batch["input_ids"], batch["offset_mapping"], strict=True)]
 
 
-def _count_before(offsets: Sequence[tuple[int, int]], char: int, length: int) -> int:
-    """Number of tokens that end at or before `char`; at the end of the text all, with special ones (0, 0)."""
-    if char >= length:
-        return len(offsets)
-    return next((i for i, (_, end) in enumerate(offsets) if end > char), len(offsets))
-
-
-def _by_prefixes(tokenizer, text: str, chars: list[int], special: bool) -> tuple[list[int], dict[int, int]]:  # noqa: ANN001
-    """`_tokenize_texts` without offsets: counts the tokens shared by the text and its tokenized prefix."""
-    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
-    positions = {}
-    for char in chars:
+def _by_prefixes(tokenizer, text: str, chars: list[int], special: bool) -> tuple[list[int], list[int]]:  # noqa: ANN001
+    """`_tokenize_texts` without offsets, by the tokens that the text shares with its prefix at each edge."""
+    ids, ends = list(tokenizer(text, add_special_tokens=special)["input_ids"]), []
+    for char in sorted(char for char in set(chars) if 0 <= char < len(text)):
         part = list(tokenizer(text[:char], add_special_tokens=special)["input_ids"])
-        positions[char] = len(ids) if char >= len(text) else num_shared(ids, part)
-    return ids, positions
+        ends += [char] * (num_shared(ids, part) - len(ends))
+    return ids, ends + [len(text)] * (len(ids) - len(ends))

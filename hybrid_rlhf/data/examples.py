@@ -126,7 +126,7 @@ def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Wor
         completion, score = max(example.answers, key=lambda a: a[1])
         if len(example.answers) == 1 and score <= 0:
             raise SkipRow("labelled as a bad answer")
-        yield from _per_text(_composed_all(tokenizer, example.prompt, completion), lengths)
+        yield from _per_text(chat.compose_all(tokenizer, example.prompt or "", _answered(completion)), lengths)
 
 
 def _per_text(texts: list[Rendered], lengths: Lengths) -> Iterator[Work]:
@@ -156,7 +156,7 @@ def graded(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # 
     """-> {input_ids, loss_mask}, one per answer, good or bad, with the score in the prompt."""
     for answer, score in example.answers:
         question = with_score(example.prompt or "", score, lengths.score_template)
-        yield from _per_text(_composed_all(tokenizer, question, answer), lengths)
+        yield from _per_text(chat.compose_all(tokenizer, question, _answered(answer)), lengths)
 
 
 def with_score(prompt: Text, score: float, template: str) -> Text:
@@ -192,7 +192,7 @@ def labelled(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  
                 return None
             return {"input_ids": ids, "loss_mask": mask, "num_prompt_tokens": start, "label": label}
 
-        yield Work([_composed(tokenizer, example.prompt, answer)], finish)
+        yield Work([chat.compose(tokenizer, example.prompt or "", _answered(answer))], finish)
 
 
 def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
@@ -215,7 +215,7 @@ def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # no
     if not pairs:
         raise SkipRow(SAME)
     for better, worse in pairs:
-        yield Work([_composed(tokenizer, example.prompt, a) for a in (better, worse)], finish)
+        yield Work([chat.compose(tokenizer, example.prompt or "", _answered(a)) for a in (better, worse)], finish)
 
 
 def ranked_pairs(answers: Sequence[tuple[AnswerT, float]]) -> list[tuple[AnswerT, AnswerT]]:
@@ -250,16 +250,10 @@ def decode_columns(row: dict) -> dict:
     return {**json.loads(row["rest"]), "prompt_ids": row["prompt_ids"], "text": row["text"]}
 
 
-def _composed(tokenizer, question: Text | None, answer: Text) -> Rendered:  # noqa: ANN001
-    texts = _composed_all(tokenizer, question, answer)
-    if len(texts) > 1:
-        raise SkipRow(chat.REWRITTEN)
-    return texts[0]
-
-
-def _composed_all(tokenizer, question: Text | None, answer: Text) -> list[Rendered]:  # noqa: ANN001
+def _answered(answer: Text) -> Text:
+    """The answer. SkipRow for one without text."""
     _require_text(answer if isinstance(answer, str) else _last_text(answer))
-    return chat.compose_all(tokenizer, question or "", answer)
+    return answer
 
 
 def _last_text(messages: list[dict]) -> str:

@@ -13,8 +13,6 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
 
@@ -37,18 +35,10 @@ def read_file(path: str | Path) -> Rows:
     one row {"text"} per line, or {"question", "answer"} where most lines are "utterance TAB reply". Raises UserError
     naming file and line for anything else.
     """
-    with _readable(path), _unpacked(path) as source:
-        size, free, pieces = Path(path).stat().st_size, free_host_bytes(), []
-        while True:
-            check(free is None or size * _TIMES <= free,
-                  f"{path} has {size:,} bytes or more, over 1/{_TIMES} of the free memory, which its rows may fill; "
-                  "free some, or give the rows in parts or as parquet")
-            piece = source.read(2**20)
-            if not piece:
-                break
-            pieces.append(piece)
-            size = max(size, 2**20 * len(pieces))  # for a gzipped file: unpacked bytes so far
-        data = b"".join(pieces)
+    free, data = free_host_bytes(), _bytes(path)
+    check(free is None or len(data) * _TIMES <= free,
+          f"{path} has {len(data):,} bytes, over 1/{_TIMES} of the free memory, which its rows may fill; free some, or "
+          "give the rows in parts or as parquet")
     rows = list(PARSERS[kind_of(path)](_text(data, path), path))
     check(bool(rows), f"{path} is empty: no row in it; give a file with rows")
     return rows
@@ -57,8 +47,7 @@ def read_file(path: str | Path) -> Rows:
 def read_start(path: str | Path, count: int, most: int = MAX_START) -> tuple[Rows, bool]:
     """At least `count` rows of a file, if it has them, and whether these are all: of more than `most` unpacked bytes
     only the start is read. Raises UserError as `read_file` does."""
-    with _readable(path), _unpacked(path) as source:
-        data = source.read(most + 1)
+    data = _bytes(path, most + 1)
     if len(data) <= most:
         return read_file(path), True
     text, kind = _text(data[:_SHOWN], path, is_cut=True), kind_of(path)
@@ -108,26 +97,18 @@ def _text(data: bytes, path: str | Path, is_cut: bool = False) -> str:
         line = data[: error.start].count(b"\n") + 1
         raise UserError(f"{path} line {line}: byte 0x{data[error.start]:02x} is not {encoding.removesuffix('-sig')}; "
                         "save the file as UTF-8") from error
-    nul = text.find("\0")
-    check(nul < 0, f"{path} line {text.count(chr(10), 0, max(nul, 0)) + 1}: a NUL byte; save the file as text in UTF-8")
     return text
 
 
-@contextmanager
-def _readable(path: str | Path) -> Iterator[None]:
+def _bytes(path: str | Path, most: int = -1) -> bytes:
+    """The first `most` bytes of a file (-1: all), decompressed if it is gzipped."""
     try:
-        yield
+        with Path(path).open("rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            return (gzip.GzipFile(fileobj=file) if is_packed else file).read(most)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {error}; give a file that can be read") from error
-
-
-@contextmanager
-def _unpacked(path: str | Path) -> Iterator[BufferedIOBase]:
-    """The file, decompressed if it is gzipped."""
-    with Path(path).open("rb") as file:
-        is_packed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        yield gzip.GzipFile(fileobj=file) if is_packed else file
 
 
 def _lines(text: str) -> list[tuple[int, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -102,9 +101,8 @@ def blend(tables: Sequence[Sequence[dict]], weights: Sequence[float | None], see
     chosen by `seed`, for all epochs.
     """
     sizes = [len(t) for t in tables]
-    are_set = [w is not None for w in weights]
-    check(all(are_set) or not any(are_set), "data.sources: some have a weight and some do not; give it to all or none")
-    counts = _shares(sizes, [float(w) for w in weights]) if any(are_set) else sizes
+    given = [w for w in weights if w is not None]  # all or none, as DataConfig checks
+    counts = _shares(sizes, given) if given else sizes
     rng = random.Random(seed)
     first = [rng.sample(range(size), count % size) if size else [] for size, count in zip(sizes, counts, strict=True)]
 
@@ -214,15 +212,6 @@ class Loader(Generic[Batch]):
         if self._fingerprint is None:  # once: checkpoints ask for it
             self._fingerprint = f"all-{rows_digest(self.rows)}"
         return self._fingerprint
-
-    def is_of(self, fingerprint: str) -> bool:
-        """Whether `fingerprint` is that of these rows. Earlier releases hashed their number and up to 64 rows."""
-        if fingerprint.startswith("all-"):
-            return fingerprint == self.fingerprint()
-        count = len(self.rows)
-        some = [self.rows[i * count // min(count, 64)] for i in range(min(count, 64))]
-        text = json.dumps([count, some], sort_keys=True, default=str)
-        return fingerprint == hashlib.sha256(text.encode()).hexdigest()
 
     def _order(self, epoch: int) -> tuple[Sequence[dict], Sequence[int]]:
         """The rows of an epoch, and their order."""

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
-from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.config import UserError, check, fitted, nearest
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
+from hybrid_rlhf.data import demo
 from hybrid_rlhf.data.files import MAX_START, PARSERS, kind_of, read_file, read_start
 
-# Generated, without files and network: name -> module:function, a function () -> list of rows.
-EMBEDDED = {f"demo/{name}": f"hybrid_rlhf.data.demo:{name}" for name in ("demonstrations", "preferences", "prompts")}
+# Generated, without files and network.
+EMBEDDED = {f"demo/{rows.__name__}": cache(rows) for rows in (demo.demonstrations, demo.preferences, demo.prompts)}
 # Files that describe a data set, not data.
 _NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json",
              "dataset-metadata.json", "package.json"}
@@ -67,12 +67,7 @@ class Reads(NamedTuple):
     share: int
 
 
-MAX_ENTRIES = 10_000  # of a folder in a preview of rows; the studio makes one while a path is typed
 Named = Source | str | PurePath | Mapping  # one source in a user's settings
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "path": ((str, PurePath), "text"), "name": ((str,), "text or null"), "split": ((str,), "text"),
-    "weight": ((int, float), "a number or null"), "stages": ((list, tuple), "a list of stages, such as [sft]"),
-    "columns": ((Mapping,), "a mapping of names, such as {prompt: question}")}
 
 
 def as_sources(setting: Sequence[Named] | Named | None, option: str = "data.sources") -> list[Source]:
@@ -93,16 +88,13 @@ def _source(item: object, option: str) -> Source:
                                                     "[a.jsonl, {path: b.jsonl}]")
         return Source(str(item))
     check(isinstance(item, Mapping), f"{option}: {item!r:.60} is not a source; give a path, or {{path: ...}}")
-    known = [f.name for f in fields(Source)]
-    for key, value in item.items():
-        check(key in known, f"unknown key {key} in {option}{nearest(str(key), known)}; its keys are {', '.join(known)}")
-        types, description = _KINDS[key]
-        names = (*value, *value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-        check((isinstance(value, types) and all(isinstance(name, str) for name in names))
-              or (value is None and key != "path"), f"{option}: {key} is {value!r:.60}; it must be {description}")
-    check("path" in item, f"{option}: {dict(item)} has no path; give a file, a folder, a hub id or demo/<name>")
-    values = {key: value for key, value in item.items() if value is not None}
-    return Source(**values | {"path": str(values["path"])})
+    kinds = get_type_hints(Source)
+    for key in item:
+        check(key in kinds, f"unknown key {key} in {option}{nearest(str(key), kinds)}; its keys are {', '.join(kinds)}")
+    check(item.get("path"), f"{option}: {dict(item)} has no path; give a file, a folder, a hub id or demo/<name>")
+    values = {**item, "path": str(item["path"])}
+    return Source(**{key: fitted(kinds[key], value, f"{option}: {key}", "") for key, value in values.items()
+                     if value is not None})
 
 
 def read(source: Source) -> Sequence[dict]:
@@ -110,10 +102,17 @@ def read(source: Source) -> Sequence[dict]:
 
     Raises UserError, in one line, for anything missing, empty, malformed or of an unknown kind.
     """
-    try:
-        return _read(source)
-    except MemoryError as error:
-        raise UserError(f"{source.path} does not fit into memory; free some, or give it in parts") from error
+    path = Path(expanded(source.path))
+    if source.path.startswith("demo/"):
+        rows = _embedded(source.path)
+    elif path.is_dir():
+        rows = _folder(_below(path, source), source.split)
+    elif path.is_file():
+        rows = _parquet([path]) if _known_kind(path) == ".parquet" else read_file(path)
+    else:
+        rows = _hub(source)
+    check(len(rows) > 0, f"{source.path} is empty: no row in split {source.split}; give another file or split")
+    return _renamed(_without_media(rows), source)
 
 
 def check_there(source: Source) -> None:
@@ -127,8 +126,10 @@ def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
     only a part is read, and from the hub only these rows are loaded. Raises UserError as `read` does."""
     path = Path(expanded(source.path))
     is_demo = source.path.startswith("demo/")
-    if path.is_dir() and not is_demo and (large := _large_files(path, source)):
-        return first_rows(replace(source, path=str(large[0]), name=None), count)[0], None
+    if path.is_dir() and not is_demo and not _is_saved(folder := _below(path, source)):
+        files = _files(folder, source.split)
+        if sum(file.stat().st_size for file in files) > MAX_START:
+            return first_rows(replace(source, path=str(files[0]), name=None), count)[0], None
     if is_demo or path.is_dir():
         rows = read(source)
         return [rows[i] for i in range(min(count, len(rows)))], len(rows)
@@ -144,15 +145,6 @@ def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
     return list(_renamed(rows[:count], source)), number
 
 
-def _large_files(folder: Path, source: Source) -> list[Path]:
-    """The data files of a folder, if they are too large to be read for a preview; else []."""
-    entries = (name for _, folders, names in os.walk(_below(folder, source)) for name in (*folders, *names))
-    check(next(islice(entries, MAX_ENTRIES, None), None) is None,
-          f"{source.path} holds more than {MAX_ENTRIES:,} files and folders; give the folder of the data")
-    files = [] if _is_saved(_below(folder, source)) else _files(folder, source)
-    return files if sum(file.stat().st_size for file in files) > MAX_START else []
-
-
 def _start_of_parquet(path: Path, count: int) -> tuple[list[dict], int]:
     from pyarrow.parquet import ParquetFile
 
@@ -161,26 +153,10 @@ def _start_of_parquet(path: Path, count: int) -> tuple[list[dict], int]:
         return batch.to_pylist() if batch is not None else [], file.metadata.num_rows
 
 
-def _read(source: Source) -> Sequence[dict]:
-    path = Path(expanded(source.path))
-    if source.path.startswith("demo/"):
-        rows = _embedded(source.path)
-    elif path.is_dir():
-        rows = _folder(path, source)
-    elif path.is_file():
-        rows = _parquet([path]) if _known_kind(path) == ".parquet" else read_file(path)
-    else:
-        rows = _hub(source)
-    check(len(rows) > 0, f"{source.path} is empty: no row in split {source.split}; give another file or split")
-    return _renamed(_without_media(rows), source)
-
-
-@cache
 def _embedded(path: str) -> list[dict]:
     check(path in EMBEDDED, f"there is no embedded data set {path}{nearest(path, EMBEDDED)}; "
                             f"there are {', '.join(EMBEDDED)}")
-    module, function = EMBEDDED[path].split(":")
-    return getattr(importlib.import_module(module), function)()
+    return EMBEDDED[path]()
 
 
 def _looks_local(path: str) -> bool:
@@ -209,18 +185,16 @@ def _explained(what: str, cure: str = "write it anew, or as jsonl") -> Iterator[
     """The error of a library, of whatever class, as one line."""
     try:
         yield
-    except MemoryError:
-        raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0][:300]
         raise UserError(f"{what} ({type(error).__name__}: {first}); {cure}") from error
 
 
-def _folder(folder: Path, source: Source) -> Sequence[dict]:
+def _folder(folder: Path, split: str) -> Sequence[dict]:
     """The rows of a folder: a data set saved by `datasets`, or data files. Code in the folder is never run."""
-    if _is_saved(_below(folder, source)):
-        return _saved(_below(folder, source), source.split)
-    files = _files(folder, source)
+    if _is_saved(folder):
+        return _saved(folder, split)
+    files = _files(folder, split)
     parquet = [p for p in files if kind_of(p) == ".parquet"]
     rest = [p for p in files if kind_of(p) != ".parquet"]
     if not rest:
@@ -238,21 +212,19 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
 
 
-def _files(folder: Path, source: Source) -> list[Path]:
+def _files(folder: Path, split: str) -> list[Path]:
     """The data files of a folder that belong to the split."""
-    folder = _below(folder, source)
     paths = [p for p in folder.rglob("*") if kind_of(p) and p.name not in _NOT_DATA
              and not any(part.startswith(".") for part in p.relative_to(folder).parts)]
     files = sorted(p for p in paths if p.is_file())
     texts = [p for p in files if kind_of(p) != ".txt"]  # a .txt beside data is a licence or a note
-    return _of_split(texts or files, folder, source.split)
+    return _of_split(texts or files, folder, split)
 
 
 def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
     """The files whose path names the split; files that name no split are the train split."""
     check(bool(files), f"{folder} holds no data: no {', '.join((*PARSERS, '.parquet'))} file in it; give "
                       "another folder")
-
     known = {*_SPLIT_WORDS, split.lower()}
     named = {p: known & set(re.split(r"[/\\._\s-]", str(p.relative_to(folder)).lower())) for p in files}
     chosen = [p for p in files if split.lower() in named[p] or (split == "train" and not named[p])]

@@ -21,7 +21,6 @@ from hybrid_rlhf.models.template_kwargs import KWARGS
 from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, thought_of, words_of
 
 Text = str | list  # a plain string, or messages: a list of {"role", "content"}
-MAX_TURNS = 1024
 _MARKER_LENGTH = 64  # characters at the end of a generation prompt for thinking markers
 BREAK = "\ufdd0"  # a noncharacter, which Unicode reserves for internal use: it is not in texts
 _known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (cache key, its control tokens)
@@ -102,8 +101,6 @@ def answers_of(tokenizer, messages: Sequence[dict], first: int = 0,  # noqa: ANN
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         raise SkipRow("no assistant turn")
-    if len(turns) > MAX_TURNS:  # each renders all turns before it
-        raise SkipRow(f"more than {MAX_TURNS} answers in one conversation")
     return [_answer(tokenizer, messages, turn) if turn > first or begun is None else
             _rest(tokenizer, messages[:turn], messages[turn], begun) for turn in turns]
 

@@ -205,12 +205,8 @@ def _fingerprint(loader) -> str | None:  # noqa: ANN001
 
 
 def _check_rows(what: str, loader, made_with: str | None) -> None:  # noqa: ANN001
-    if made_with is not None and hasattr(loader, "is_of"):
-        is_same = loader.is_of(made_with)
-    else:
-        is_same = made_with == _fingerprint(loader)
-    check(is_same, f"{what} are not those that the checkpoint was made with; give them as they were, or --resume never "
-                   "to start again")
+    check(made_with == _fingerprint(loader), f"{what} are not those that the checkpoint was made with; give them as "
+                                             "they were, or --resume never to start again")
 
 
 def _warn_of_short_batches(loader, num_before: int) -> None:  # noqa: ANN001

@@ -223,15 +223,6 @@ def test_cached_rows_that_a_power_cut_left_in_part_are_made_again(written, token
         assert list(build(config, READS["sft"], tokenizer, 0).train) == rows
 
 
-def test_a_cached_row_that_is_damaged_is_one_line(written, tokenizer, tmp_path):
-    config = whole(written(pairs(1)), cache_dir=str(tmp_path / "c"))
-    build(config, READS["sft"], tokenizer, 0)
-    (path,) = (tmp_path / "c").rglob("train.jsonl")
-    path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(UserError, match="are damaged; remove that folder"):
-        list(build(config, READS["sft"], tokenizer, 0).train)
-
-
 def test_a_cache_that_cannot_be_written_does_not_stop_the_run(written, tokenizer, tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert len(build(whole(written(pairs(2)), cache_dir=str(tmp_path / "file")), READS["sft"], tokenizer, 0).train) == 2
