@@ -47,7 +47,7 @@ class RewardConfig:
         judge: A language model that reads a rubric and the responses.
         weights: Weight of each source: the stage-2 model if it takes part, the functions, the models, the service, the
             judge; null weighs all by 1.
-        timeout: Seconds that one call of a function, or one request, may take.
+        timeout: Seconds that one call of a function may take, or url be silent during a request.
         isolate: Whether functions of files and modules run in a process of their own, which is killed at the timeout:
             for code that nothing else ends (compiled code), or that may crash. The built-in ones stay.
         retries: How often a request that found no service, or a busy one, is repeated, each time after twice the wait.

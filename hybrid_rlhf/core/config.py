@@ -29,6 +29,7 @@ _VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-
                      "quantisation that fit.",
            "cards": "With --plan: count for NVIDIA cards that need not be here, hosts x cards x memory of each, such "
                     "as 2x8x80GiB or 24GiB; 97% of that memory, what torch finds of a card, is planned with."}
+PartT = typing.TypeVar("PartT")
 
 
 # -- commands beside the stages ----------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ class _Chosen:
                   f"{where}{name} is a section; give a mapping of its options, or --{name}.OPTION")
             self._take_section(value or {}, f"{name}.", where)
         else:
-            self.values[name] = fitted(self._stage.kind_of(name), value, name, where)
+            self.values[name] = _fitted(self._stage.kind_of(name), value, name, where)
 
     def _take_section(self, settings: dict, prefix: str, where: str) -> None:
         _check_keys(settings, f"{where}{prefix[:-1] or 'the file'}")
@@ -301,7 +302,7 @@ class _Chosen:
             name = f"{prefix}{key}"
             check(name != "config", f"{where}a file of settings cannot name another; give --config once for each")
             if name in self.flags:
-                self.flags[name] = fitted(str | None if name in _VALUES else bool, value, name, where)
+                self.flags[name] = _fitted(str | None if name in _VALUES else bool, value, name, where)
             else:
                 self._take(name, value, where)
 
@@ -331,7 +332,7 @@ def _with_key(before: object, keys: Sequence[str], value: Any) -> Any:
 
 def _value_of_word(kind: Any, name: str, text: str) -> Any:
     """A word of the command line, for an option of that type: null, a list or a mapping as YAML reads it, and where
-    anything may stand a number, true, false and quoted text too; what else it says is for `fitted`."""
+    anything may stand a number, true, false and quoted text too; what else it says is for `_fitted`."""
     kinds, items = kinds_of(kind), of_list(kind)
     if text.lower() in ("null", "~") and holds_null(kind):
         return None
@@ -346,7 +347,7 @@ def _value_of_word(kind: Any, name: str, text: str) -> Any:
     return _loaded(text) if dataclasses.is_dataclass(kind) else _number((bool,), text) if bool in kinds else text
 
 
-def fitted(kind: Any, value: Any, name: str, where: str) -> Any:
+def _fitted(kind: Any, value: Any, name: str, where: str) -> Any:
     """The value as one of that type. UserError where it is none."""
     kinds, is_anything = kinds_of(kind), kind is object
     if isinstance(value, str) and value.lower() == "none" and none_is_null(kind, name):
@@ -354,10 +355,10 @@ def fitted(kind: Any, value: Any, name: str, where: str) -> Any:
     if value is None and type(None) not in kinds and holds_null(kind):
         return []
     if isinstance(value, list) and (is_anything or of_list(kind) is not None):
-        return [fitted(of_list(kind) or object, item, f"{name}[{i}]", where) for i, item in enumerate(value)]
+        return [_fitted(of_list(kind) or object, item, f"{name}[{i}]", where) for i, item in enumerate(value)]
     if isinstance(value, dict) and (is_anything or of_mapping(kind) is not None):
         _check_keys(value, f"{where}{name}")
-        return {key: fitted(of_mapping(kind) or object, item, f"{name}[{key[:60]}]", where)
+        return {key: _fitted(of_mapping(kind) or object, item, f"{name}[{key[:60]}]", where)
                 for key, item in value.items()}
     if type(value) in (kinds if not is_anything else (str, int, float, bool, type(None))):
         return value
@@ -371,6 +372,25 @@ def fitted(kind: Any, value: Any, name: str, where: str) -> Any:
         return value
     wanted = "text, a number, true or false, a list or a mapping" if is_anything else " or ".join(map(in_words, kinds))
     raise UserError(f"{where}{name} is {_shown(value)}; it must be {wanted}")
+
+
+def as_part(kind: type[PartT], row: object, where: str) -> PartT:
+    """A mapping in the settings as a dataclass; null stands for a default. UserError, which begins with `where`, for
+    what is not one, for unknown and missing keys, wrong types, and what the class itself refuses."""
+    kinds = typing.get_type_hints(kind)
+    keys = f"its keys are {', '.join(kinds)}"
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where} is {_shown(row)}; it must be a mapping, and {keys}")
+    for key in row:
+        check(key in kinds, f"unknown key {key} in {where}{nearest(str(key), kinds)}; {keys}")
+    values = {key: _fitted(kinds[key], value, f"{where}: {key}", "") for key, value in row.items() if value is not None}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        check(name in values or parameter.default is not parameter.empty, f"{where} has no {name}; {keys}")
+    try:
+        return kind(**values)
+    except UserError as error:
+        error.args = (f"{where}: {error}",)
+        raise
 
 
 def _check_keys(mapping: dict, name: str) -> None:

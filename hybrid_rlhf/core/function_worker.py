@@ -29,9 +29,6 @@ from typing import Any
 
 Source = tuple[str, str, str]  # "file" or "module"; its path or name; the dotted name in it
 
-FOREIGN = "hybrid_rlhf: the type of a foreign answer"  # a key that no dict of a user's has
-
-
 # -- in any process ----------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +215,8 @@ class _Worker:
 
 
 def _strict(value: Any) -> object:
-    """An answer to compute with: numbers, text, None, lists and dicts of them; of others type and repr."""
+    """An answer to compute with: numbers, text, None, lists and dicts of them; of others a dict of type and repr, which
+    nothing takes for an answer."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, str):  # a member of an Enum
@@ -233,7 +231,7 @@ def _strict(value: Any) -> object:
         return [_strict(each) for each in value]
     if isinstance(value, dict):
         return {str.__str__(key) if isinstance(key, str) else str(key): _strict(each) for key, each in value.items()}
-    return {FOREIGN: type(value).__name__, "repr": repr(value)[:1000]}
+    return {f"a {type(value).__name__}": repr(value)[:1000]}
 
 
 def serve(connection: Connection) -> None:

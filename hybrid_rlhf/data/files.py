@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
+import io
 import json
 import re
 import zlib
@@ -165,19 +166,14 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def _table_lines(text: str) -> Iterator[str]:
-    """The lines with their line ends, which a quoted value may contain. io.StringIO would copy all, at 4 bytes each."""
-    return (line[0] for line in re.finditer(r"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n", text))
-
-
 def _delimited(delimiters: str) -> Callable[[str, str | Path], Iterator[dict]]:
     """A row-by-row parser for lines separated by that of `delimiters` which is most frequent in the header."""
 
     def parse(text: str, path: str | Path) -> Iterator[dict]:
         csv.field_size_limit(2**31 - 1)
-        header = next(filter(str.strip, _table_lines(text)), "")
+        header = next(filter(str.strip, io.StringIO(text, newline="")), "")
         delimiter = max(delimiters, key=header.count)  # of ties the first
-        reader = csv.DictReader(_table_lines(text), delimiter=delimiter, strict=True)
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         try:
             for row in reader:
                 where = f"{path} line {reader.line_num}"

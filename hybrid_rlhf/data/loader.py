@@ -101,8 +101,8 @@ def blend(tables: Sequence[Sequence[dict]], weights: Sequence[float | None], see
     chosen by `seed`, for all epochs.
     """
     sizes = [len(t) for t in tables]
-    given = [w for w in weights if w is not None]  # all or none, as DataConfig checks
-    counts = _shares(sizes, given) if given else sizes
+    shares = [w for w in weights if w is not None]  # all or none, as DataConfig checks
+    counts = _shares(sizes, shares) if shares else sizes
     rng = random.Random(seed)
     first = [rng.sample(range(size), count % size) if size else [] for size, count in zip(sizes, counts, strict=True)]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import NamedTuple, get_type_hints
+from typing import NamedTuple
 
-from hybrid_rlhf.core.config import UserError, check, fitted, nearest
+from hybrid_rlhf.core.config import UserError, as_part, check, nearest
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
 from hybrid_rlhf.data import demo
@@ -50,9 +50,9 @@ class Source:
     stages: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check(bool(self.path), "data.sources: a source has no path; give a file, a folder, a hub id or demo/<name>")
+        check(bool(self.path), "a source has no path; give a file, a folder, a hub id or demo/<name>")
         check(self.weight is None or 0 < self.weight < float("inf"),
-              f"data.sources: weight of {self.path} is {self.weight}; it must be positive")
+              f"weight of {self.path} is {self.weight}; it must be positive")
 
 
 class Reads(NamedTuple):
@@ -88,13 +88,9 @@ def _source(item: object, option: str) -> Source:
                                                     "[a.jsonl, {path: b.jsonl}]")
         return Source(str(item))
     check(isinstance(item, Mapping), f"{option}: {item!r:.60} is not a source; give a path, or {{path: ...}}")
-    kinds = get_type_hints(Source)
-    for key in item:
-        check(key in kinds, f"unknown key {key} in {option}{nearest(str(key), kinds)}; its keys are {', '.join(kinds)}")
-    check(item.get("path"), f"{option}: {dict(item)} has no path; give a file, a folder, a hub id or demo/<name>")
-    values = {**item, "path": str(item["path"])}
-    return Source(**{key: fitted(kinds[key], value, f"{option}: {key}", "") for key, value in values.items()
-                     if value is not None})
+    if isinstance(item.get("path"), PurePath):
+        item = {**item, "path": str(item["path"])}
+    return as_part(Source, item, option)
 
 
 def read(source: Source) -> Sequence[dict]:

@@ -20,10 +20,9 @@ from hybrid_rlhf.environments.calls import LateError, keep_time
 from hybrid_rlhf.environments.contract import Environment, Environments
 from hybrid_rlhf.environments.open import EnvironmentConfig, open_environments, options_of
 from hybrid_rlhf.rewards.functions import from_python, handed_over, split
-from hybrid_rlhf.rewards.isolation import CallFailed, WorkerProcess, importable, signature_of
+from hybrid_rlhf.rewards.isolation import START_SECONDS, CallFailed, WorkerProcess, importable, signature_of
 from hybrid_rlhf.rewards.user_code import Overdue
 
-START_SECONDS = 600.0  # to run a file, or construct an instance: it does not count against a call
 _OPTION = "environment.isolate"
 
 
@@ -31,9 +30,9 @@ _OPTION = "environment.isolate"
 
 
 class _Worker:
-    """A worker process for instances or for tools, one call at a time. If it has ended, `ensure_running` starts it
-    again: its `generation` is then higher, and its instances are gone. max_chars: the most characters of an answer for
-    a model that leave the process, plus one if it must be cut."""
+    """A worker process for instances or for tools, one call at a time. If it has ended, the next call starts it again:
+    its `generation` is then higher, and its instances are gone. max_chars: the most characters of an answer for a model
+    that leave the process, plus one if it must be cut."""
 
     def __init__(self, sources: Sequence[tuple[str, str]], timeout: float, max_chars: int) -> None:
         self._timeout, self._max_chars = timeout, max_chars
@@ -46,14 +45,6 @@ class _Worker:
         keep_time()
         with self._turn:
             yield
-
-    def ensure_running(self) -> None:
-        """Raises CallFailed if the process cannot be started again."""
-        if not self.process.is_running:
-            try:
-                self.process.start(START_SECONDS)
-            except (UserError, Overdue) as error:
-                raise CallFailed(f"was not called: its process could not be started again: {error}") from None
 
     def make(self, number: int, source: Source, options: Mapping[str, Any]) -> None:
         """Construct an instance."""
@@ -127,8 +118,6 @@ class IsolatedObject:
 
     def _call(self, name: str, values: tuple, named: dict[str, Any]) -> Any:
         with self._worker.turn():
-            if name == "reset":
-                self._worker.ensure_running()
             process = self._worker.process
             is_there = process.is_running and self._generation == process.generation
             if not is_there and name != "reset":
@@ -159,7 +148,6 @@ class IsolatedTool:
 
     def __call__(self, **named: Any) -> Any:
         with self.workers.idle() as worker:
-            worker.ensure_running()
             return worker.call(self.source, (), named, True)
 
 

@@ -13,7 +13,7 @@ from hybrid_rlhf.core.errors import check, nearest
 from hybrid_rlhf.core.options import check_values, within
 from hybrid_rlhf.environments.builtin import BUILTINS
 from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
-from hybrid_rlhf.rewards.functions import from_python, needed_by, parameters, run_named, split
+from hybrid_rlhf.rewards.functions import check_options, named, split
 from hybrid_rlhf.rollout import Rollout
 
 
@@ -81,7 +81,6 @@ def open_environments(factory: str | Mapping[str, str] | None, tools: Sequence[s
     check(factory or tools, "there is neither environment.factory nor environment.tools; give one, as path.py:name")
     plain = _tools(tools, files)
     if not factory:
-        check(not options, "environment.options are for an environment.factory, and there is none; give one")
         return Environments([Environment("tools", list(plain_schemas(plain).values()), False, False, plain)], False)
     if isinstance(factory, str):
         name = split(factory, "environment.factory", BUILTINS)[1]
@@ -103,49 +102,20 @@ def options_of(factory: str | Mapping[str, str], options: Mapping[str, Any], nam
 
 def _environment(name: str, text: str, tools: Mapping[str, Callable], options: Mapping[str, Any],
                  files: dict[str, ModuleType]) -> Environment:
-    where = f"environment.factory: {text}"
-    factory = _named(text, "environment.factory", files)
-    try:
-        named, takes_all = parameters(factory)
-        needed = [n for n in needed_by(factory) if n not in options]
-    except (ValueError, TypeError):  # no signature
-        named, takes_all, needed = [], True, []
-    for key in options:
-        check(takes_all or key in named, f"environment.options: {text} takes no {key}{nearest(str(key), named)}; it "
-                                         f"takes {', '.join(named) or 'none'}")
-    check(not needed, f"{where} needs {' and '.join(needed)}; give environment.options "
-                      f"'{{{', '.join(f'{n}: ...' for n in needed)}}}'")
-    return environment_of(name, partial(factory, **options), tools, where)
+    factory = named(text, "environment.factory", BUILTINS, files)
+    check_options(factory, options, text, "environment.options", is_complete=True)
+    return environment_of(name, partial(factory, **options), tools, f"environment.factory: {text}")
 
 
 def _tools(texts: Sequence[str], files: dict[str, ModuleType]) -> dict[str, Callable]:
     by_name: dict[str, Callable] = {}
     for text in texts:
         name = split(text, "environment.tools", BUILTINS)[1]
-        tool = _named(text, "environment.tools", files)
+        tool = named(text, "environment.tools", BUILTINS, files)
         check(not inspect.isclass(tool), f"environment.tools: {text} is a class; give it as environment.factory")
         check(name not in by_name, f"environment.tools: there are two tools called {name}; rename one")
         by_name[name] = tool
     return by_name
-
-
-def _named(text: str, option: str, files: dict[str, ModuleType]) -> Callable:
-    path, name = split(text, option, BUILTINS)
-    if path == "builtin":
-        return BUILTINS[name]
-    if path == "python":
-        return from_python(name, option)
-    if path not in files:
-        files[path] = run_named(path, option)
-    value, defined = getattr(files[path], name, None), _defined_in(files[path])
-    check(callable(value), f"{option}: {path} has no {name} that can be called; there is "
-                           f"{', '.join(defined) or 'none'}{nearest(name, defined)}")
-    return value  # type: ignore[return-value]  # checked above
-
-
-def _defined_in(module: ModuleType) -> list[str]:
-    """The names of functions and classes that the file itself defines."""
-    return [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,17 +43,6 @@ class BadAnswer(BadScore, UserError):
     """A user's source (a function, a service) failed, or returned scores that must not be trained on."""
 
 
-def checked_scores(source: RewardSource, rollout: Rollout) -> Tensor:
-    """The source's scores, (B,) fp32 and finite. Raises BadScore naming the source and the first bad response."""
-    scores = part_scores(source, rollout)
-    skipped = torch.isnan(scores).nonzero()
-    if len(skipped):
-        first = int(skipped[0])
-        raise BadAnswer(f"reward source {source.name}: response {first} was skipped by every source and has no score: "
-                        f"{shown(rollout, first)}; one source must have a number for it")
-    return scores
-
-
 def part_scores(source: RewardSource, rollout: Rollout) -> Tensor:
     """(B,) fp32 scores of one of several sources, NaN where it skipped a response (None) and nowhere else.
 
@@ -64,7 +53,7 @@ def part_scores(source: RewardSource, rollout: Rollout) -> Tensor:
     if isinstance(answers, Tensor):
         return _checked(source.name, answers.detach().float().cpu(), rollout)
     if isinstance(answers, (str, Mapping)) or not hasattr(answers, "__len__") or not hasattr(answers, "__getitem__"):
-        raise BadAnswer(f"reward source {source.name}: answered {_shown_value(answers)} ({type(answers).__name__}) for "
+        raise BadAnswer(f"reward source {source.name}: answered {answers!r:.60} ({type(answers).__name__}) for "
                         f"responses 0 to {len(rollout) - 1}; a list of numbers or None is needed, one for each")
     if len(answers) != len(rollout):
         raise BadAnswer(f"reward source {source.name}: {len(answers)} scores for {len(rollout)} responses "
@@ -77,22 +66,12 @@ def _number(name: str, answer: object, i: int, rollout: Rollout) -> float:
     """One answer as a float, NaN for None."""
     if answer is None:
         return math.nan
-    answer = answer.item() if isinstance(answer, Tensor) and answer.numel() == 1 else answer
-    try:
-        number = float(answer) if isinstance(answer, Real) else math.nan
-    except OverflowError:  # 10**400
-        number = math.inf
-    if not abs(number) <= torch.finfo(torch.float32).max:
-        raise BadAnswer(f"reward source {name}: score {_shown_value(answer)} for response {i}, where a finite number "
-                        f"or None is needed: {shown(rollout, i)}")
-    return number
-
-
-def _shown_value(value: object) -> str:
-    try:
-        return f"{value!r:.60}"
-    except ValueError:  # an integer of more digits than Python writes
-        return "of more digits than can be shown"
+    value: Any = answer.item() if isinstance(answer, Tensor) and answer.numel() == 1 else answer
+    is_number = isinstance(value, Real)
+    if not is_number or not abs(value) <= torch.finfo(torch.float32).max:
+        raise BadAnswer(f"reward source {name}: score {value!r:.60} for response {i}, where a finite number or None is "
+                        f"needed: {shown(rollout, i)}")
+    return float(value)
 
 
 def _checked(name: str, scores: Tensor, rollout: Rollout) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -89,9 +88,7 @@ class FunctionSource:
         """What happened, in one line, with the line of the function's own file."""
         if not isinstance(error, Overdue):
             return str(error) if isinstance(error, CallFailed) else call_error(error, self.function)
-        raised = error.__cause__
-        ending = f" (then it raised {type(raised).__name__}: {one_line(raised)})" if raised else ""
-        return f"no answer within {self.timeout:g} s (reward.timeout){ending}"
+        return f"no answer within {self.timeout:g} s (reward.timeout)"
 
     def _arguments(self, rollout: Rollout) -> dict[str, list]:
         """Copies of the inputs that the function takes. A function in this process that names `environments`, or takes
@@ -205,13 +202,46 @@ def run_named(path: str, option: str) -> ModuleType:
         raise UserError(f"{option}: {file_error(path, error)}; fix the file") from error
 
 
+def named(text: str, option: str, builtins: Mapping[str, Callable], files: dict[str, Any],
+          run: Callable[[str, str], Any] = run_named) -> Callable:
+    """The function or class that `text` names, as `split` reads it. files: those that were run so far, by path; a new
+    one is added by `run`. UserError for what is not there."""
+    path, name = split(text, option, builtins)
+    if path == "builtin":
+        return builtins[name]
+    if path == "python":
+        return from_python(name, option)
+    if path not in files:
+        files[path] = run(path, option)
+    value, home = getattr(files[path], name, None), getattr(files[path], "__name__", None)
+    defined = [k for k, v in vars(files[path]).items() if callable(v) and home in (None, getattr(v, "__module__", ""))]
+    check(callable(value), f"{option}: {path} has no {name} that can be called; there is "
+                           f"{', '.join(defined) or 'none'}{nearest(name, defined)}")
+    return value  # type: ignore[return-value]  # checked above
+
+
+def check_options(function: Callable, options: Mapping[str, Any], text: str, option: str, is_complete: bool) -> None:
+    """UserError for keywords that a function or class does not take. text: its name in the settings; option: the
+    setting with the keywords; is_complete: whether it gets no others, so that each that it needs must be there."""
+    try:
+        known, takes_all = parameters(function)
+        needed = [name for name in needed_by(function) if name not in options and is_complete]
+    except (ValueError, TypeError):  # no signature
+        return
+    for key in options:
+        check(takes_all or key in known, f"{option}: {text} takes no {key}{nearest(str(key), known)}; it takes "
+                                         f"{', '.join(known) or 'none'}")
+    check(not needed, f"{text} needs {' and '.join(needed)}; give {option} "
+                      f"'{{{', '.join(f'{name}: ...' for name in needed)}}}'")
+
+
 def open_functions(specs: list[str], options: dict[str, dict], timeout: float, isolate: bool = False
                    ) -> list[FunctionSource]:
     """The sources that `specs` name, as `split` reads them. options: by name. A second one of a name is name_2.
 
     A file is run once, with `isolate` in a process of its own. Raises UserError for a function that cannot be loaded.
     """
-    modules: dict[str, ModuleType | SimpleNamespace] = {}
+    files: dict[str, ModuleType | SimpleNamespace] = {}
     processes: dict[str, WorkerProcess] = {}  # by module, of functions from Python
     sources: list[FunctionSource] = []
     for text in specs:
@@ -219,45 +249,19 @@ def open_functions(specs: list[str], options: dict[str, dict], timeout: float, i
         count = sum(f.function_name == name for f in sources) + 1
         source = name if count == 1 else f"{name}_{count}"
         own_options = options.get(source, {})
-        function: Callable
+        function = named(text, _OPTION, BUILTINS, files, functions_of_file if isolate else run_named)
+        if path != "python":
+            check_options(function, own_options, text, f"reward.options.{source}", is_complete=path == "builtin")
+        elif isolate:
+            function = function_of_module(function, name, processes)
         if path == "builtin":
-            function, own_options = _builtin(name, source, own_options), {}
-        elif path == "python":
-            function = from_python(name, _OPTION)
-            function = function_of_module(function, name, processes) if isolate else function
-        else:
-            if path not in modules:
-                modules[path] = functions_of_file(path) if isolate else run_named(path, _OPTION)
-            function = _function(modules[path], path, name, source, own_options)
+            try:
+                function, own_options = function(**own_options), {}
+            except (TypeError, ValueError) as error:
+                raise UserError(f"reward.options.{source}: {one_line(error)}; fix reward.options") from error
         sources.append(FunctionSource(source, function, own_options, timeout, name))
     for key in options:
         names = [f.name for f in sources]
         check(key in names, f"reward.options: {key} is none of reward.functions ({', '.join(names) or 'none given'})"
                             f"{nearest(key, names)}")
     return sources
-
-
-def _function(module: ModuleType | SimpleNamespace, path: str, name: str, source: str, options: dict) -> Callable:
-    function: Any = getattr(module, name, None)
-    check(callable(function), f"reward.functions: {path} has no function {name}"
-                              f"{nearest(name, [k for k, v in vars(module).items() if callable(v)])}")
-    named, takes_all = parameters(function)
-    for key in options:
-        check(takes_all or key in named, f"reward.options.{source}: {name} in {path} takes no {key}"
-                                         f"{nearest(key, named)}")
-    return function
-
-
-def _builtin(name: str, source: str, options: dict) -> Callable:
-    known = list(BUILTINS[name].__dataclass_fields__)
-    for key in options:
-        check(key in known, f"reward.options.{source}: there is no {key}{nearest(key, known)}; there are "
-                            f"{', '.join(known)}")
-    missing = [n for n, f in BUILTINS[name].__dataclass_fields__.items() if n not in options
-               and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
-    check(not missing, f"reward.functions: builtin:{name} needs {' and '.join(missing)}; give reward.options "
-                       f"'{{{source}: {{{', '.join(f'{n}: ...' for n in missing)}}}}}'")
-    try:
-        return BUILTINS[name](**options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"reward.options.{source}: {one_line(error)}; fix reward.options") from error

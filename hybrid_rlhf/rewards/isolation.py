@@ -25,7 +25,7 @@ from hybrid_rlhf.core.errors import UserError, check, present
 from hybrid_rlhf.rewards.user_code import Overdue
 
 _LATE = "whose time was up"
-_START_SECONDS = 10.0  # at least, for a new process: its start must not count against a response
+START_SECONDS = 600.0  # to run a file again, or construct an instance: it does not count against a call
 
 
 class CallFailed(Exception):  # noqa: N818 - the failure of another process's code
@@ -34,16 +34,6 @@ class CallFailed(Exception):  # noqa: N818 - the failure of another process's co
     def __init__(self, what: str, is_type_error: bool = False) -> None:
         super().__init__(what)
         self.is_type_error = is_type_error
-
-
-class Foreign:
-    """Stands for an answer that stays in the worker process; it has a repr and nothing else."""
-
-    def __init__(self, shown: str) -> None:
-        self.shown = shown
-
-    def __repr__(self) -> str:
-        return self.shown
 
 
 class WorkerProcess:
@@ -85,12 +75,11 @@ class WorkerProcess:
     def ask(self, operation: str, seconds: float, **arguments: Any) -> Any:
         """Run an operation of `function_worker._Worker`. Raises Overdue, or CallFailed with the reason."""
         if not self.is_running:
-            limit = max(seconds, _START_SECONDS)
             try:
-                self.start(limit)
+                self.start(START_SECONDS)
             except Overdue:
-                raise CallFailed(f"ended its process, and {self._sources[0][1]} did not run again in {limit:g} s"
-                                 ) from None
+                raise CallFailed(f"ended its process, and {self._sources[0][1]} did not run again in "
+                                 f"{START_SECONDS:g} s") from None
         return self._ask(operation, seconds, **arguments)
 
     def end(self) -> str:
@@ -108,7 +97,7 @@ class WorkerProcess:
         try:
             self._connection.send_bytes(request)
             is_answered = self._connection.poll(seconds)
-            reply = json.loads(self._connection.recv_bytes(), object_hook=_foreign) if is_answered else None
+            reply = json.loads(self._connection.recv_bytes()) if is_answered else None
         except (EOFError, OSError):
             how = self.end()
             if how == "SIGALRM" and seconds is not None and time.monotonic() - began > seconds:  # of its own timer
@@ -140,11 +129,6 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _foreign(value: dict) -> object:
-    kind = value.get(function_worker.FOREIGN)
-    return type(kind, (Foreign,), {})(value["repr"]) if kind else value
-
-
 @dataclass(frozen=True)
 class IsolatedFunction:
     """A reward function in a worker process, with its signature there."""
@@ -157,9 +141,9 @@ class IsolatedFunction:
         return self.process.ask("score", seconds, who=who, source=self.source, named=named)
 
 
-def functions_of_file(path: str) -> SimpleNamespace:
+def functions_of_file(path: str, option: str) -> SimpleNamespace:
     """The file's functions by name, in a process of their own. Raises UserError if it cannot be run."""
-    process = WorkerProcess([("file", path)], "reward.functions")
+    process = WorkerProcess([("file", path)], option)
     return SimpleNamespace(**{name: IsolatedFunction(process, ("file", path, name), signature_of(parameters))
                               for name, parameters in process.start()})
 

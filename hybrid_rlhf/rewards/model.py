@@ -95,6 +95,7 @@ class ClassifierSource:
         option = f"reward.options.{self.name}"
         check(self.reads in READS, f"{option}: reads is {self.reads!r}; choose {', '.join(READS)}"
                                    f"{nearest(str(self.reads), READS)}")
+        self._settings = ModelConfig(self.path, dtype=self.dtype)
         config = load.configuration(self._settings)
         check(load.has_score(self.path), f"reward.models: {self.path} is not a sequence-classification model, nor a "
                                          "token-classification one, which scores steps; give one with such a head, as "
@@ -102,10 +103,6 @@ class ClassifierSource:
         labels = [str(config.id2label[i]) for i in range(config.num_labels)]
         label = 0 if self.label is None and len(labels) == 1 else self.label
         self._index = label_index(label, labels, self.path, option)
-
-    @property
-    def _settings(self) -> ModelConfig:
-        return ModelConfig(self.path, dtype=self.dtype)
 
     def open(self) -> None:
         """Read tokenizer and weights, once."""

@@ -71,16 +71,13 @@ class ProcessSource:
             value = getattr(self, key)
             check((isinstance(value, str) and bool(value)) or (key == "split" and value is None),
                   f"{option}: {key} is {value!r}; give text, such as \"\\n\"")
+        self._settings = ModelConfig(self.path, dtype=self.dtype)
         config = load.configuration(self._settings)
         labels = [str(config.id2label[i]) for i in range(config.num_labels)]
         check(len(labels) > 1, f"reward.models: {self.path} has the one label {labels[0]}; a step's probability needs "
                                "two or more")
         label = 1 if self.label is None and labels == _TRL_LABELS else self.label
         self._index = label_index(label, labels, self.path, option, ", that of a good step")
-
-    @property
-    def _settings(self) -> ModelConfig:
-        return ModelConfig(self.path, dtype=self.dtype)
 
     @property
     def places_scores(self) -> bool:

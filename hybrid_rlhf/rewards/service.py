@@ -1,4 +1,5 @@
-"""A reward service over HTTP as a source: POST {"prompts": [...], "completions": [...]} -> {"scores": [...]}."""
+"""JSON over HTTP, with retries; and a reward service as a source: POST {"prompts": [...], "completions": [...]} ->
+{"scores": [...]}."""
 
 from __future__ import annotations
 
@@ -6,28 +7,111 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
-from typing import NoReturn
+from http.client import HTTPException
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hybrid_rlhf.core.config import check
-from hybrid_rlhf.core.function_worker import one_line
+from hybrid_rlhf.core.strict_json import loads, to_json, why
+from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.functions import inputs
-from hybrid_rlhf.rewards.user_code import within
 from hybrid_rlhf.rollout import Rollout
 
+T = TypeVar("T")
+
 TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # too busy or gone for now (RFC 9110, RFC 6585)
+MAX_WAIT = 60.0  # seconds before a request is made again
+MAX_BYTES = 1 << 24  # of an answer
+
+
+# -- JSON over HTTP ----------------------------------------------------------------------------------------------------
+
+
+class Status(Exception):  # noqa: N818 - an answer
+    """An answer with a status that is not success; the message has the server's explanation, on one line."""
+
+    def __init__(self, error: urllib.error.HTTPError) -> None:
+        text = error.read(10_000).decode("utf-8", "replace")
+        with suppress(ValueError, LookupError, TypeError):  # vLLM, Mistral and Google have other forms than OpenAI's
+            fault = json.loads(text)["error"]
+            text = str(fault["message"] if isinstance(fault, dict) else fault)
+        words = escape_control(" ".join(text.split()))
+        super().__init__(f"answered status {error.code} ({error.reason}){': ' * bool(words)}{words}")
+        self.code, self.retry_after = error.code, error.headers.get("Retry-After")
+
+
+class Unanswered(Exception):  # noqa: N818 - raised for the last error of several
+    """A request that failed for good after `num_tries`. fault: the last error."""
+
+    def __init__(self, fault: Exception, num_tries: int) -> None:
+        super().__init__(" ".join(str(fault).split()) or type(fault).__name__)
+        self.fault, self.num_tries = fault, num_tries
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follow no redirect: a key goes to the configured address only."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirect)
+
+
+def post(url: str, data: object, timeout: float, headers: Mapping[str, str] = {}, max_bytes: int = MAX_BYTES) -> Any:
+    """The JSON that answers a POST of `data`. Raises Status; ValueError for an answer that is too long or not JSON;
+    OSError or HTTPException where there is none within `timeout` seconds."""
+    request = urllib.request.Request(url, to_json(data).encode(), {"Content-Type": "application/json", **headers})
+    try:
+        with _opener.open(request, timeout=timeout) as answer:
+            text, missing = answer.read(max_bytes + 1), answer.length
+    except urllib.error.HTTPError as error:
+        with error:
+            raise Status(error) from None
+    if len(text) > max_bytes:
+        raise ValueError(f"answered more than {max_bytes} bytes")
+    if missing:
+        raise ConnectionResetError("the connection was closed in the midst of the answer")
+    try:
+        return loads(text.decode())
+    except ValueError as error:
+        raise ValueError(f"answered no JSON ({why(error)})") from None
+
+
+def retried(ask: Callable[[], T], retries: int, back_off: float) -> T:
+    """`ask()`, repeated up to `retries` times after a failed connection and a status of TRY_AGAIN, each time after
+    twice the wait, or the server's Retry-After in seconds. Raises Unanswered."""
+    num_tries = 0
+    while True:
+        num_tries += 1
+        wait = back_off * 2 ** (num_tries - 1)
+        try:
+            return ask()
+        except (Status, ValueError) as error:
+            fault: Exception = error
+            is_final = not isinstance(error, Status) or error.code not in TRY_AGAIN
+            with suppress(ValueError):  # a date
+                wait = max(wait, float(getattr(error, "retry_after", None) or 0))
+        except (OSError, HTTPException) as error:  # refused, reset, unknown host, timeout, half an answer
+            fault, is_final = error, False
+        if is_final or num_tries > retries:
+            raise Unanswered(fault, num_tries) from fault
+        time.sleep(min(wait, MAX_WAIT))
+
+
+# -- the reward service ------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class ServiceSource:
     """Scores of a service, `batch_size` responses per request; prompts and completions in the form of `FunctionSource`.
 
-    A score may be null: the response is skipped. A request without an answer in `timeout` seconds, or with a status of
-    TRY_AGAIN, is retried up to `retries` times after back_off, 2 back_off, 4 back_off ... seconds. Any other failure,
-    and the last one, is BadAnswer with the service and the responses.
+    A score may be null: the response is skipped. timeout, retries, back_off: of `post` and `retried`. A request that
+    fails for good is BadAnswer with the service and the responses.
     """
 
     url: str
@@ -52,47 +136,15 @@ class ServiceSource:
 
     def _asked(self, part: dict[str, list], first: int) -> list:
         """The scores of the responses from number `first` on."""
-        size, attempt = len(part["completions"]), 0
-        while True:
-            try:
-                answer = within(self.timeout, lambda: self._post(part))
-            except urllib.error.HTTPError as error:
-                if error.code not in TRY_AGAIN or attempt >= self.retries:
-                    self._fail(f"answered status {error.code} ({error.reason})", first, size, attempt)
-            except (OSError, HTTPException) as error:  # refused, reset, unknown host, timeout, half an answer
-                if attempt >= self.retries:
-                    self._fail(one_line(error), first, size, attempt)
-            except Exception as error:  # not HTTP, not JSON
-                self._fail(f"{type(error).__name__}: {one_line(error)}", first, size, attempt)
-            else:
-                return self._scores_of(answer, first, size, attempt)
-            time.sleep(self.back_off * 2**attempt)
-            attempt += 1
-
-    def _scores_of(self, answer: object, first: int, size: int, attempt: int) -> list:
-        scores = answer.get("scores") if isinstance(answer, dict) else None
-        if not isinstance(scores, list):
-            self._fail(f"answered {answer!r:.80}, and not {{\"scores\": [...]}}", first, size, attempt)
-        if len(scores) != size:
-            self._fail(f"answered {len(scores)} scores", first, size, attempt)
-        return scores
-
-    def _post(self, part: dict[str, list]) -> object:
-        request = urllib.request.Request(self.url, json.dumps(part).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-            return json.loads(read_body(answer))
-
-    def _fail(self, what: str, first: int, size: int, attempt: int) -> NoReturn:
-        tries = f" after {attempt + 1} tries" if attempt else ""
-        raise BadAnswer(f"reward source {self.name} at {self._shown}: {what}{tries}, for {size} responses from "
-                        f"response {first} on; fix the service, then run the same command again") from None
-
-
-def read_body(answer: HTTPResponse, most: int | None = None) -> bytes:
-    """The body, stripped; at most `most` + 1 bytes are read. ConnectionResetError for an incomplete one."""
-    text = answer.read() if most is None else answer.read(most + 1)
-    is_cut = most is not None and len(text) > most  # by us
-    text = text.strip()
-    if not text or (text.startswith(b"{") and not text.endswith(b"}") and not is_cut):  # of one without Content-Length
-        raise ConnectionResetError("the connection was closed in the midst of the answer")
-    return text
+        size = len(part["completions"])
+        try:
+            answer = retried(lambda: post(self.url, part, self.timeout), self.retries, self.back_off)
+            scores = answer.get("scores") if isinstance(answer, dict) else None
+            if isinstance(scores, list) and len(scores) == size:
+                return scores
+            what = (f"answered {len(scores)} scores" if isinstance(scores, list) else
+                    f'answered {answer!r:.80}, and not {{"scores": [...]}}')
+        except Unanswered as error:
+            what = f"{error!s:.300}" + (f" after {error.num_tries} tries" if error.num_tries > 1 else "")
+        raise BadAnswer(f"reward source {self.name} at {self._shown}: {what}, for {size} responses from response "
+                        f"{first} on; fix the service, then run the same command again")

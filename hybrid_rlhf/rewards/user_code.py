@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -19,11 +19,10 @@ import numpy as np
 import torch
 
 from hybrid_rlhf.core.distributed import device
-from hybrid_rlhf.core.function_worker import one_line
 
 T = TypeVar("T")
 
-_EVERY, _PATIENCE = 0.1, 1.0  # seconds between two signals, and until they come without pause
+_EVERY = 0.1  # seconds between two signals
 _log = logging.getLogger(__name__)
 _warned: set[tuple[str, str]] = set()  # (who, setting)
 
@@ -63,35 +62,28 @@ def _has_loop() -> bool:
 
 def _alarmed(seconds: float, call: Callable[[], T]) -> T:
     here, began, is_over = inspect.currentframe(), time.monotonic(), False
+    answers: list[T] = []
+    errors: list[BaseException] = []
 
     def expire(_number: int, frame: FrameType | None) -> None:
-        if is_over or frame is None or frame is here or frame.f_code is expire.__code__:
-            return  # no code of the call was interrupted
-        if time.monotonic() - began > seconds + _PATIENCE:
-            # Clean-up had its time. One of the next signals comes while `except:` handles this one, where nothing
-            # catches it; at regular intervals they might all come during the same wait.
-            signal.setitimer(signal.ITIMER_REAL, (1 + time.perf_counter_ns() % 20) * 1e-6, 1e-3)
-        raise _Expired
+        if not (is_over or frame is None or frame is here):  # code of the call was interrupted
+            raise _Expired
 
     before = signal.signal(signal.SIGALRM, expire)
     waiting = signal.setitimer(signal.ITIMER_REAL, seconds, _EVERY)
     try:
-        answer = call()
+        answers.append(call())
     except BaseException as error:
-        is_over = True
-        if isinstance(error, _Expired):
-            raise Overdue(f"no answer within {seconds:g} s") from None
-        if time.monotonic() - began > seconds and not isinstance(error, KeyboardInterrupt):
-            raise Overdue(f"no answer within {seconds:g} s (then it raised {type(error).__name__}: "
-                          f"{one_line(error)})") from error
-        raise
+        errors.append(error)
     finally:
         is_over = True
         signal.setitimer(signal.ITIMER_REAL, *waiting)
         signal.signal(signal.SIGALRM, before)
-    if time.monotonic() - began > seconds:  # it swallowed the signal, or disabled it
+    if time.monotonic() - began > seconds and not any(isinstance(error, KeyboardInterrupt) for error in errors):
         raise Overdue(f"no answer within {seconds:g} s")
-    return answer
+    if errors:
+        raise errors[0]
+    return answers[0]
 
 
 def _beside(seconds: float, call: Callable[[], T]) -> T:
@@ -117,31 +109,17 @@ def _beside(seconds: float, call: Callable[[], T]) -> T:
 # -- torch's settings, the working directory, random generators --------------------------------------------------------
 
 
-def _working_directory() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:  # it was removed
-        return None
-
-
-def _set_cudnn(flags: tuple[bool, bool]) -> None:
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
-
-
 # setting: (how it is read, how it is set)
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (torch.get_default_device,
                                lambda d: torch.set_default_device(None if d.type == "cpu" else d)),
     "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "torch's anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "torch's deterministic algorithms": (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         lambda pair: torch.use_deterministic_algorithms(pair[0], warn_only=pair[1])),
-    "torch's float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "cuDNN's flags": (lambda: (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark), _set_cudnn),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "the working directory": (_working_directory, lambda path: os.chdir(path or "."))}
+    "the working directory": (os.getcwd, os.chdir)}
 
 
 def _reseed_device() -> None:
@@ -167,43 +145,22 @@ def unchanged(who: str) -> Iterator[None]:
     A random generator that the block drew from, or seeded, is restored and reseeded by its own next draw: training does
     not repeat the block's draws, and the next block draws other numbers.
     """
-    settings, states = _settings(), _states()
+    settings, states = {name: read() for name, (read, _) in _SETTINGS.items()}, _states()
     try:
         yield
     finally:
-        try:
-            _restore(who, settings)
-        finally:
-            for name, state in _states().items():
-                if not _is_same(states[name], state):
-                    _, write, reseed = _GENERATORS[name]
-                    write(states[name])
-                    reseed()
-
-
-def _settings() -> dict[str, Any]:
-    """The readable settings: torch refuses to read a precision by its old API once it was set by the new one."""
-    values = {}
-    for name, (read, _) in _SETTINGS.items():
-        with suppress(Exception):
-            values[name] = read()
-    return values
-
-
-def _restore(who: str, before: dict[str, Any]) -> None:
-    restored = []
-    for name in [name for name, value in _settings().items() if name in before and value != before[name]]:
-        try:
-            _SETTINGS[name][1](before[name])
-            restored.append(name)
-        except Exception as error:  # it must not replace the result of the block
-            _log.warning("warning: %s changes %s for the whole process, and it cannot be restored: %s", who, name,
-                         error)
-    new = [name for name in restored if (who, name) not in _warned]
-    _warned.update((who, name) for name in new)
-    if new:
-        _log.warning("warning: %s changes %s for the whole process; what it was is restored after each call", who,
-                     " and ".join(new))
+        changed = [name for name, (read, _) in _SETTINGS.items() if read() != settings[name]]
+        for name in changed:
+            _SETTINGS[name][1](settings[name])
+        if new := [name for name in changed if (who, name) not in _warned]:
+            _warned.update((who, name) for name in new)
+            _log.warning("warning: %s changes %s for the whole process; what it was is restored after each call", who,
+                         " and ".join(new))
+        for name, state in _states().items():
+            if not _is_same(states[name], state):
+                _, write, reseed = _GENERATORS[name]
+                write(states[name])
+                reseed()
 
 
 def _states() -> dict[str, Any]:

@@ -118,7 +118,7 @@ HOSTILE = [
     ("(x := 1)", "not available"), ("import os", "no expression"), ("1j", "complex values are not"),
     ("1/0", "ZeroDivisionError"), ("[][1]", "IndexError"), ("{[]}", "TypeError"),
     ("max(1, key=eval)", "key must be one of"), ("1000 is 1000", "use =="),
-    ("zip(*[range(9)]*9)", "not available"), ("sum([[]] * 9000, [0] * 9000)", "only numbers"),
+    ("zip(*[range(9)]*9)", "not available"),
 ]
 
 

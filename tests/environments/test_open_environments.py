@@ -195,7 +195,6 @@ def test_a_class_that_is_no_environment_is_one_line(path, name, says):
     (None, ["{}:search", "{}:search"], {}, "two tools called search"),
     (None, ["{}:Shop"], {}, "is a class; give it as environment.factory"),
     (None, ["{}:wordless"], {}, "environment.tools: wordless has no docstring"),
-    (None, ["{}:search"], {"a": 1}, "environment.options are for an environment.factory"),
     ("{}:Shop", [], {"sise": 3}, r"takes no sise \(did you mean size\?\); it takes size"),
     ("Shop", [], {}, "'Shop' names no function or class; give path.py:name"),
     ("gone.py:Shop", [], {}, "gone.py is not a Python"),

@@ -37,9 +37,7 @@ def _handler_of(state: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
             finally:
                 with state.lock:
                     state.running -= 1
-            parts = answer if isinstance(answer, list) and answer and isinstance(answer[0], bytes) else [
-                answer if isinstance(answer, bytes) else (
-                    answer if isinstance(answer, str) else json.dumps(answer)).encode()]
+            text = answer if isinstance(answer, (bytes, str)) else json.dumps(answer)
             try:
                 self.send_response(status)
                 for name, value in (more[0] if more else {}).items():
@@ -47,9 +45,7 @@ def _handler_of(state: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
                 if state.tells_length:
                     self.send_header("Content-Length", str(state.tells_length))
                 self.end_headers()
-                for part in parts:
-                    self.wfile.write(part)
-                    time.sleep(0.1 * (len(parts) > 1))
+                self.wfile.write(text if isinstance(text, bytes) else text.encode())
             except OSError:  # the client did not wait
                 pass
 
@@ -62,7 +58,7 @@ def _handler_of(state: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
 @contextmanager
 def judge_server() -> Iterator[SimpleNamespace]:
     """A server whose `answers` are (status, body or a function of the request[, headers]), the last one for ever after.
-    A body that is a list of bytes drips, a tenth of a second between two. asked: bodies; headers: of the requests;
+    asked: bodies; headers: of the requests;
     times: when; busy: most requests at a time."""
     state = SimpleNamespace(answers=[(200, said('{"ok": "yes"}'))], asked=[], headers=[], times=[], paths=[],
                             tells_length=0, running=0, busy=0, lock=threading.Lock())

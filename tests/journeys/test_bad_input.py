@@ -467,19 +467,6 @@ def _data(path: str, tmp_path) -> DataConfig:
                       max_length=64, max_prompt_length=32)
 
 
-GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-
-
-def test_many_turns_that_would_all_have_to_be_found_are_dropped_and_counted(tokenizer, tmp_path):
-    turns = [{"role": r, "content": "x"} for r in ("assistant", "user")] * 3000
-    pair = {"prompt": GOOD["messages"][:1], "chosen": [*turns, {"role": "assistant", "content": "x"}],
-            "rejected": GOOD["messages"][1:]}
-    good = {"prompt": GOOD["messages"][:1], "chosen": GOOD["messages"][1:],
-            "rejected": [{"role": "assistant", "content": "b"}]}
-    found = build(_data(_write(tmp_path / "rows.jsonl", [good, pair]), tmp_path), READS["reward"], tokenizer, 0)
-    assert (len(found.train), found.report["dropped"]) == (1, {"more than 1024 answers in one conversation": 1})
-
-
 @pytest.mark.parametrize("content", ["y " * 300_000, "\u202e\x1b[2J", "<|im_end|>" * 2000, "\ud800"], ids=range(4))
 def test_contents_of_any_kind_are_trained_on(content, tokenizer, tmp_path):
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"a {content}"}]}

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.rewards import BadAnswer, checked_scores, part_scores
+from hybrid_rlhf.rewards import BadAnswer, part_scores
 from hybrid_rlhf.rewards.service import ServiceSource
 from tests.factories.judges import judge_server
 from tests.factories.rollouts import rollout
@@ -25,7 +25,7 @@ def service():
 def test_responses_go_out_in_batches_with_their_prompts_and_come_back_in_order(service):
     asked = [{"role": "user", "content": "q"}]
     made = rollout(("red", "blue cat", "sun", "a", ""), prompt=["p", "q", asked, "r", "s"], answer=[1, 2, 3, 4, 5])
-    assert checked_scores(service.source(batch_size=2), made).tolist() == [3, 8, 1, 1, 0]  # one message
+    assert part_scores(service.source(batch_size=2), made).tolist() == [3, 8, 1, 1, 0]  # one message
     assert service.asked == [{"prompts": ["p", "q"], "completions": ["red", "blue cat"]},
                              {"prompts": [asked, "r"], "completions": [[{"role": "assistant", "content": "sun"}], "a"]},
                              {"prompts": ["s"], "completions": [""]}]
@@ -40,19 +40,18 @@ def test_a_null_skips_and_no_responses_ask_nothing(service):
 
 def test_a_busy_service_is_asked_again_after_twice_the_wait_each_time(service):
     service.answers = [(503, ""), (429, ""), (200, {"scores": [1, 2, 3]})]
-    assert checked_scores(service.source(back_off=0.05), rollout()).tolist() == [1, 2, 3]
+    assert part_scores(service.source(back_off=0.05), rollout()).tolist() == [1, 2, 3]
     waits = [b - a for a, b in zip(service.times, service.times[1:], strict=False)]
     assert waits[0] >= 0.05 and waits[1] >= 0.1 and len(service.asked) == 3
 
 
-@pytest.mark.parametrize("tells_length", [0, 24])
 @pytest.mark.parametrize("torn", ["", '{"scores": [1, 2'])
-def test_a_service_that_closes_in_the_midst_of_its_answer_is_asked_again(service, torn, tells_length):
-    service.answers, service.tells_length = [(200, torn), (200, '{"scores": [1, 2, 3]}   ')], tells_length
-    assert checked_scores(service.source(), rollout()).tolist() == [1, 2, 3] and len(service.asked) == 2
+def test_a_service_that_closes_in_the_midst_of_its_answer_is_asked_again(service, torn):
+    service.answers, service.tells_length = [(200, torn), (200, '{"scores": [1, 2, 3]}   ')], 24
+    assert part_scores(service.source(), rollout()).tolist() == [1, 2, 3] and len(service.asked) == 2
     service.answers, service.asked[:] = [(200, torn)], []
     with pytest.raises(BadAnswer, match=r"after 2 tries, for 3 responses from response 0 on"):
-        checked_scores(service.source(retries=1), rollout())
+        part_scores(service.source(retries=1), rollout())
 
 
 @pytest.mark.parametrize("status, answer, message, requests", [
@@ -67,7 +66,7 @@ def test_a_service_that_closes_in_the_midst_of_its_answer_is_asked_again(service
 def test_what_cannot_be_trained_on_names_the_service_and_the_response(service, status, answer, message, requests):
     service.answers = [(status, answer)]
     with pytest.raises(BadAnswer, match=r"reward source service.*" + message) as caught:
-        checked_scores(service.source(retries=2, timeout=0.2 if callable(answer) else 10.0), rollout())
+        part_scores(service.source(retries=2, timeout=0.2 if callable(answer) else 10.0), rollout())
     assert isinstance(caught.value, UserError) and len(service.asked) == requests
 
 
@@ -76,7 +75,7 @@ def test_a_service_that_is_not_there_is_said():
     port = server.server_port
     server.server_close()
     with pytest.raises(BadAnswer, match=rf"http://127.0.0.1:{port}/score: .*refused.* after 2 tries"):
-        checked_scores(ServiceSource(f"http://127.0.0.1:{port}/score", retries=1, back_off=0.01), rollout())
+        part_scores(ServiceSource(f"http://127.0.0.1:{port}/score", retries=1, back_off=0.01), rollout())
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd"])

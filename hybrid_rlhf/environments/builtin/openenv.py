@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
@@ -15,6 +13,7 @@ from urllib.parse import urlsplit
 from hybrid_rlhf.core.errors import UserError, check
 from hybrid_rlhf.core.strict_json import loads, to_json
 from hybrid_rlhf.rewards import text_of
+from hybrid_rlhf.rewards.service import Status, post
 
 
 class _Refused(Exception):
@@ -80,7 +79,7 @@ class OpenEnv:
     def _asked(self, what: str, data: dict) -> object:
         """The server's answer to a reset or a step. Raises _Refused, or UserError for a server that does not answer."""
         try:
-            answer = loads(self._by_socket(what, data) if self.transport == "websocket" else self._by_post(what, data))
+            answer = self._by_socket(what, data) if self.transport == "websocket" else self._by_post(what, data)
         except (OSError, HTTPException, ValueError) as error:
             self._drop()
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -96,7 +95,7 @@ class OpenEnv:
         self._drop()
         raise self._failure(f"{message}; fix the server (or its bound on sessions)")
 
-    def _by_socket(self, what: str, data: dict) -> str:
+    def _by_socket(self, what: str, data: dict) -> object:
         import websocket
 
         was_open, deadline = self._socket is not None, time.monotonic() + self.timeout
@@ -125,28 +124,22 @@ class OpenEnv:
             raise ConnectionError(str(error)) from error
         if len(content) > self.max_bytes:
             raise ValueError(f"an answer of more than {self.max_bytes} bytes")
-        return content.decode()
+        return loads(content.decode())
 
     def _drop(self) -> None:
         if self._socket is not None:
             self._socket.close(timeout=0)
             self._socket = None
 
-    def _by_post(self, what: str, data: dict) -> str:
-        body = to_json(data if what == "reset" else {"action": data}).encode()
+    def _by_post(self, what: str, data: dict) -> object:
         address = "http" + self.url.removeprefix("ws") if self.url.startswith("ws") else self.url
-        request = urllib.request.Request(f"{address.rstrip('/')}/{what}", body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                text = answer.read(self.max_bytes + 1)
-        except urllib.error.HTTPError as error:
-            detail = " ".join(error.read(300).decode("utf-8", "replace").split())
+            return post(f"{address.rstrip('/')}/{what}", data if what == "reset" else {"action": data}, self.timeout,
+                        max_bytes=self.max_bytes)
+        except Status as error:
             if error.code == 422:
-                raise _Refused(detail) from None
-            raise ValueError(f"answered status {error.code} ({error.reason}) {detail}") from None
-        if len(text) > self.max_bytes:
-            raise ValueError(f"an answer of more than {self.max_bytes} bytes")
-        return text.decode()
+                raise _Refused(f"{error!s:.300}") from None
+            raise ValueError(str(error)) from None
 
     def _result(self, answer: object) -> tuple[str, bool, float | None]:
         """The observation's text, whether the episode is over, and the reward, None where the server gives none."""

@@ -5,30 +5,23 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from http.client import HTTPException
+from socket import gaierror
 from threading import Event
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from hybrid_rlhf.core import strict_json
 from hybrid_rlhf.core.config import check
-from hybrid_rlhf.core.function_worker import one_line
 from hybrid_rlhf.rewards.judge.asking import Arriving, Budget, Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
-from hybrid_rlhf.rewards.service import TRY_AGAIN, read_body
-from hybrid_rlhf.rewards.user_code import within
+from hybrid_rlhf.rewards.service import TRY_AGAIN, Status, Unanswered, post, retried
 
 T = TypeVar("T")
 
 OF_ONE_CHAT = (400, 413, 422)  # the fault of one request (too long?), perhaps not of the next
-MAX_BYTES = 4 << 20  # of an answer
-MAX_WAIT = 60.0  # seconds before a request is made again
+SHOWN = 200  # characters of a failure, after the key is masked: no part of it is left at the cut
 TOP_LOGPROBS = 20  # candidates of the first token that are requested: OpenAI's maximum
 PATH = "/chat/completions"
 
@@ -37,21 +30,13 @@ class _Wrong(Exception):  # noqa: N818 - never leaves this file
     """An answer that is not a chat completion; the message says why."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follow no redirect: the key goes to the configured address only."""
-
-    def redirect_request(self, *_: object, **__: object) -> None:
-        return None
-
-
 @dataclass
 class ApiBackend:
     """Replies of `model` at `url` (with or without /chat/completions at its end).
 
-    A request without an answer in `timeout` seconds, or with a status of TRY_AGAIN, is retried up to `retries` times
-    after back_off, 2 back_off, 4 back_off ... seconds, or after the server's Retry-After. What still fails is a Failure
-    of that chat alone, and a fatal one if every other request would fail too. key_env: the variable that holds the
-    key, which is read when this is made and never shown.
+    timeout, retries, back_off: of rewards/service.py's `post` and `retried`. What still fails is a Failure of that chat
+    alone, and a fatal one if every other request would fail too. key_env: the variable that holds the key, which is
+    read when this is made and never shown.
     """
 
     url: str
@@ -76,7 +61,6 @@ class ApiBackend:
         self._address = urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
         self.name = f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{path}"
         self.identity = ["url", self.name, self.model, self.options, self.temperature]
-        self._opener = urllib.request.build_opener(_NoRedirect)
         if self.key_env is not None:
             self._key = _key_of(self.key_env)
 
@@ -115,50 +99,38 @@ class ApiBackend:
 
     def _tried(self, chat: Chat, fields: dict[str, object], read: Callable[[dict[str, Any]], T],
                ended: Event) -> T | Failure:
-        failure, most = Failure("not asked, as others failed"), self._most_tokens(chat, fields)
-        for attempt in range(self.retries + 1):
+        most, not_asked = self._most_tokens(chat, fields), Failure("not asked, as others failed")
+
+        def ask() -> T | Failure:
             if ended.is_set():
-                break
-            wait = self.back_off * 2**attempt
+                return not_asked
             with self.budget.call(*most) as spent:
                 if spent is not None:
                     return spent
-                if ended.is_set():  # while it waited for the budget
-                    break
-                try:
-                    return within(self.timeout, lambda: read(self._choice(chat, fields)))
-                except urllib.error.HTTPError as error:
-                    failure, is_final, wait = self._refused(error, wait)
-                except (OSError, HTTPException) as error:  # refused, reset, unknown host, timeout, half an answer
-                    failure, is_final = Failure(self._clean(one_line(error)), is_fatal=_is_unreachable(error)), False
-                except _Wrong as error:
-                    failure, is_final = Failure(self._clean(str(error))), True
-                except Exception as error:  # not HTTP
-                    failure, is_final = Failure(f"{type(error).__name__}: {self._clean(one_line(error))}"), True
-            if is_final or attempt == self.retries:
-                break
-            time.sleep(min(wait, MAX_WAIT))
-        return failure
+                return not_asked if ended.is_set() else read(self._choice(chat, fields))
 
-    def _refused(self, error: urllib.error.HTTPError, wait: float) -> tuple[Failure, bool, float]:
-        """The failure of an HTTP status, whether it is final, and the seconds to wait if not."""
-        with error:
-            what = f"status {error.code} ({self._clean(str(error.reason))[:60]})"
-            if error.code in OF_ONE_CHAT:
-                what += self._clean(_error_message(error))[:152]  # masked before it is cut: no part of the key is left
-        if error.code in TRY_AGAIN:
-            return Failure(what), False, max(wait, _seconds(error.headers.get("Retry-After")))
-        cure = (f"set the variable that reward.judge.api_key_env names{' to another key' * bool(self._key)}"
-                if error.code in (401, 403) else "give another reward.judge.url or reward.judge.api_model")
-        return Failure(what, error.code not in OF_ONE_CHAT, cure), True, wait
+        try:
+            return retried(ask, self.retries, self.back_off)
+        except _Wrong as error:
+            return Failure(self._clean(str(error))[:SHOWN])
+        except Unanswered as error:
+            code = error.fault.code if isinstance(error.fault, Status) else None
+            cure = ("see to that" if code is None else
+                    f"set the variable that reward.judge.api_key_env names{' to another key' * bool(self._key)}"
+                    if code in (401, 403) else "give another reward.judge.url or reward.judge.api_model")
+            reason = getattr(error.fault, "reason", error.fault)
+            is_fatal = (isinstance(reason, (ConnectionRefusedError, gaierror)) if code is None else
+                        code not in (*TRY_AGAIN, *OF_ONE_CHAT))
+            return Failure(self._clean(str(error))[:SHOWN], is_fatal, cure)
 
     def _choice(self, chat: Chat, fields: dict[str, object]) -> dict[str, Any]:
         """The one choice of the answer to a chat; its tokens go to the budget."""
         body = {"model": self.model, "messages": chat, "temperature": self.temperature, **fields} | self.options
-        answer = self._post({name: value for name, value in body.items() if value is not None})
+        answer = post(self._address, {name: value for name, value in body.items() if value is not None}, self.timeout,
+                      {"Authorization": f"Bearer {self._key}"} if self._key else {})
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-            raise _Wrong(f"answered {self._clean(repr(answer))[:80]}, and no choices")
+            raise _Wrong(f"answered no choices: {answer!r}")
         if len(choices) != 1:
             raise _Wrong(f"answered {len(choices)} choices, and one was asked for")
         usage = answer.get("usage")
@@ -178,21 +150,8 @@ class ApiBackend:
         if not isinstance(text, str) and choice.get("finish_reason") == "length":
             raise _Wrong("answered nothing within reward.judge.max_new_tokens, which thoughts may have taken")
         if not isinstance(text, str):
-            raise _Wrong(f"answered a choice without text ({self._clean(repr(choice))[:80]})")
+            raise _Wrong(f"answered a choice without text: {choice!r}")
         return self._clean(text)
-
-    def _post(self, body: dict[str, object]) -> Any:
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {self._key}"} if self._key else {})
-        request = urllib.request.Request(self._address, strict_json.to_json(body).encode(), headers)
-        with self._opener.open(request, timeout=self.timeout) as answer:
-            text = read_body(answer, MAX_BYTES)
-        if len(text) > MAX_BYTES:
-            raise _Wrong(f"answered more than {MAX_BYTES >> 20} MiB")
-        try:
-            return strict_json.loads(text.decode("utf-8"))
-        except ValueError as error:
-            raise _Wrong(f"answered no JSON ({strict_json.why(error)})") from None
 
     def _clean(self, text: str) -> str:
         """The text with the key masked, in case the server echoes it."""
@@ -207,36 +166,6 @@ def _key_of(variable: str) -> str:
     check(key.isascii() and key.isprintable() and " " not in key,
           "the environment variable that reward.judge.api_key_env names holds no key; it must be one word of ASCII")
     return key
-
-
-def _is_unreachable(error: BaseException) -> bool:
-    """Whether no server listens at the address."""
-    reason = error.reason if isinstance(error, urllib.error.URLError) else error
-    return isinstance(reason, ConnectionRefusedError) or type(reason).__name__ == "gaierror"
-
-
-def _seconds(text: str | None) -> float:
-    """Of a Retry-After header that names seconds; 0 for none, or for a date."""
-    try:
-        seconds = float(text or 0)
-    except ValueError:
-        return 0.0
-    return seconds if math.isfinite(seconds) else 0.0
-
-
-def _error_message(error: urllib.error.HTTPError) -> str:
-    """The server's explanation of an error, on one line: OpenAI's error.message, or else the answer itself."""
-    try:
-        text = error.read(10_000).decode("utf-8", "replace")
-    except (OSError, HTTPException):
-        return ""
-    try:
-        fault = json.loads(text)["error"]
-        message = str(fault["message"] if isinstance(fault, dict) else fault)
-    except (ValueError, LookupError, TypeError, RecursionError):
-        message = text  # vLLM, Mistral and Google have other forms
-    words = "".join(letter if letter.isprintable() else " " for letter in message).split()
-    return f": {' '.join(words)}" if words else ""
 
 
 def _tokens(usage: object, name: str, content: object) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -167,7 +166,7 @@ class Asker:
         """The parsed reply to each question. Raises BadAnswer after a fatal failure, when all replies are in the
         cache."""
         keys = [key_of(self.backend.identity, self.max_new_tokens, self.seed, q.chat) for q in questions]
-        results = self._known(keys, lambda i, reply: questions[i].read(reply) if isinstance(reply, str) else None)
+        results = self._known(keys, lambda i, reply: questions[i].read(reply))
         waiting = {key: (questions[i], questions[i].chat) for i, key in enumerate(keys) if key not in results}
         for attempt in range(self.retries + 1):
             self.counts.again += len(waiting) * (attempt > 0)
@@ -177,7 +176,7 @@ class Asker:
     def probabilities(self, chats: Sequence[Chat], words: Sequence[Sequence[str]]) -> list[list[float] | Failure]:
         """For each chat the probability that the reply begins with each word. Raises BadAnswer as `verdicts`."""
         keys = [key_of(self.backend.identity, "choose", of, chat) for chat, of in zip(chats, words, strict=True)]
-        results = self._known(keys, lambda i, reply: _numbers(reply, len(words[i])))
+        results = self._known(keys, lambda _, reply: reply)
         for kind in dict.fromkeys(map(tuple, words)):
             asked = {key: chat for key, chat, of in zip(keys, chats, words, strict=True)
                      if key not in results and tuple(of) == kind}
@@ -198,12 +197,9 @@ class Asker:
         results = {}
         for i, key in enumerate(keys):
             reply = self.cache.get(key)
-            try:
-                value = None if reply is None else read(i, reply)
-            except Unreadable:  # the file was edited
-                value = None
-            if value is not None:
-                results[key] = value
+            with suppress(Unreadable):  # the file was edited
+                if reply is not None:
+                    results[key] = read(i, reply)
         self.counts.questions += len(set(keys))
         self.counts.cached += len(results)
         return results
@@ -255,14 +251,6 @@ def correction(chat: Chat, reply: str, what: str) -> Chat:
     return [*chat, {"role": "assistant", "content": answer}, {"role": "user", "content": again}]
 
 
-def _numbers(reply: object, count: int) -> list[float] | None:
-    """Cached probabilities, or None if they are not valid."""
-    if not isinstance(reply, list) or len(reply) != count:
-        return None
-    is_fine = all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in reply) and sum(reply) > 0
-    return reply if is_fine else None
-
-
 def key_of(*content: object) -> str:
     """The cache key of a question: another model, rubric, template or response gives another key."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:40]
@@ -275,7 +263,6 @@ class AnswerCache:
     def __init__(self, folder: str | None = None) -> None:
         self._known: OrderedDict[str, object] = OrderedDict()
         self._file: Path | None = None
-        self.num_unreadable = 0
         if folder is None:
             return
         self._file = Path(folder) / "judge.jsonl"
@@ -297,28 +284,22 @@ class AnswerCache:
                 self._known.popitem(last=False)
             return
         line = to_json({"key": key, "reply": reply}) + "\n"
-        handle = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(handle, line.encode())  # one write: lines of several processes do not mix
-        except OSError as error:
-            raise UserError(f"reward.judge.cache: {self._file} cannot be written ({error.strerror}); make room, or "
-                            "give another folder") from error
-        finally:
-            os.close(handle)
+        with open(self._file, "ab", 0, opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(line.encode())  # one write: lines of several processes do not mix
 
     def _read(self, path: Path) -> None:
         if not path.exists():
             return
-        text = path.read_bytes()
+        text, num_unreadable = path.read_bytes(), 0
         for line in text.splitlines():
             try:
                 row = json.loads(line)
                 self._known[row["key"]] = row["reply"]
-            except (ValueError, KeyError, TypeError):
-                self.num_unreadable += 1  # the last one of a process that was killed, or someone's edit
+            except ValueError:
+                num_unreadable += 1  # the last one of a process that was killed
         if text and not text.endswith(b"\n"):
             with open(path, "ab") as file:
                 file.write(b"\n")
-        if self.num_unreadable and is_main():
-            print(f"reward.judge.cache: {self.num_unreadable} lines of {path} cannot be read and are asked anew",
+        if num_unreadable and is_main():
+            print(f"reward.judge.cache: {num_unreadable} lines of {path} cannot be read and are asked anew",
                   file=sys.stderr)

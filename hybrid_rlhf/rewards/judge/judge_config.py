@@ -42,7 +42,7 @@ class JudgeConfig:
         load_in_4bit: Whether model's weights are kept in 4 bits (needs bitsandbytes).
         batch_size: Replies that model writes at once.
         concurrency: Requests to url at a time.
-        timeout: Seconds that one request to url may take.
+        timeout: Seconds that url may be silent during a request.
         http_retries: How often a request to url that is refused, or answered "too busy", is retried, each time after
             twice the wait.
         max_calls: Most questions that one process asks in a run, repeated ones counted; null: no bound.

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.config import UserError, as_part, check, nearest
 from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.options import check_values, one_of
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, PROBABILITY, JudgeConfig
 from hybrid_rlhf.rollout.episode_record import readable
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
 Chat = list[dict[str, str]]
 FOLDER = Path(__file__).parent / "templates"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_PARTS = ("[system]", "[user]")
 YES_NO, SCALE = "yes_no", "0-10"
-KINDS = (YES_NO, SCALE)
 MAX_ITEMS = 32
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")  # a key of the reply and part of a metric's name
 _TAKEN = ("reason", "better")  # keys of replies beside items
@@ -43,8 +42,17 @@ class Item:
 
     name: str
     question: str
-    kind: str = YES_NO
+    kind: str = one_of(YES_NO, (YES_NO, SCALE))
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "question", " ".join(self.question.split()))
+        check(_NAME.fullmatch(self.name) and self.name not in _TAKEN, f"name is {self.name!r:.60}; it must be one word "
+              f"of letters, digits and _, and not {' or '.join(_TAKEN)}")
+        check(self.question, "question is empty; it must be text")
+        check_values(self, "")
+        check(0 <= self.weight < math.inf, f"weight is {self.weight:g}; it must be 0 or positive (ask the question so "
+                                           "that yes, or 10, is good)")
 
 
 @dataclass(frozen=True)
@@ -69,54 +77,27 @@ def read_rubric(source: Mapping | str | None) -> Rubric:
     where = f"reward.judge.rubric {path}" if source else "the general rubric"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{where} does not exist; give a YAML file with items, or the items themselves") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{where} cannot be read ({error}); give another file") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{where} is not valid YAML ({_fault(error)}); fix it (a text with ? or : in it needs "
-                        "quotes)") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{where} cannot be read ({' '.join(str(error).split())[:200]}); give a YAML file with items "
+                        "(a text with ? or : in it needs quotes)") from error
     check(isinstance(content, Mapping), f"{where}: a mapping with items is needed, found {type(content).__name__}")
     return _rubric(content, where)
-
-
-def _fault(error: Exception) -> str:
-    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
-    return f"line {mark.line + 1}: {problem}" if problem and mark else " ".join(str(error).split())[:100]
 
 
 def _rubric(content: Mapping[Any, Any], where: str) -> Rubric:
     for key in content:
         check(key in ("items", "instructions"), f"{where}: there is no {key}{nearest(str(key), ['items'])}; a rubric "
                                                 "has items and instructions")
-    rows, text = content.get("items"), content.get("instructions") or ""
-    check(isinstance(text, str), f"{where}: instructions is {type(text).__name__}; it must be text")
+    rows = content.get("items")
     check(isinstance(rows, list) and 1 <= len(rows) <= MAX_ITEMS,
           f"{where}: items must be a list of 1 to {MAX_ITEMS}, such as {{name: correct, question: Is it correct?}}")
-    items = tuple(_item(row, f"{where}: item {number}") for number, row in enumerate(rows or (), 1))
+    items = tuple(as_part(Item, row, f"{where}: item {number}") for number, row in enumerate(rows or (), 1))
     names = [item.name for item in items]
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     check(twice is None, f"{where}: two items are called {twice}; rename one")
     check(sum(item.weight for item in items) > 0, f"{where}: the weights of its items sum to nothing, so no answer "
                                                   "could score; give one of them a positive weight")
-    return Rubric(items, text.strip())
-
-
-def _item(row: Any, where: str) -> Item:
-    check(isinstance(row, Mapping), f"{where} is {row!r:.60}; it must have name and question")
-    for key in row:
-        known = ("name", "question", "kind", "weight")
-        check(key in known, f"{where}: there is no {key}{nearest(str(key), known)}; there are {', '.join(known)}")
-    name, question, kind, weight = (row.get("name"), row.get("question"), row.get("kind", YES_NO),
-                                    row.get("weight", 1.0))
-    check(isinstance(name, str) and _NAME.fullmatch(name) and name not in _TAKEN,
-          f"{where}: name is {name!r:.60}; it must be one word of letters, digits and _, and not {' or '.join(_TAKEN)}")
-    check(isinstance(question, str) and question.strip(), f"{where}: question is {question!r:.60}; it must be text")
-    check(kind in KINDS, f"{where}: kind is {kind!r:.60}; choose {' or '.join(KINDS)}")
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    check(is_number and 0 <= weight < math.inf, f"{where}: weight is {weight!r:.60}; it must be 0 or positive (ask "
-                                                "the question so that yes, or 10, is good)")
-    return Item(name, " ".join(question.split()), kind, float(weight))
+    return Rubric(items, str(content.get("instructions") or "").strip())
 
 
 # -- the prompt --------------------------------------------------------------------------------------------------------
@@ -139,7 +120,7 @@ class Prompter:
         named = [{"letter": LETTERS[i], "text": text} for i, text in enumerate(texts[1:])]
         values = {"instructions": self.rubric.instructions, "items": list(items or self.rubric.items),
                   "prompt": texts[0], "responses": named, "tag": tag_for(texts), "is_probability": self.is_probability}
-        return [{"role": part[1:-1], "content": self._rendered(text, values)} for part, text in self._parts()]
+        return [{"role": role, "content": self._rendered(text, values)} for role, text in self._parts()]
 
     def check(self) -> None:
         """UserError for a template that cannot be rendered, or that does not show prompt and response."""
@@ -150,19 +131,13 @@ class Prompter:
 
     def _parts(self) -> list[tuple[str, str]]:
         """The template's parts, split before it is filled: [user] in a response does not start a part."""
-        parts: list[tuple[str, list[str]]] = []
-        for line in self.template.splitlines(keepends=True):
-            if line.strip() in _PARTS:
-                parts.append((line.strip(), []))
-            elif parts:
-                parts[-1][1].append(line)
-            else:
-                check(not line.strip(), f"{self.source} begins with {line.strip()[:40]!r}; it must begin with the line "
-                                        "[system] or [user]")
-        check([name for name, _ in parts] in (list(_PARTS), ["[user]"]),
-              f"{self.source} has the parts {' '.join(name for name, _ in parts) or 'none'}; it must have [user], and "
-              "may have [system] before it")
-        return [(name, "".join(lines)) for name, lines in parts]
+        before, *parts = re.split(r"(?m)^[^\S\n]*\[(system|user)\][^\S\n]*$", self.template)
+        check(not before.strip(), f"{self.source} begins with {before.strip()[:40]!r}; it must begin with the line "
+                                  "[system] or [user]")
+        check(parts[::2] in (["system", "user"], ["user"]),
+              f"{self.source} has the parts {' '.join(parts[::2]) or 'none'}; it must have [user], and may have "
+              "[system] before it")
+        return list(zip(parts[::2], parts[1::2], strict=True))
 
     def _rendered(self, text: str, values: dict[str, Any]) -> str:
         from jinja2 import TemplateError
@@ -211,13 +186,6 @@ def shown(text: Text) -> str:
 
 
 def tag_for(texts: Sequence[str]) -> str:
-    """A word that none of the texts contains, derived from their hash: their authors cannot have written it, and equal
-    questions have equal tags."""
-    start = hashlib.sha256("\0".join(texts).encode("utf-8", "backslashreplace"))
-    for number in range(2**16):
-        mixed = start.copy()
-        mixed.update(str(number).encode())
-        tag = f"text-{mixed.hexdigest()[:8]}"
-        if not any(tag in text for text in texts):
-            return tag
-    raise RuntimeError("no word is free")  # of 2^16 random ones
+    """A word from the texts' hash, which their authors cannot have written; equal questions have equal tags."""
+    content = "\0".join(texts) + "0"
+    return f"text-{hashlib.sha256(content.encode('utf-8', 'backslashreplace')).hexdigest()[:8]}"

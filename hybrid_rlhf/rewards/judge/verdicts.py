@@ -7,12 +7,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from hybrid_rlhf.models.thoughts import MARKERS
 from hybrid_rlhf.rewards.judge.judge_prompts import YES_NO, Rubric
 
-MAX_READ = 100_000  # characters of a reply
 _WORDS = {"yes": 1.0, "no": 0.0}
 _BETTER = {"A": 1.0, "B": 0.0, "tie": 0.5}
 
@@ -108,13 +107,13 @@ def _object(reply: str) -> tuple[dict[str, Any], str]:
     answer = without_thoughts(reply)
     if reply.strip() and not answer.strip():
         raise Unreadable("it ends in its thoughts, before a verdict")
-    text = re.sub(r"```(?:json)?\s*$", "", answer[:MAX_READ].rstrip()).rstrip()
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
+    text = re.sub(r"```(?:json)?\s*$", "", answer.rstrip()).rstrip()
+    decoder = json.JSONDecoder(object_pairs_hook=_without_repeats)
     verdict, start, end, place = None, 0, 0, text.find("{")
     while place >= 0:
         try:
             value, after = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
+        except ValueError:
             place = text.find("{", place + 1)
             continue
         verdict, start, end = value, place, after
@@ -128,10 +127,6 @@ def _object(reply: str) -> tuple[dict[str, Any], str]:
     if not isinstance(reason, str):
         raise Unreadable(f'"reason" is {_shown(reason)}; it must be text')
     return verdict, " ".join(part for part in (before, reason.strip()) if part)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

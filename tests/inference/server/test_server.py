@@ -16,7 +16,7 @@ from hybrid_rlhf.inference.response_text import AnswerText
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server import serve
 from hybrid_rlhf.inference.server.served_model import Limits
-from hybrid_rlhf.rewards import checked_scores
+from hybrid_rlhf.rewards import part_scores
 from hybrid_rlhf.rewards.judge.api_backend import ApiBackend
 from hybrid_rlhf.rewards.judge.asking import Budget, Failure
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
@@ -136,7 +136,7 @@ def test_scores_are_those_of_transformers_and_of_the_reward_service_client(serve
              for q, a in (("p", "red"), ("What?", "blue cat"), ("What?", "a longer answer than these"))]
     with torch.no_grad():
         want = [float(model(tokenizer(t, return_tensors="pt")["input_ids"]).logits) for t in texts]
-    assert checked_scores(ServiceSource(f"{served.url}/score"), made).tolist() == pytest.approx(want, abs=1e-5)
+    assert part_scores(ServiceSource(f"{served.url}/score"), made).tolist() == pytest.approx(want, abs=1e-5)
 
 
 def test_many_scores_come_back_in_order_beside_answers(served):
