@@ -16,9 +16,9 @@ from pathlib import Path, PurePath
 from hybrid_rlhf import trl_words
 from hybrid_rlhf.api_inputs import Rows, dotted, environments_of, rewards_of, rows_of, words
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
-from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.memory import bound_product_caches, grow_segments
+from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.startup import quiet_libraries
 from hybrid_rlhf.training import unread_options
 from hybrid_rlhf.training.registry import STAGES

@@ -33,11 +33,8 @@ class Rows:
         path = Path(self.path(output_dir))
         check_inside(Path(output_dir), (TRACKERS,))
         if not path.exists():
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(path, self.text)
-            except OSError as error:
-                raise UserError(f"cannot write {path}: {error.strerror}; give another output_dir") from error
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, self.text)
 
 
 def rows_of(data: object, name: str = "train_dataset") -> Rows | str | list | dict | None:

@@ -14,8 +14,8 @@ from torch import nn
 from hybrid_rlhf.core.accelerator import keep_within_card
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import device
-from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.memory import explained
+from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_prompt
 from hybrid_rlhf.data.messages import clean, with_tools

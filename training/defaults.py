@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.algorithms.preference import LOSSES
+from hybrid_rlhf.core.accelerator import bf16_line, bf16_unit
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import device, world_size
 from hybrid_rlhf.core.options import value_of, with_value
-from hybrid_rlhf.core.processor import bf16_line, bf16_unit
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig

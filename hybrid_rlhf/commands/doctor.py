@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from hybrid_rlhf.core import nvidia
+from hybrid_rlhf.core import accelerator
+from hybrid_rlhf.core.accelerator import bf16_line, bf16_unit
 from hybrid_rlhf.core.compat import TESTED, newer_than_tested
 from hybrid_rlhf.core.config import command_flags, parse_command
-from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.memory import is_wsl
-from hybrid_rlhf.core.processor import bf16_line, bf16_unit
+from hybrid_rlhf.core.options import expanded
 
 MISSING = 3  # exit code: something that every run needs is missing
 FEW_GIB = {"memory": 4, "disk": 10}  # below these a line is a warning: the demo runs, a 1B model does not
@@ -133,9 +133,9 @@ def _device() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         card = torch.device("cuda", index)
-        capability = nvidia.capability(card)
-        lacking = nvidia.lacks_kernels(card)
-        has_bf16 = capability is None or capability >= nvidia.AMPERE
+        capability = accelerator.capability(card)
+        lacking = accelerator.lacks_kernels(card)
+        has_bf16 = capability is None or capability >= accelerator.AMPERE
         yield Finding(f"GPU {index}", "missing" if lacking else "ok" if has_bf16 else "warning",
                       f"{torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free"
                       + (f", capability {capability[0]}.{capability[1]}" if capability else "")

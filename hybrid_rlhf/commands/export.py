@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
-from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.own_files import replacing
 
 if TYPE_CHECKING:
@@ -188,7 +188,8 @@ def _modelfile(folder: Path, weights: str) -> Path:
     ends = tokenizer.convert_ids_to_tokens(turn_ends(tokenizer))
     text = ollama.modelfile(f"./{weights}", turns, list(dict.fromkeys([tokenizer.eos_token, *ends])),
                             {"num_ctx": min(4096, settings["max_position_embeddings"])})
-    return ollama.write_modelfile(folder, text)
+    (folder / "Modelfile").write_text(text, encoding="utf-8")
+    return folder / "Modelfile"
 
 
 def push(folder: Path, name: str, *, is_public: bool) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, in_line, nearest, parse_command
-from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.options import expanded
 
 
 class Goal(NamedTuple):
@@ -153,7 +153,7 @@ def settings_text(answers: dict[str, str]) -> str:
 
 
 def _model(answers: dict[str, str]) -> list[str]:
-    from hybrid_rlhf.memory_plan.presets import card
+    from hybrid_rlhf.memory_plan.presets import WHY, card
 
     row = card(answers["card"])
     lines = [f"model:  # {of_card(answers['card'])}",
@@ -162,7 +162,7 @@ def _model(answers: dict[str, str]) -> list[str]:
     for option, value in row.settings.items():
         section, _, name = option.partition(".")
         shown = f"lora: {{r: {value}}}" if name == "lora.r" else f"{name}: {str(value).lower()}"
-        sections[section].append(f"  {shown}  # {row.why[option]}")
+        sections[section].append(f"  {shown}  # {WHY[option]}")
     return [*sections["model"], *sections["engine"]]
 
 
@@ -223,7 +223,6 @@ def _sampled(method: str, roles: tuple[str, ...], indent: str = "  ") -> list[st
 
 
 def _sections(stage: str) -> list[str]:
-    """The stage's own sections."""
     if stage == "all":
         return ["stages:", "  sft:", *_schedule("sft", "    "), "  reward:", *_schedule("reward", "    "), "  ppo:",
                 *_sampled("ppo", ("actor", "critic"), "    ")]

@@ -29,7 +29,7 @@ from hybrid_rlhf.commands.qualify_speed import speed, steps
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.accelerator import why_no_card
 from hybrid_rlhf.core.config import check, command_flags, parse_command
-from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.startup import quiet_libraries
 from hybrid_rlhf.memory_plan import calibration
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf import kernels
 from hybrid_rlhf.commands.qualify_page import NO_TIME, Row, State, Task, first_line
-from hybrid_rlhf.core import nvidia
+from hybrid_rlhf.core import accelerator
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.kernels import reference
@@ -53,8 +53,8 @@ def equality(task: Task) -> Iterator[Row]:
     ops = kernels.ops_for(task.device.type)
     if task.device.type == "cuda" and ops.name.startswith("reference ("):
         yield task.row("kernels", State.NOTE, f"the card's own kernels cannot be used: {ops.name}")
-    capability = nvidia.capability(task.device)
-    has_bf16 = capability is None or capability >= nvidia.AMPERE
+    capability = accelerator.capability(task.device)
+    has_bf16 = capability is None or capability >= accelerator.AMPERE
     dtypes = {name: dtype for name, dtype in DTYPES.items() if has_bf16 or name != "bf16"}
     checks: dict[str, Callable[[], Result]] = {
         **{f"attention, {name}": partial(_attention, task, ops, dtype) for name, dtype in dtypes.items()},
@@ -231,7 +231,7 @@ def _by_transformers(model: nn.Module, prompt: list[int], length: int, device: t
 @torch.no_grad()
 def _drift(task: Task, is_quantised: bool) -> Result:
     """Compare the sampler's log-probabilities of its tokens with those of the training forward, in 16 bits."""
-    automatic = nvidia.automatic_dtype(task.device)
+    automatic = accelerator.automatic_dtype(task.device)
     dtype = torch.bfloat16 if automatic == torch.float32 else automatic
     shape = _shape(task, "Llama") | {"initializer_range": 0.04}  # an entropy as of a trained model
     model = random_model("llama", shape, 0, dtype).to(task.device).eval()

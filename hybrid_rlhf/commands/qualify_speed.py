@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from hybrid_rlhf.commands.qualify_numbers import MEAN_DRIFT
 from hybrid_rlhf.commands.qualify_page import NO_TIME, Row, State, Task, first_line
-from hybrid_rlhf.core import nvidia, own_files
+from hybrid_rlhf.core import accelerator, own_files
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
@@ -96,7 +96,7 @@ CASES = {"grpo-qlora": Case("grpo", True, 2.5, 8), "ppo-qlora": Case("ppo", True
 
 
 def speed(task: Task) -> Iterator[Row]:
-    dtype = nvidia.automatic_dtype(task.device)
+    dtype = accelerator.automatic_dtype(task.device)
     rates = None
     if task.device.type != "cpu":
         rates = card_rates(task.device, dtype, is_dry=task.is_dry)
@@ -277,7 +277,7 @@ def make_inputs(task: Task, name: str, sizes: Sizes) -> Path:
         ids = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
         on_card = task.device.type == "cuda" and not task.is_dry  # drawing 1e9 numbers takes a CPU a minute
         with torch.device(task.device if on_card else "cpu"):
-            model = random_model(kind, shape | ids, 0, nvidia.automatic_dtype(task.device))
+            model = random_model(kind, shape | ids, 0, accelerator.automatic_dtype(task.device))
         with own_files.fresh_folder(task.folder) as fresh:
             model.save_pretrained(fresh)
             tokenizer.save_pretrained(fresh)
@@ -340,7 +340,6 @@ def _launched(task: Task, words: list[str]) -> str:
 
 
 def _plan_of(words: list[str]) -> Plan:
-    """The plan of --plan for this command line."""
     from hybrid_rlhf.cli import read_settings
 
     config, _ = read_settings(words[1], words[2:])

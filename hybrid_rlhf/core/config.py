@@ -18,8 +18,17 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from hybrid_rlhf.core.errors import UserError, check, nearest
-from hybrid_rlhf.core.given_paths import expanded, with_homes
-from hybrid_rlhf.core.options import holds_null, in_words, kinds_of, none_is_null, of_list, of_mapping, type_of
+from hybrid_rlhf.core.options import (
+    expanded,
+    holds_null,
+    in_words,
+    kinds_of,
+    none_is_null,
+    of_list,
+    of_mapping,
+    type_of,
+    with_homes,
+)
 
 _SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
              "check_signal": "Print whether there is anything to learn from: the scores of several responses to "
@@ -399,7 +408,6 @@ def _check_keys(mapping: dict, name: str) -> None:
 
 
 def _shown(value: object) -> str:
-    """A value in a message."""
     return in_words(type(value)) if value is None or isinstance(value, (list, dict)) else (
         str(value).lower() if isinstance(value, bool) else repr(value)[:60])
 

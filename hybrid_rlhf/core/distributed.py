@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybrid_rlhf.core.nvidia import check_kernels
+from hybrid_rlhf.core.accelerator import check_kernels, device
 
 # Timeout of collectives: the first process may tokenise, or wait for a judge, for hours, where NCCL would end the run
 # after ten minutes. The thread of core/failure.py notices processes that have died, failed or fallen silent.
@@ -51,13 +51,6 @@ def stand_in_for_main() -> None:
     """Make this process the main one from now on: rank 0 has died, and another process must report that."""
     global _main
     _main = rank()
-
-
-def device() -> torch.device:
-    """The accelerator of this process, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    return torch.device("cpu")
 
 
 def init_process_group() -> None:

@@ -108,7 +108,8 @@ def text_of(value: object, max_chars: int) -> str:
         return str.__str__(value)[:max_chars + 1]
     try:
         if isinstance(value, list) and value and all(map(_is_block, value)):
-            return "".join(map(_text_of_block, value))[:max_chars + 1]
+            return "".join(part["text"] if part["type"] == "text" else "(an image, which is not shown)"
+                           for part in value)[:max_chars + 1]
         plain = value if isinstance(value, (list, tuple, dict)) else as_json_value(value)
         return (plain if isinstance(plain, str) else _json(plain, max_chars))[:max_chars + 1]
     except Exception as error:  # of a user's class
@@ -120,10 +121,6 @@ def _is_block(part: object) -> bool:
     if not isinstance(part, dict):
         return False
     return part.get("type") == "image" or (part.get("type") == "text" and isinstance(part.get("text"), str))
-
-
-def _text_of_block(part: dict) -> str:
-    return part["text"] if part["type"] == "text" else "(an image, which is not shown)"
 
 
 def _json(value: object, max_chars: int) -> str:

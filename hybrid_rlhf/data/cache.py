@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.own_files import fresh_folder, put
 
 Tables = tuple[Sequence[dict], Sequence[dict], dict]  # train, held-out, counts

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.data.messages import is_untrained
 from hybrid_rlhf.data.turns import (
     BREAK,

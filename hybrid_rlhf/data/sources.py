@@ -14,8 +14,8 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, as_part, check, nearest
-from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
+from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.data import demo
 from hybrid_rlhf.data.files import MAX_START, PARSERS, kind_of, read_file, read_start
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 ROLES = ("system", "user", "assistant")
 
@@ -120,9 +119,3 @@ def modelfile(weights: str, turns: Turns | None, stops: list[str], settings: dic
 
 def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-
-
-def write_modelfile(folder: str | Path, text: str) -> Path:
-    path = Path(folder) / "Modelfile"
-    path.write_text(text, encoding="utf-8")
-    return path

@@ -19,8 +19,8 @@ from types import ModuleType
 
 import torch
 
-from hybrid_rlhf.core import processor
-from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core import accelerator
+from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.own_files import remove_folder, take_lock, write_file
 from hybrid_rlhf.kernels.ops import KernelsUnavailableError
 
@@ -103,7 +103,7 @@ def _removed_if_broken(folder: Path) -> Iterator[None]:
 
 def _fingerprint(files: Sequence[Path]) -> str:
     """A hash of all that the compiled code depends on (-march=native: of the processor's flags too), 16 hex digits."""
-    parts = [" ".join(FLAGS), torch.__version__, sys.implementation.cache_tag, platform.machine(), processor.flags()]
+    parts = [" ".join(FLAGS), torch.__version__, sys.implementation.cache_tag, platform.machine(), accelerator.flags()]
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

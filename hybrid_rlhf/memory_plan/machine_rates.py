@@ -81,7 +81,6 @@ def _products(product: Callable, dtype: torch.dtype, start: float, num_weights: 
 
 @torch.no_grad()
 def _product_start(product: Callable, dtype: torch.dtype) -> float:
-    """Seconds that the smallest product takes."""
     weight, x = torch.randn(64, 64).to(dtype), torch.randn(8, 64).to(dtype)
     return _seconds(lambda: product(x, weight, None))
 
@@ -125,7 +124,6 @@ def _decode_attention(ops: Ops, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def _draws(ops: Ops, dtype: torch.dtype) -> float:
-    """Logits per second of sampling."""
     logits, streams = torch.randn(8, VOCAB).to(dtype), torch.arange(8)
     return logits.numel() / _seconds(lambda: ops.sample(logits, streams, streams))
 

@@ -11,32 +11,31 @@ from hybrid_rlhf.core.config import check, nearest
 class Card:
     """gib: memory of the device; None: the CPU, whose memory is not stated. fits: the largest shape of the Qwen2.5
     family whose PPO step (four roles on one base, 8 x (512 + 512) tokens) fits by --plan. settings: options that every
-    stage has, with their values. why: for the comments of a file that init writes.
+    stage has, with their values.
     """
 
     gib: int | None
     fits: str
     settings: dict[str, object] = field(default_factory=dict)
-    why: dict[str, str] = field(default_factory=dict)
 
 
 _ADAPTERS = {"model.lora.r": 16}
 _RECOMPUTED = _ADAPTERS | {"model.gradient_checkpointing": True}
 _QUANTISED = _RECOMPUTED | {"model.load_in_4bit": True}
-_WHY = {
+WHY = {  # for the comments of a file that init writes
     "model.lora.r": "adapters of this rank are trained and the base is frozen; 0 trains all weights and takes far more",
     "model.load_in_4bit": "the frozen base in 4 bits (NF4)",
     "model.gradient_checkpointing": "activations are computed again instead of kept: less memory, one more forward",
     "engine.micro_batch_tokens": "tokens of one forward and backward; changes no gradient, only memory and speed",
 }
 CARDS = {
-    "cpu": Card(None, "", _ADAPTERS | {"engine.micro_batch_tokens": 1024}, _WHY),
-    "8gb": Card(8, "3B", _QUANTISED | {"engine.micro_batch_tokens": 1024}, _WHY),
-    "12gb": Card(12, "7B", _QUANTISED | {"engine.micro_batch_tokens": 2048}, _WHY),
-    "16gb": Card(16, "7B", _QUANTISED | {"engine.micro_batch_tokens": 2048}, _WHY),
-    "24gb": Card(24, "14B", _QUANTISED | {"engine.micro_batch_tokens": 8192}, _WHY),
-    "48gb": Card(48, "14B", _RECOMPUTED | {"engine.micro_batch_tokens": 8192}, _WHY),
-    "80gb": Card(80, "32B", _RECOMPUTED | {"engine.micro_batch_tokens": 4096}, _WHY),
+    "cpu": Card(None, "", _ADAPTERS | {"engine.micro_batch_tokens": 1024}),
+    "8gb": Card(8, "3B", _QUANTISED | {"engine.micro_batch_tokens": 1024}),
+    "12gb": Card(12, "7B", _QUANTISED | {"engine.micro_batch_tokens": 2048}),
+    "16gb": Card(16, "7B", _QUANTISED | {"engine.micro_batch_tokens": 2048}),
+    "24gb": Card(24, "14B", _QUANTISED | {"engine.micro_batch_tokens": 8192}),
+    "48gb": Card(48, "14B", _RECOMPUTED | {"engine.micro_batch_tokens": 8192}),
+    "80gb": Card(80, "32B", _RECOMPUTED | {"engine.micro_batch_tokens": 4096}),
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hybrid_rlhf.core import hub, nvidia
+from hybrid_rlhf.core import accelerator, hub
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
@@ -109,8 +109,8 @@ def _compiles(pattern: str) -> bool:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The torch dtype that `model.dtype` means on `device`."""
     if name == "auto":
-        return nvidia.automatic_dtype(device)
-    nvidia.warn_of_emulation(DTYPES[name], device)
+        return accelerator.automatic_dtype(device)
+    accelerator.warn_of_emulation(DTYPES[name], device)
     return DTYPES[name]
 
 
@@ -256,7 +256,7 @@ def _load(auto_class: str | None, config: ModelConfig, device: torch.device, is_
         empty = _empty(auto_class, config, settings, **extra)
         folder_files.check_fits(path, sum(p.numel() for p in empty.parameters()), weights.sizes(path))
         extra["adapter_kwargs"] = {"subfolder": "none"}  # keeps transformers from loading an adapter beside it
-    nvidia.check_kernels(device)
+    accelerator.check_kernels(device)
     extra |= named_attention(config, settings)
     in_parts, reading = in_parts and world_size() > 1, nullcontext()
     dtype = resolve_dtype(config.dtype, device)

@@ -169,9 +169,10 @@ class CellProgress:
         more = len(self._notes) - NUM_NOTES
         notes = [*([("", f"({more} earlier lines are left out)")] if more > 0 else []), *self._notes[-NUM_NOTES:]]
         is_over = self._is_over.is_set()
-        figures = [] if is_over else list(filter(None, (time_shares(self._values), memory_by_role(self._values))))
+        figures = [] if is_over else [(_FAINT, text) for text in (
+            time_shares(self._values), memory_by_role(self._values)) if text]
         name = "" if is_over else f"{self.stage} "
-        return (f"<div>{self._bar()}{self._table(rows)}{_lines(lines)}{_faint(figures)}{_notes(notes)}</div>",
+        return (f"<div>{self._bar()}{self._table(rows)}{_lines(lines)}{_notes(figures)}{_notes(notes)}</div>",
                 "\n".join([name + self._status(), *self._text_rows(rows), *(text for _, text in notes)]))
 
     def _status(self) -> str:
@@ -254,10 +255,6 @@ def _safe(text: str) -> str:
 def _lines(lines: Sequence[str]) -> str:
     style = "margin:.5em 0;font:.9em monospace;white-space:pre;overflow-x:auto"
     return f'<pre style="{style}">{_safe(chr(10).join(lines))}</pre>' if lines else ""
-
-
-def _faint(lines: Sequence[str]) -> str:
-    return "".join(f'<div style="{_FAINT}">{_safe(line)}</div>' for line in lines)
 
 
 def _notes(notes: Sequence[tuple[str, str]]) -> str:

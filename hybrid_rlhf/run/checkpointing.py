@@ -87,7 +87,6 @@ class Saver:
         return self.folder / names[-1] if names else None
 
     def _names(self) -> list[str]:
-        """Names of the existing checkpoints, oldest first."""
         return [path.name for path in checkpoint.steps(self.folder)]
 
     def save_undone(self, done: int, reporter: Reporter) -> None:

@@ -125,7 +125,6 @@ def what_is_where(record: RunRecord) -> list[str]:
 
 
 def _again(record: RunRecord, saved: Path | None) -> str:
-    """The command that resumes the run."""
     begins = "" if saved else " (it begins again: there is no checkpoint)"
     if record.command.startswith(FROM_PYTHON) or not record.command:
         never = record.config.get("resume") == "never"

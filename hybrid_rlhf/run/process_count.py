@@ -158,9 +158,6 @@ def joined(saved: list, name: str) -> object:
             return {PROCESSES: saved}
         if name.endswith(_LIMITS):
             return _smallest(saved)
-        if "optimizer" in first:
-            raise Unlike(f"the checkpoint's {name} was saved by an earlier release, which did not write down how its "
-                         "processes share it")
         if all(isinstance(each, Mapping) and each.keys() == first.keys() for each in saved):
             return {key: joined([each[key] for each in saved], f"{name}.{key}") for key in first}
     elif isinstance(first, list):

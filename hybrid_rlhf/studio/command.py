@@ -17,7 +17,7 @@ from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.errors import exit_code
-from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.options import expanded
 
 
 def parser() -> argparse.ArgumentParser:

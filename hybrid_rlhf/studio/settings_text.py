@@ -9,6 +9,7 @@ from typing import Any
 
 from hybrid_rlhf.commands.init import comment, of_card
 from hybrid_rlhf.core.config import check, in_line, to_yaml
+from hybrid_rlhf.memory_plan.presets import WHY
 from hybrid_rlhf.memory_plan.presets import card as card_of
 from hybrid_rlhf.training.registry import STAGES, By, Rate
 
@@ -88,7 +89,7 @@ def settings_text(stage: str, settings: Mapping[str, object], defaults: Mapping[
                      if not any(f"{name}.".startswith(f"{option}.") for option in settings)]
     written = {}
     for name in sorted([*settings, *worth_knowing], key=_place):
-        last, note = name.rpartition(".")[2], (card_of(card).why.get(name) if card else None) or comment(stage, name)
+        last, note = name.rpartition(".")[2], (WHY.get(name) if card else None) or comment(stage, name)
         written[name] = _line(last, settings[name], note if _fits(name, settings[name]) else "") if (
             name in settings) else _comment(last, defaults.get(name), note, by_table(stage, name))
     return "\n".join([*lines, *_written(nested(written), "", {"model": of_card(card)} if card else {}), ""])

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.errors import exit_code
-from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.hub import is_loopback
+from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.inference.named_models import NamedModel, model_folder, named_models
 
 if TYPE_CHECKING:

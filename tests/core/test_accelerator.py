@@ -12,7 +12,7 @@ import torch
 
 from hybrid_rlhf import cli
 from hybrid_rlhf.commands import doctor
-from hybrid_rlhf.core import accelerator, memory, nvidia, processor
+from hybrid_rlhf.core import accelerator, memory
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.memory import CONFIGURED_BY
 from hybrid_rlhf.models.load import resolve_dtype
@@ -155,7 +155,7 @@ CU126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 @pytest.fixture
 def generation(monkeypatch):
     """Says that a generation of a capability is there, and what torch is built for."""
-    nvidia._warn_once.cache_clear()
+    accelerator._warn_once.cache_clear()
 
     def there(name, capability, built=CU130):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -208,24 +208,24 @@ def test_a_plan_for_a_card_that_is_not_here_is_in_bfloat16(monkeypatch):
     ((7, 0), [], True)])  # nothing is known of the build
 def test_a_card_runs_what_is_built_for_its_generation_up_to_its_own_number(generation, capability, built, runs):
     generation("a card", capability, built)
-    assert (nvidia.lacks_kernels(CUDA) is None) == runs
+    assert (accelerator.lacks_kernels(CUDA) is None) == runs
 
 
 def test_a_card_without_kernels_is_one_line_with_the_build_that_has_them(generation):
     generation("Tesla V100", (7, 0))
     with pytest.raises(UserError, match=r"^Tesla V100 \(compute capability 7.0\) has no kernels in torch [^;]*, which "
                        r"is built for sm_75, .*; pip install --force-reinstall torch --index-url \S*/cu126$"):
-        nvidia.check_kernels(CUDA)
+        accelerator.check_kernels(CUDA)
     generation("RTX 5090", (12, 0), CU126)
     with pytest.raises(UserError, match=r"cu130$"):
-        nvidia.check_kernels(CUDA)
+        accelerator.check_kernels(CUDA)
 
 
 def test_processors_and_other_makers_cards_are_not_asked(generation, monkeypatch):
     generation("Tesla V100", (7, 0))
-    nvidia.check_kernels(CPU)
+    accelerator.check_kernels(CPU)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    nvidia.check_kernels(CUDA)
+    accelerator.check_kernels(CUDA)
     assert resolve_dtype("auto", CUDA) == torch.bfloat16
 
 
@@ -255,7 +255,7 @@ def computer(tmp_path, monkeypatch):
     def use(name: str) -> None:
         path = tmp_path / "cpuinfo"
         path.write_text(f"processor\t: 0\nmodel name\t: a: b\nflags\t\t: {FLAGS[name]}\nbugs\t\t: amx_bf16\n")
-        monkeypatch.setattr(processor, "_CPUINFO", path)
+        monkeypatch.setattr(accelerator, "_CPUINFO", path)
 
     return use
 
@@ -263,15 +263,15 @@ def computer(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "unit"), [("amx", "AMX"), ("zen4", "AVX512-BF16"), ("zen3", None)])
 def test_the_unit_for_bfloat16_is_read_from_the_flags(computer, name, unit) -> None:
     computer(name)
-    assert processor.bf16_unit() == unit
+    assert accelerator.bf16_unit() == unit
 
 
 def test_a_system_without_flags_has_no_unit(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "none")
-    assert processor.bf16_unit() is None
+    monkeypatch.setattr(accelerator, "_CPUINFO", tmp_path / "none")
+    assert accelerator.bf16_unit() is None
     (tmp_path / "arm").write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")
-    monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "arm")
-    assert processor.bf16_unit() is None
+    monkeypatch.setattr(accelerator, "_CPUINFO", tmp_path / "arm")
+    assert accelerator.bf16_unit() is None
 
 
 def test_doctor_says_in_which_dtype_a_cpu_trains_and_why(computer) -> None:

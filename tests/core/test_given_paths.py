@@ -12,8 +12,7 @@ from hybrid_rlhf import SFTTrainer, cli
 from hybrid_rlhf.api_inputs import rewards_of
 from hybrid_rlhf.commands import export, init
 from hybrid_rlhf.core.config import UserError, parse
-from hybrid_rlhf.core.given_paths import expanded
-from hybrid_rlhf.core.options import value_of
+from hybrid_rlhf.core.options import expanded, value_of
 from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.inference.chat import repl

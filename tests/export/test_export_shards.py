@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from hybrid_rlhf.export import folder as export_folder
 from hybrid_rlhf.export import folder as exported
 from hybrid_rlhf.export.folder import export
-from hybrid_rlhf.memory_plan.live_bytes import LiveBytes
+from hybrid_rlhf.memory_plan.trace import LiveBytes
 from hybrid_rlhf.models import load, saving
 from hybrid_rlhf.models.dropout import dropout_in_config
 from hybrid_rlhf.models.load import ModelConfig

@@ -11,11 +11,11 @@ import torch
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.memory_plan import machine_rates, trace
-from hybrid_rlhf.memory_plan.live_bytes import LiveBytes
 from hybrid_rlhf.memory_plan.operations import PASS, PRODUCT, Operation, Recorder, Work
 from hybrid_rlhf.memory_plan.plan import Generation, Role
 from hybrid_rlhf.memory_plan.rates import CARDS, Rates, at, cards_with, figures_of, rates_of_card
 from hybrid_rlhf.memory_plan.step_time import step_time
+from hybrid_rlhf.memory_plan.trace import LiveBytes
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from hybrid_rlhf.core import torch_compat
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.memory_plan.live_bytes import LiveBytes
+from hybrid_rlhf.memory_plan.trace import LiveBytes
 from hybrid_rlhf.models import load, quantize
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.core.options import kinds_of, of_list, of_mapping, value_of
-from hybrid_rlhf.memory_plan.presets import CARDS
+from hybrid_rlhf.memory_plan.presets import CARDS, WHY
 from hybrid_rlhf.studio.preflight_answers import LEFT_OUT, options_of
 from hybrid_rlhf.studio.settings_text import by_table, common_options, flow, settings_text, with_card
 from hybrid_rlhf.training.registry import STAGES, variant_options
@@ -88,7 +88,7 @@ def test_a_card_gives_what_was_not_chosen_and_says_why(tmp_path):
     config = as_launched("sft", text, tmp_path)
     assert (config.model.lora.r, config.model.load_in_4bit, config.engine.micro_batch_tokens) == (4, True, 1024)
     assert "model:  # settings for 8gb; 3B of the Qwen2.5 family" in text
-    assert all(why in text for option, why in CARDS["8gb"].why.items() if option in CARDS["8gb"].settings)
+    assert all(why in text for option, why in WHY.items() if option in CARDS["8gb"].settings)
     with pytest.raises(UserError, match="card 9gb: choose"):
         with_card({}, "9gb")
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.core import processor
+from hybrid_rlhf.core import accelerator
 from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
@@ -334,7 +334,7 @@ def config(tmp_path) -> step1_sft.Config:
 
 def on(monkeypatch, unit: str | None) -> None:
     monkeypatch.setattr(defaults, "bf16_unit", lambda: unit)
-    monkeypatch.setattr(processor, "bf16_unit", lambda: unit)
+    monkeypatch.setattr(accelerator, "bf16_unit", lambda: unit)
 
 
 def test_a_cpu_that_multiplies_bfloat16_trains_in_it_and_says_why(config, monkeypatch) -> None:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hybrid_rlhf.core.config import UserError, as_part, check, nearest
-from hybrid_rlhf.core.given_paths import expanded
-from hybrid_rlhf.core.options import check_values, one_of
+from hybrid_rlhf.core.options import check_values, expanded, one_of
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, PROBABILITY, JudgeConfig
 from hybrid_rlhf.rollout.episode_record import readable

@@ -10,7 +10,7 @@ import torch
 
 from hybrid_rlhf.core.tensors import predicting
 from hybrid_rlhf.data.collate import collate_sft
-from hybrid_rlhf.memory_plan.live_bytes import counting
+from hybrid_rlhf.memory_plan.trace import counting
 from hybrid_rlhf.models.backbone import hidden_states
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.models.shared_prefix import documents
