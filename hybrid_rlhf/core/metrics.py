@@ -56,18 +56,18 @@ def _distinct_nth(groups: Groups) -> float | None:
     return len(set(items)) / len(items) if items else None
 
 
-def _top3_share(counts: Counts) -> float | None:
-    return sum(sorted(counts.values())[-3:]) / sum(counts.values()) if counts else None
+def _top_share(counts: Counts, most: int) -> float | None:
+    return sum(sorted(counts.values())[-most:]) / sum(counts.values()) if counts else None
 
 
 _MERGE: dict[str, Callable[[Any, Any], State]] = {
-    "mean": _mean, "std": _std, "min": _least, "max": _largest, "distinct": _counts, "top3": _counts,
+    "mean": _mean, "std": _std, "min": _least, "max": _largest, "distinct": _counts, "top1": _counts, "top3": _counts,
     "nth": _joined}
 _VALUE: dict[str, Callable[[Any], float | None]] = {
     "mean": lambda s: s[0] / s[1] if s[1] else None, "std": lambda s: (s[2] / s[0]) ** 0.5 if s[0] else None,
     "min": lambda s: s[0] if s[1] else None, "max": lambda s: s[0] if s[1] else None,
-    "distinct": lambda s: len(s) / sum(s.values()) if s else None, "top3": _top3_share,
-    "nth": _distinct_nth}
+    "distinct": lambda s: len(s) / sum(s.values()) if s else None,
+    "top1": lambda s: _top_share(s, 1), "top3": lambda s: _top_share(s, 3), "nth": _distinct_nth}
 
 
 RECOMPUTED = "engine/logprobs_recomputed"  # of steps whose sampler was too far from the training forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from hybrid_rlhf.models.load import check_folder
 from hybrid_rlhf.models.template import dialect_of, special_ids
 
 CHATML_MARKERS = ("<|im_start|>", "<|im_end|>")
+_log = logging.getLogger("transformers.tokenization_utils_tokenizers")
 _PIECE = 10_000  # characters of a text that the training of a tokenizer reads at once
 _known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> the ids and the chat template that it was loaded with
 
@@ -36,6 +38,11 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for a note of transformers on what it leaves undone, which no user has asked for."""
+    return "Ignoring clean_up_tokenization_spaces=True" not in record.getMessage()
+
+
 def load_tokenizer(path: str, trust_remote_code: bool = False, cure: str = "give model.tokenizer_name_or_path"):  # noqa: ANN201 - a transformers class
     """The tokenizer at a hub id or folder, with a pad token that is not an end-of-sequence token.
 
@@ -49,6 +56,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, cure: str = "give
     check_tokenizer_config(path)
     file = Path(path) / "tokenizer.json"
     place = file if file.exists() else path if Path(path).exists() else f"{path} (no folder here, so taken as a hub id)"
+    _log.addFilter(_is_news)
     with refusing(f"cannot load a tokenizer from {place}", cure, tokenizer_files(path)):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         tokenizer("a")  # some wrong rules fail only here

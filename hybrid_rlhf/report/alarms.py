@@ -346,6 +346,10 @@ CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
           "unlike prompts get the same answers: three of them are {1.end:.0%} of a step's ({1.start:.0%} at the "
           "start), and {0.end:.0%} of its answers are different ({0.start:.0%}). Where more than a few answers are "
           "right, read the samples; lower roles.actor.learning_rate, or raise ppo.kl_coef."),),
+    (Rule("same endings", ("completions/same_ending",), lambda same: same.end > max(0.3, same.start + 0.25),
+          "{0.end:.0%} of the responses end with the same sentence ({0.start:.0%} at the start): the reward likes this "
+          "form whatever is asked. Read the samples; lower roles.actor.learning_rate, raise ppo.kl_coef, or give "
+          "the reward model pairs whose rejected answer has it."),),
     (Rule("diversity collapse", ("completions/distinct_2",), lambda distinct: distinct.end < 0.5 * distinct.start,
           "of all token pairs in the responses {0.end:.1%} are different, {0.start:.1%} at the start: answers to "
           "different prompts have become alike. Raise ppo.kl_coef or ppo.entropy_coef."),),

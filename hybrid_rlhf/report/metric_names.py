@@ -48,6 +48,7 @@ MEANINGS: dict[str, str] = {
     "completions/distinct_2": "distinct pairs of neighbouring tokens, as a share of all pairs",
     "completions/distinct_answers": "distinct answers to different prompts, as a share of all",
     "completions/top3_share": "share of the three most common responses",
+    "completions/same_ending": "share of the responses that end with the most common last sentence",
     "score/clip_fraction": "share of the scores that ppo.score_clip cut",
     "policy/loss": "policy loss, mean over tokens",
     "policy/approx_kl": "nats per token between the policy that sampled and the one in training",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from hybrid_rlhf.core.tensors import KeptSets, SequenceBatch, length_mask, maske
 from hybrid_rlhf.rollout.episode_record import Episode, measure, readable
 
 _LATER: Any = None  # default of fields that are filled in after sampling and not read before
+_SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
 @dataclass
@@ -263,7 +265,8 @@ class Rollout:
 
     def _add_variety(self, metrics: Metrics) -> None:
         """Diversity of the responses: distinct-2 of tokens (1510.03055), distinct answers over prompts (repetition in
-        a prompt's own samples does not count), share of the top 3. All fall with the number of responses."""
+        a prompt's own samples does not count), share of the top 3, and of the commonest last sentence. Shares fall with
+        the number of responses."""
         ids, both = self.response_ids.tolist(), self.action_mask[:, 1:] & self.action_mask[:, :-1]
         pairs = (f"{row[t]} {row[t + 1]}" for row, where in zip(ids, both, strict=True) for t in where.nonzero()[:, 0])
         metrics.add_items("completions/distinct_2", pairs, "distinct")
@@ -271,6 +274,7 @@ class Rollout:
         asked = (hashlib.sha256(str(ids).encode()).hexdigest()[:16] for ids in self.prompts.ids)  # short: it is sent
         metrics.add_grouped("completions/distinct_answers", zip(asked, texts, strict=False))  # may be empty
         metrics.add_items("completions/top3_share", texts, "top3")
+        metrics.add_items("completions/same_ending", (_SENTENCE_ENDS.split(text)[-1] for text in texts if text), "top1")
 
     def metrics(self) -> Metrics:
         """The metrics of the samples of every on-policy method (names follow TRL)."""

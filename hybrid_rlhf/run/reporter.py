@@ -26,7 +26,7 @@ REPORTS_AT_MOST, FIRST_REPORT = 0.05, 3.0  # share of the run's time; seconds as
 
 
 class Reporter:
-    """Writes every step to metrics.jsonl; every config.logging_steps also to terminal, samples.jsonl and trackers.
+    """Writes every step to metrics.jsonl; every few (config.logging_steps) also to terminal, samples.jsonl, trackers.
 
     A context manager. Only the main process writes; calls in others do nothing. first: steps that were done before.
     positions: the result of `state` at the checkpoint from which the run resumes; the files are truncated to it.
@@ -35,7 +35,8 @@ class Reporter:
     @undisturbed()
     def __init__(self, record: RunRecord, keys: tuple[str, ...], total_steps: int, config,  # noqa: ANN001
                  first: int = 0, positions: Mapping[str, int] | None = None) -> None:
-        self.record, self.every, self.total = record, config.logging_steps, total_steps
+        self.every = config.logging_steps or max(1, min(10, total_steps // 10))
+        self.record, self.total = record, total_steps
         self._positions = positions or {}
         self.progress = display(record.stage, keys, total_steps, config.max_seconds)
         self.progress.pace.first = first

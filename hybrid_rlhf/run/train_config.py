@@ -35,7 +35,7 @@ class TrainConfig:
         gradient_accumulation_steps: Multiplies the rows of an optimizer step.
         per_device_eval_batch_size: Rows per process in evaluation.
         logging_steps: Steps between two lines on the terminal, in samples.jsonl and in trackers; metrics.jsonl has
-            every step.
+            every step. null: 10, or a tenth of a run of fewer than 100.
         eval_steps: Steps between two evaluations; 0 evaluates at the end only.
         max_eval_batches: At most so many batches per evaluation; null takes all.
         num_fixed_prompts: So many held-out prompts (pairs for the reward stage) are answered before the first step and
@@ -67,7 +67,7 @@ class TrainConfig:
     per_device_train_batch_size: int | None = within(None, "[1,")
     gradient_accumulation_steps: int = within(1, "[1,")
     per_device_eval_batch_size: int = within(8, "[1,")
-    logging_steps: int = within(10, "[1,")
+    logging_steps: int | None = within(None, "[1,")
     eval_steps: int = within(0, "[0,")
     max_eval_batches: int | None = within(None, "[1,")
     num_fixed_prompts: int = within(4, "[0,")

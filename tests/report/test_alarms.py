@@ -51,6 +51,8 @@ def test_a_run_that_goes_well_rings_nothing_however_noisy(seed) -> None:
     ({"completions/clipped_ratio": (1.0, 0.95)}, "no response ends", ["95%", "data.append_eos"]),
     ({"completions/empty_ratio": (0.0, 0.6)}, "empty answers", ["58% of the responses", "--preview"]),
     ({"completions/unscored_ratio": (1.0, 1.0)}, "unscored answers", ["100% of the responses (None)"]),
+    ({"completions/same_ending": (0.09, 0.48)}, "same endings",
+     ["of the responses end with the same sentence (", "rejected answer has it"]),
     ({"completions/distinct_answers": (0.3, 0.08), "completions/top3_share": (0.2, 0.7)}, "same answers",
      ["68% of a step's (22% at the start)", "9% of its answers are different (29%)"]),
     ({"objective/kl": (0.0, 0.0, 9.0, 0.5, 0.5, 0.5)}, "KL spike",

@@ -43,6 +43,13 @@ def test_a_prompt_that_comes_twice_is_one_prompt_and_one_alone_is_like_no_other(
     assert found["completions/distinct_answers"] == 1 and found["completions/empty_ratio"] == 0
 
 
+def test_answers_that_differ_in_a_word_and_end_alike_are_counted_by_their_last_sentence():
+    """Of five that say something, three end alike; a last line counts as a sentence, and a whole short answer."""
+    said = ["A cat. How does it feel?", "A dog! How does it feel?", "I see.\nHow does it feel?", "Fine.", "", "A b"]
+    found = rollout([[i] for i in range(6)], said).metrics().compute()
+    assert found["completions/same_ending"] == 3 / 5 and found["completions/distinct_answers"] == 1
+
+
 def test_two_processes_count_together():
     one, two = (rollout([[i]] * 2, ["a", text]).metrics() for i, text in enumerate("bc"))
     found = (one + two).compute()

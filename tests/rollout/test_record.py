@@ -134,6 +134,7 @@ def test_what_every_method_reports_of_its_samples():
         "completions/unscored_ratio": 0.25,
         "completions/distinct_2": 3 / 4,  # 5 6, 6 5, 5 6 and 8 9
         "completions/distinct_answers": 3 / 4,  # of four prompts
+        "completions/same_ending": 2 / 3,  # of three that say something
         "completions/top3_share": 1.0, "kl": 1.0, "objective/kl": 1.0})  # half a nat at 4 + 1 + 1 + 2 actions of 4
 
 
