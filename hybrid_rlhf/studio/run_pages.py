@@ -107,7 +107,7 @@ def group(name: str) -> str:
 
 
 def compare(runs: RunList, histories: Histories, ids: str) -> dict:
-    """GET /api/compare: ids is a,b,c, at least two runs."""
+    """GET /api/compare: ids is a,b,c."""
     rows = [runs.row(name) for name in ids.split(",")]
     folders = [runs.outputs / row["id"] for row in rows]
     settings = [flat((read_json(folder / RECORD) or {}).get("config") or {}) for folder in folders]

@@ -13,7 +13,8 @@ export async function show(root, rest) {
   const named = [...new Set(rest.split(",").filter(Boolean))];
   if (!named.length) throw new Error("no run is named; choose some under Runs");
   const ids = named.slice(0, MAX_RUNS), labels = shortLabels(ids);
-  const {runs} = await get("runs"), first = await fetched(ids);
+  const fetched = () => get("compare", {ids: ids.join(",")});
+  const {runs} = await get("runs"), first = await fetched();
   const curves = makeCurves(ids.map((id, place) => ({id, place, label: labels[place]})), "compared");
   const view = {ids, labels, fault: make("p.fault", {role: "status"}), message: make("p.quiet", {role: "status"})};
   const rows = make("ul.compared"), settings = make("div"), prompts = make("div");
@@ -35,16 +36,10 @@ export async function show(root, rest) {
   }
   curves.ask();
   const fail = (error) => put(view.fault, error.message);
-  const load = paced(async () => fill(await fetched(ids)), {wait: 2000, fail});
+  const load = paced(async () => fill(await fetched()), {wait: 2000, fail});
   const grown = all(curves.ask, load);
   return all(on("run", (news) => ids.includes(news.id) && grown()), on("runs", load), on("open", grown), load.end,
     curves.end);
-}
-
-// A single run has nothing beside it yet.
-async function fetched(ids) {
-  if (ids.length > 1) return get("compare", {ids: ids.join(",")});
-  return {runs: [(await get("run", {id: ids[0]})).row], differ: [], prompts: [], metrics: []};
 }
 
 // The ids of the runs without the folder that all have in common.
@@ -100,8 +95,8 @@ function settingsNodes({ids, labels}, differ) {
   return [make("h2", {}, title), table([head, ...columns], differ, title, "table.differ")];
 }
 
-function promptNodes({labels}, prompts) {
-  if (!prompts.length) return [];
+function promptNodes({ids, labels}, prompts) {
+  if (ids.length < 2 || !prompts.length) return []; // a single run has nothing beside it yet
   return [make("h2", {}, "The same prompts"), ...prompts.map(({prompt, answers}) =>
     sideBySide(prompt, answers.map((sample, i) => ({title: titleOf(labels[i], sample), sample}))))];
 }
