@@ -7,6 +7,7 @@ killed; one that is idle ends.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -155,8 +156,9 @@ class _Child:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                              stderr=subprocess.DEVNULL, start_new_session=True)
-        if self._is_closed:
-            _kill(self._process)
+            if self._is_closed:
+                _kill(self._process)
+            self._process.stdout.readline()  # it is ready: imports do not count as time of the question
         process, why, deadline = self._process, "", time.monotonic() + self._seconds
         with suppress(BrokenPipeError):  # it has ended, as reading shows
             process.stdin.write(text)
@@ -223,6 +225,9 @@ def _own_streams() -> tuple[TextIO, TextIO]:
 
 
 def _serve(waiting: queue.SimpleQueue, replies: TextIO, idle: float) -> None:
+    with suppress(Exception):  # `reply` tells why it fails
+        importlib.import_module("hybrid_rlhf.studio.preflight_answers")
+    print(file=replies, flush=True)
     while True:
         torch = sys.modules.get("torch")
         holds_card = torch is not None and torch.cuda.is_initialized()
