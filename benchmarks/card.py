@@ -139,9 +139,10 @@ def measure_ragged(name: str, case: Sizes) -> dict:
         rollout(engine)
     times = alternate(3, *(partial(rollout, engine) for engine in engines.values()))
     rates = {count: sum(limits) / each.median for count, each in zip(engines, times, strict=True)}
-    return {"case": name, "tokens_per_second": rates, "ratio": rates["256"] / rates["64"],
+    said = engines["256"].describe()
+    return {"case": name, "tokens_per_second": rates["256"], "by_rows": rates, "ratio": rates["256"] / rates["64"],
             "kv_bytes": {count: engine.kv_bytes for count, engine in engines.items()},
-            "engine": {count: str(engine.describe()) for count, engine in engines.items()}} | beside()
+            "engine": {key: str(value) for key, value in said.items()}} | beside()
 
 
 @torch.no_grad()
@@ -234,8 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             sizes = replace(sizes, shape="tiny", rows=16 if sizes.is_ragged else 2, prompt=8, response=4)
         if sizes.is_ragged:
             rows.append(measure_ragged(case, sizes) | {"device": name})
-            by_count = ", ".join(f"{count} at once {speed:.0f} tokens/s" for count, speed in
-                                 rows[-1]["tokens_per_second"].items())
+            by_count = ", ".join(f"{count} at once {speed:.0f} tokens/s" for count, speed in rows[-1]["by_rows"].items())
             print(f"{case:14} {by_count}; ratio {rows[-1]['ratio']:.2f}", flush=True)
             continue
         row = measure(case, sizes, rate)

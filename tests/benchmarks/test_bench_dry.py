@@ -16,6 +16,7 @@ import grpo_step
 import harness
 import memory
 import offline_step
+import pages
 import ppo_step
 import pytest
 import ragged_memory
@@ -149,6 +150,12 @@ def test_rollouts_beside_transformers(tmp_path) -> None:
     assert list(rows) == ["stories3M", "ragged", "fixed_batch"]
     for row in rows.values():
         assert row["ours"] > 0 and row["floor_ratio"] > 0 and row["engine"]["path"] == "native"
+
+
+def test_pages_beside_whole_slots(tmp_path) -> None:
+    rows = rows_of(pages, tmp_path)
+    assert list(rows) == ["3M", "134M"]
+    assert all(0 < row["memory_ratio"] < 0.6 and row["ours"] > 0 for row in rows.values())
 
 
 def test_decoding_on_a_card(tmp_path) -> None:
