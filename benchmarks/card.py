@@ -235,8 +235,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             sizes = replace(sizes, shape="tiny", rows=16 if sizes.is_ragged else 2, prompt=8, response=4)
         if sizes.is_ragged:
             rows.append(measure_ragged(case, sizes) | {"device": name})
-            by_count = ", ".join(f"{count} at once {speed:.0f} tokens/s" for count, speed in rows[-1]["by_rows"].items())
-            print(f"{case:14} {by_count}; ratio {rows[-1]['ratio']:.2f}", flush=True)
+            rates = ", ".join(f"{n} at once {speed:.0f} tokens/s" for n, speed in rows[-1]["by_rows"].items())
+            print(f"{case:14} {rates}; ratio {rows[-1]['ratio']:.2f}", flush=True)
             continue
         row = measure(case, sizes, rate)
         rows.append(row | {"device": name, "copy_bytes_per_second": rate})

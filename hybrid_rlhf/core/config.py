@@ -398,8 +398,7 @@ def as_part(kind: type[PartT], row: object, where: str) -> PartT:
     try:
         return kind(**values)
     except UserError as error:
-        error.args = (f"{where}: {error}",)
-        raise
+        raise UserError(f"{where}: {error}") from None
 
 
 def _check_keys(mapping: dict, name: str) -> None:

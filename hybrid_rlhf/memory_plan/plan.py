@@ -56,7 +56,8 @@ class Generation:
         """Sequences of full length decoded at once, of which a group has its prompt in common."""
         if device.type != "cuda" or has_states or self.prompt + self.response < page_size(device):
             return self.slots
-        in_pages = self.slots * (self.prompt + self.response) // -(-self.prompt // group + self.response)
+        shared = -(-self.prompt // group) + self.response  # tokens of a sequence, its share of the prompt's among them
+        in_pages = self.slots * (self.prompt + self.response) // shared
         return max(self.slots, min(NUM_PAGED, self.sequences, in_pages))
 
 

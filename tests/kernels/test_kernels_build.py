@@ -67,7 +67,7 @@ def test_the_second_load_compiles_nothing_and_a_changed_source_does(source, monk
 
 def test_other_flags_another_processor_or_another_torch_is_another_build(source, monkeypatch):
     found = {build._fingerprint([source])}
-    for owner, name, value in ((build, "FLAGS", ("-O1",)), (build.processor, "flags", lambda: "flags: avx9"),
+    for owner, name, value in ((build, "FLAGS", ("-O1",)), (build.accelerator, "flags", lambda: "flags: avx9"),
                                (build.torch, "__version__", "9.9")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)

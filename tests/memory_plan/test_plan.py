@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -184,6 +185,16 @@ def test_a_plan_adds_up(folder) -> None:
     assert lines["logits"]["generate"] == 4 * 300 * 8
     assert plan.total("step actor") == lines["weights"]["step actor"] + 12 * count + LIBRARIES["cpu"]
     assert table.verdict(plan).startswith("fits: needs ")
+
+
+def test_pages_of_a_card_hold_more_sequences_than_whole_slots() -> None:
+    """64 slots of 512 tokens; a sequence takes its 256, and an eighth of its group's prompt of 256: 288."""
+    drawn, card = Generation(slots=64, prompt=256, response=256, sequences=1000), torch.device("cuda")
+    assert drawn.at_once(card, group=8, has_states=False) == 64 * 512 // 288 == 113
+    assert drawn.at_once(card, group=8, has_states=True) == drawn.at_once(CPU, group=8, has_states=False) == 64
+    assert replace(drawn, sequences=100).at_once(card, group=8, has_states=False) == 100
+    assert Generation(slots=64, prompt=2048, response=16, sequences=1000).at_once(card, 64, has_states=False) == 256
+    assert Generation(slots=64, prompt=32, response=32, sequences=1000).at_once(card, 8, has_states=False) == 64
 
 
 def test_a_table_is_plain_where_nobody_looks_and_rich_where_somebody_does(folder) -> None:
