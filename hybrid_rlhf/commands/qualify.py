@@ -139,9 +139,9 @@ def qualify(folder: Path, minutes: float, is_dry: bool, launch: Launch) -> list[
                 state = "" if row.state == State.NOTE else f"{row.state}, "
                 print(f"{time.monotonic() - began:5.0f} s  {row.part}: {row.name}: {state}{row.found}", file=sys.stderr,
                       flush=True)
+            _save(folder, rows, is_dry, (time.monotonic() - began) / 60)
             if not is_dry:
                 calibrate(rows)
-            _save(folder, rows, is_dry, (time.monotonic() - began) / 60)
     return rows
 
 

@@ -398,7 +398,7 @@ def as_part(kind: type[PartT], row: object, where: str) -> PartT:
     try:
         return kind(**values)
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise type(error)(f"{where}: {error}") from None
 
 
 def _check_keys(mapping: dict, name: str) -> None:

@@ -140,6 +140,8 @@ def _watch(store: dist.Store, peers: Peers, launcher: Launcher) -> None:
                 lost = _death(dead) if dead else _loss(silent, "gives no sign of life (stopped, or its host is gone)")
                 notice = {"code": 1, "message": lost, "is_lost": True}
                 store.set(_KEY, json.dumps(notice))
+        except OSError:  # too many open files, say: not known this time
+            continue
         except (RuntimeError, ValueError):  # the store is gone
             if launcher.holds_store:
                 _stop()

@@ -1,13 +1,16 @@
-"""stdout and stderr that raise no error when their reader is gone: a closed pipe, a closed terminal."""
+"""stdout and stderr that raise no error when their reader is gone: a closed pipe, a closed terminal, a full disk."""
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
+
+_PASSES = (errno.ENOSPC, errno.EDQUOT)  # there may be room again for what comes later
 
 
 class _Lasting(io.FileIO):
@@ -18,10 +21,11 @@ class _Lasting(io.FileIO):
         try:
             number = super().write(data)
             return len(data) if number is None else number  # None: a full pipe that does not wait
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+        except OSError as error:
+            if error.errno not in _PASSES:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.fileno())
+                os.close(nowhere)
             return len(data)
 
 

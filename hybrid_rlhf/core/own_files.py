@@ -135,10 +135,14 @@ def check_inside(folder: Path, foreign: Collection[str] = ()) -> None:
 
 
 _OPEN_FILES = "raise their number (ulimit -n 65536) or find what leaves files open, such as a reward function"
+_ELSEWHERE = "choose another place"
 _REMEDIES = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EFBIG: "make room",
              errno.EROFS: "the disk is read-only: make it writable", errno.EIO: "the disk fails: check it",
-             errno.EACCES: "choose a place that you may write to", errno.EMFILE: _OPEN_FILES,
-             errno.ENFILE: _OPEN_FILES}
+             errno.EACCES: f"change its rights, or {_ELSEWHERE}", errno.EPERM: f"change its rights, or {_ELSEWHERE}",
+             errno.EMFILE: _OPEN_FILES, errno.ENFILE: _OPEN_FILES,
+             **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ESTALE), _ELSEWHERE),
+             **dict.fromkeys((errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP),
+                             f"this file system has no locks: {_ELSEWHERE}")}
 _IN_RUST = ("safetensors", "tokenizers")
 
 
@@ -187,6 +191,6 @@ def is_locked(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except FileNotFoundError:
+    except OSError:  # missing, unreadable, on a file system without locks
         pass
     return False

@@ -36,10 +36,12 @@ def read_file(path: str | Path) -> Rows:
     one row {"text"} per line, or {"question", "answer"} where most lines are "utterance TAB reply". Raises UserError
     naming file and line for anything else.
     """
-    free, data = free_host_bytes(), _bytes(path)
-    check(free is None or len(data) * _TIMES <= free,
-          f"{path} has {len(data):,} bytes, over 1/{_TIMES} of the free memory, which its rows may fill; free some, or "
-          "give the rows in parts or as parquet")
+    free = free_host_bytes()
+    most = None if free is None else free // _TIMES
+    data = _bytes(path, -1 if most is None else most + 1)
+    check(most is None or len(data) <= most,
+          f"{path} has over 1/{_TIMES} of the free memory in bytes, which its rows may fill; free some, or give the "
+          "rows in parts or as parquet")
     rows = list(PARSERS[kind_of(path)](_text(data, path), path))
     check(bool(rows), f"{path} is empty: no row in it; give a file with rows")
     return rows
@@ -98,6 +100,7 @@ def _text(data: bytes, path: str | Path, is_cut: bool = False) -> str:
         line = data[: error.start].count(b"\n") + 1
         raise UserError(f"{path} line {line}: byte 0x{data[error.start]:02x} is not {encoding.removesuffix('-sig')}; "
                         "save the file as UTF-8") from error
+    check("\0" not in text, f"{path} holds NUL bytes; save it as text in UTF-8")
     return text
 
 

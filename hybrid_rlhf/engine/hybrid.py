@@ -273,7 +273,8 @@ class HybridEngine(Generic[ModuleT]):
 
             if self._runner.capture is not None and self.max_kv_bytes is None:  # it will serve longer prompts too
                 capacity = -(-capacity // _COLUMNS) * _COLUMNS
-            slots, pages = min(all_agree(self.ranks, fitting)) if self.ranks else fitting()
+            slots, pages = (min(all_agree(self.ranks, fitting), key=lambda fit: (fit[0], fit[1] or 0)) if self.ranks
+                            else fitting())
             self._cache = cache = self._runner.new_cache(slots, capacity, pages)
         return cache
 

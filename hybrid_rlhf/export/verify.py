@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.export.folder import BOUNDS, ExportDiffers, difference_of, has_experts
 from hybrid_rlhf.models.backbone import text_forward, text_logits
 
@@ -140,5 +142,8 @@ def _fresh(live: dict[str, Tensor], folder: str | Path, class_name: str) -> dict
                                json.dumps(PROMPTS)], capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            if refused := refusal(Exception(reason)):
+                raise UserError(f"{folder} was not compared in a fresh process ({refused}); set TMPDIR to a folder "
+                                f"with more room than {tempfile.gettempdir()}")
             raise ExportDiffers(f"{folder} cannot be loaded in a fresh process: {reason}; please report it")
         return load_file(out)

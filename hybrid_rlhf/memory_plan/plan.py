@@ -52,10 +52,16 @@ class Generation:
     phase: str = GENERATE
     keeps: bool = False
 
+    def is_short(self, device: torch.device) -> bool:
+        """Whether a sequence has no more than a page, so that each takes a whole slot."""
+        return self.prompt + self.response <= page_size(device)
+
     def at_once(self, device: torch.device, group: int, has_states: bool) -> int:
         """Sequences of full length decoded at once, of which a group has its prompt in common."""
-        if device.type != "cuda" or has_states or self.prompt + self.response < page_size(device):
+        if device.type != "cuda" or has_states:
             return self.slots
+        if self.is_short(device):
+            return max(self.slots, min(NUM_PAGED, self.sequences))
         shared = -(-self.prompt // group) + self.response  # tokens of a sequence, its share of the prompt's among them
         in_pages = self.slots * (self.prompt + self.response) // shared
         return max(self.slots, min(NUM_PAGED, self.sequences, in_pages))
@@ -351,7 +357,8 @@ class _Needs:
         per_token, per_sequence = trace.cache_bytes(role.model, self.device)
         whole = per_token * (sampling.prompt + sampling.response) + per_sequence
         num_rows = sampling.at_once(self.device, role.group, bool(per_sequence))
-        self.now["KV cache"][sampling.phase] = sampling.slots * whole // sampling.tp
+        slots = num_rows if sampling.is_short(self.device) else sampling.slots
+        self.now["KV cache"][sampling.phase] = slots * whole // sampling.tp
         if sampling.keeps:
             rows = num_rows if self.is_host else STEPS_PER_LOOK * -(-num_rows // 16) * 16
             self.now["kept words"][sampling.phase] = rows * self.sizes.vocab

@@ -16,6 +16,7 @@ import torch
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.memory import is_out_of_memory
+from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.core.strict_json import loads, why
 
 CONFIG = "config.json"
@@ -179,7 +180,7 @@ def refusing(what: str, hint: str, files: Collection[Path] = ()) -> Iterator[Non
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # from Rust, not an Exception
             raise
-        if is_out_of_memory(error):  # not the files' fault
+        if is_out_of_memory(error) or refusal(error):  # not the files' fault
             raise
         for path in files:
             if path.exists():

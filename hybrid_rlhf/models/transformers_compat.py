@@ -243,8 +243,9 @@ def recomputed_within(model: nn.Module, context: Callable[[], AbstractContextMan
 def checkpoint_without_draws(model: nn.Module) -> None:
     """Keep no state of random number generators for the recomputation of activations, which then draws nothing."""
     for part in _checkpointing(model):
-        function = TRANSFORMERS.part(part, "_gradient_checkpointing_func")
-        part._gradient_checkpointing_func = partial(function, preserve_rng_state=False)
+        function = getattr(part, "_gradient_checkpointing_func", None)  # a model's own code may have none
+        if isinstance(function, partial) and function.func is torch.utils.checkpoint.checkpoint:
+            part._gradient_checkpointing_func = partial(function, preserve_rng_state=False)
 
 
 def _checkpointing(model: nn.Module) -> list[nn.Module]:

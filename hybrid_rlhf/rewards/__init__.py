@@ -43,6 +43,17 @@ class BadAnswer(BadScore, UserError):
     """A user's source (a function, a service) failed, or returned scores that must not be trained on."""
 
 
+def checked_scores(source: RewardSource, rollout: Rollout) -> Tensor:
+    """The source's scores, (B,) fp32 and finite. Raises BadScore naming the source and the first bad response."""
+    scores = part_scores(source, rollout)
+    skipped = torch.isnan(scores).nonzero()
+    if len(skipped):
+        first = int(skipped[0])
+        raise BadAnswer(f"reward source {source.name}: response {first} was skipped by every source and has no score: "
+                        f"{shown(rollout, first)}; one source must have a number for it")
+    return scores
+
+
 def part_scores(source: RewardSource, rollout: Rollout) -> Tensor:
     """(B,) fp32 scores of one of several sources, NaN where it skipped a response (None) and nowhere else.
 

@@ -74,7 +74,7 @@ def post(url: str, data: object, timeout: float, headers: Mapping[str, str] = {}
             raise Status(error) from None
     if len(text) > max_bytes:
         raise ValueError(f"answered more than {max_bytes} bytes")
-    if missing:
+    if missing or not text:
         raise ConnectionResetError("the connection was closed in the midst of the answer")
     try:
         return loads(text.decode())

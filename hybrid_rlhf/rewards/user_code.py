@@ -109,6 +109,13 @@ def _beside(seconds: float, call: Callable[[], T]) -> T:
 # -- torch's settings, the working directory, random generators --------------------------------------------------------
 
 
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return None
+
+
 # setting: (how it is read, how it is set)
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -119,7 +126,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         lambda pair: torch.use_deterministic_algorithms(pair[0], warn_only=pair[1])),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "the working directory": (os.getcwd, os.chdir)}
+    "the working directory": (_working_directory, lambda path: os.chdir(path or "."))}
 
 
 def _reseed_device() -> None:

@@ -134,6 +134,7 @@ class Jobs:
         numbers = [int(name) for name in os.listdir(self.folder) if IS_NUMBER.fullmatch(name)]
         number = f"{max(numbers, default=0) + 1:06d}"
         target = self.folder / number
+        self._ended.pop(number, None)  # of a folder that was removed by hand
         command = [*LAUNCHER, *(str(target / SETTINGS) if word == SETTINGS else word for word in words)]
         facts = {"kind": kind, "title": title, "stage": stage, "run": run, "name": name, "created": now(),
                  "words": command, "folder": folder or os.getcwd()}

@@ -127,8 +127,12 @@ class RunList:
         folder, status = self.outputs / run, self._status(run)
         record = self._record(run)
         marks = mark(folder / METRICS), mark(folder / RECORD)
-        step, metrics = self._cached(run, "metrics", marks, lambda: _last_metrics(folder, record)) if (
-            record.stage) else (None, {})
+        step, metrics, error = None, {}, record.error
+        try:
+            if record.stage:
+                step, metrics = self._cached(run, "metrics", marks, lambda: _last_metrics(folder, record))
+        except OSError as refused:
+            error = str(refused)
         slot = time.monotonic() // SIZE_WAIT if status == "running" else None
         size_marks = slot, *(mark(folder / name) for name in ("", RECORD, CHECKPOINTS, MODEL))
         size, has_model = self._cached(
@@ -137,7 +141,7 @@ class RunList:
                 "max_seconds": record.max_seconds, "started": record.started, "finished": record.finished,
                 "seconds": _seconds(folder, record, status), "headline": headline(metrics),
                 "parents": parent_names(run, record.parents, self._runs),
-                "alarms": None, "bytes": size, "has_model": has_model, "error": record.error}
+                "alarms": None, "bytes": size, "has_model": has_model, "error": error}
 
     def _status(self, run: str) -> str:
         """The status in run.json; "lost" if that is running but no process holds the run's lock."""
@@ -167,10 +171,13 @@ class RunList:
             seen, known = self._alarms.get(run, (None, None))
             if num_bytes >= ALARM_READ or seen == marks:
                 continue
-            alarms = self._reported_alarms(folder) if status == "finished" else None
-            if alarms is None:
-                num_bytes += metrics[1] if metrics else 0
-                alarms = self._histories.alarms(folder)
+            try:
+                alarms = self._reported_alarms(folder) if status == "finished" else None
+                if alarms is None:
+                    num_bytes += metrics[1] if metrics else 0
+                    alarms = self._histories.alarms(folder)
+            except OSError:  # the run's row has the reason
+                continue
             # metrics not read to the end continue at the next search
             self._alarms[run] = (None, known) if alarms is None else (marks, alarms)
 

@@ -194,7 +194,7 @@ def test_pages_of_a_card_hold_more_sequences_than_whole_slots() -> None:
     assert drawn.at_once(card, group=8, has_states=True) == drawn.at_once(CPU, group=8, has_states=False) == 64
     assert replace(drawn, sequences=100).at_once(card, group=8, has_states=False) == 100
     assert Generation(slots=64, prompt=2048, response=16, sequences=1000).at_once(card, 64, has_states=False) == 256
-    assert Generation(slots=64, prompt=32, response=32, sequences=1000).at_once(card, 8, has_states=False) == 64
+    assert Generation(slots=64, prompt=64, response=64, sequences=1000).at_once(card, 8, has_states=False) == 256
 
 
 def test_a_table_is_plain_where_nobody_looks_and_rich_where_somebody_does(folder) -> None:

@@ -237,6 +237,10 @@ class Scheduler:
             is_held = holder in self._stored  # not given to another meanwhile
             source = holder if is_held else wanted.get(sequence, [None])[0]
             slot = self._take(request, len(sequence), source, {*entering, *copies})
+            if slot is None and not entering and not self._running and source in self._kept:
+                del self._kept[source]  # nothing else would make room: the request takes its place
+                self._give_free(source)
+                continue
             if slot is None:
                 break
             entering[slot] = self._waiting.popleft()

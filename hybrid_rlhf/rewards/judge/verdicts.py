@@ -113,7 +113,7 @@ def _object(reply: str) -> tuple[dict[str, Any], str]:
     while place >= 0:
         try:
             value, after = decoder.raw_decode(text, place)
-        except ValueError:
+        except (ValueError, RecursionError):  # a judge that repeats itself
             place = text.find("{", place + 1)
             continue
         verdict, start, end = value, place, after

@@ -170,6 +170,20 @@ def test_turns_go_on_in_pages_and_without_them(max_batch, columns, small_pages):
                                    torch.tensor([x for x in b if x is not None]), atol=1e-4, rtol=1e-4)
 
 
+def test_a_request_takes_the_pages_of_a_kept_one_where_nothing_else_has_any(small_pages):
+    """Two samples of one prompt in pages for one: the first has ended, is kept, and nothing comes to go on."""
+    engine = decode_engine(build("llama"), max_batch=3, max_kv_bytes=COLUMN * 4 * 4)
+    prompt, sampling = [5, 6, 7, 8, 9], SamplingConfig(max_new_tokens=7, min_new_tokens=7)
+    with engine.inference():
+        turns = engine.open_turns(2, 12, sampling)
+        requests = [Request(i, prompt, 7, seed=3, may_go_on=True) for i in range(2)]
+        for request in requests:
+            turns.submit(request)
+        for _ in range(40):
+            turns.step()
+    assert small_pages[0].cache.pages.num_pages == 3 and [len(r.tokens) for r in requests] == [7, 7]
+
+
 def test_a_server_takes_as_many_as_fit_and_reads_the_youngest_again(small_pages):
     model = build("llama")
     sampling = SamplingConfig(max_new_tokens=20, min_new_tokens=20)
