@@ -98,7 +98,7 @@ def test_an_export_by_keyboard_alone(browser, studio):
 
 def test_a_failed_export_says_why_and_one_that_runs_is_found_again(browser, studio, tmp_path):
     (tmp_path / "export.py").write_text("import sys, time\nprint('error: the model is <i>damaged</i>')\n"
-                                        "time.sleep(1)\nsys.exit(2)")
+                                        "time.sleep(5)\nsys.exit(2)")
     open_page(browser, studio)
     find(browser, "form button").click()
     until(browser, lambda: find(browser, "section p").text.startswith("export of demo/ppo: running"))
