@@ -78,10 +78,11 @@ class Case(NamedTuple):
 def attend(group: int, dim: int, value_dim: int) -> Callable[[int, str], Kernel]:
     def build(architecture: int, kind: str) -> Kernel:
         from hybrid_rlhf.kernels import triton_attention as attention
+        from hybrid_rlhf.kernels.ops import PAGE_COLUMNS
 
         card = attention.Card(1, ARCHITECTURES[architecture].block * 1024, has_matrix_units=architecture >= 80)
         form = attention.form_for(card, group, dim, value_dim, is_16_bit=kind != "fp32")
-        constants = dict(form.sizes, DIM=dim, VALUE_DIM=value_dim, GROUP=group, NUM_SPLITS=1, PAGE=128,
+        constants = dict(form.sizes, DIM=dim, VALUE_DIM=value_dim, GROUP=group, NUM_SPLITS=1, PAGE=PAGE_COLUMNS,
                          HAS_MASK=True, HAS_SINKS=True, HAS_SOFTCAP=True)
         pointers = dict.fromkeys(("query", "key", "value", "keys", "values", "sinks", "out"), "*" + kind)
         function = attention._attend_grouped if form.is_grouped else attention._attend_single

@@ -15,7 +15,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.kernels import reference
 from hybrid_rlhf.kernels.fusions import are_close
-from hybrid_rlhf.kernels.ops import Fused, Ops
+from hybrid_rlhf.kernels.ops import PAGE_COLUMNS, Fused, Ops
 from hybrid_rlhf.models import quantize
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, random_model
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
@@ -42,7 +42,6 @@ SHAPES = {"OPT": _SMALL | {"word_embed_proj_dim": 256, "ffn_dim": 512, "init_std
           "Llama": _SMALL | {"num_key_value_heads": 2, "intermediate_size": 512, "tie_word_embeddings": True}}
 _DRY = {"hidden_size": 64, "num_hidden_layers": 2, "word_embed_proj_dim": 64, "ffn_dim": 64, "intermediate_size": 64}
 PROMPT_LENGTHS = (9, 3, 17, 1, 6)
-PAGE = 128  # columns
 LEAST_SECONDS = 5  # that must be left to begin another check
 
 Result = tuple[State, str]  # state and line of a row
@@ -105,7 +104,7 @@ def _attention_gap(task: Task, ops: Ops, dtype: torch.dtype, shape: tuple[int, i
     positions = [0, 3, -1, 40] if task.is_dry else [0, 3, -1, 40, 140, 63, 64, 65, 1500, 127, 128, 129]
     rows, width = len(positions), max(positions) + 1
     new = [_draw(task, dtype, rows, n, 1, size, seed=i) for i, n in enumerate((heads, groups, groups))]
-    per_row = -(-width // PAGE)
+    per_row = -(-width // PAGE_COLUMNS)
     pages = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(5)).view(rows, -1).to(task.device)
     options: dict = {"scaling": size**-0.5}
     if has_options:
@@ -114,7 +113,7 @@ def _attention_gap(task: Task, ops: Ops, dtype: torch.dtype, shape: tuple[int, i
                     "sinks": torch.randn(heads, generator=random).to(task.device)}
     outputs, caches = [], []
     for attend in (ops.decode_attention, reference.decode_attention):
-        caches.append([_draw(task, dtype, rows * per_row, groups, PAGE, size, seed=3 + i) for i in range(2)])
+        caches.append([_draw(task, dtype, rows * per_row, groups, PAGE_COLUMNS, size, seed=3 + i) for i in range(2)])
         outputs.append(attend(*new, *caches[-1], pages, torch.tensor(positions, device=task.device), width, **options))
     if not all(torch.equal(*pair) for pair in zip(*caches, strict=True)):
         return float("inf")

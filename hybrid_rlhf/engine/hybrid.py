@@ -84,7 +84,7 @@ class HybridEngine(Generic[ModuleT]):
         self._activation = Activation(adapter, lambda: nullcontext() if self.is_inference else training_forms(module))
         self._frozen: ZeroFrozen | None = None
         self.is_inference = False
-        self.kv_bytes = 0  # of the newest generation
+        self.kv_bytes = self.num_reread = 0  # of the newest generation; responses that gave their pages up meanwhile
         self._num_slots = 0
         self._runner: Runner | None = None
         self._cache: SlotCache | None = None
@@ -234,13 +234,14 @@ class HybridEngine(Generic[ModuleT]):
             try:
                 if self._runner.path == "generate":
                     slots = fitting_slots(self._runner, slots, capacity, self.max_kv_bytes)
-                    self.kv_bytes = GenerateBatches(self._runner, sampling, stops, slots, keep).run(requests)
+                    self._note(GenerateBatches(self._runner, sampling, stops, slots, keep).run(requests))
                 else:
                     cache = self._fitting_cache(slots, capacity)
                     slots = cache.num_slots
-                    for _ in Scheduler(self._runner, cache, sampling, stops, keep_candidates=keep).run(requests):
+                    scheduler = Scheduler(self._runner, cache, sampling, stops, keep_candidates=keep)
+                    for _ in scheduler.run(requests):
                         pass
-                    self.kv_bytes = cache.num_bytes()
+                    self._note(cache.num_bytes(), scheduler.num_reread)
                 self._num_slots = slots
                 return requests
             except Exception as error:
@@ -312,7 +313,7 @@ class HybridEngine(Generic[ModuleT]):
         if self._runner.path == "generate":
             slots = fitting_slots(self._runner, min(self._num_at_once(), num_sequences), capacity, self.max_kv_bytes)
             self._num_slots = slots
-            return BatchTurns(GenerateBatches(self._runner, sampling, stops, slots, keep_candidates), self._note_bytes)
+            return BatchTurns(GenerateBatches(self._runner, sampling, stops, slots, keep_candidates), self._note)
 
         def scheduler() -> Scheduler:
             slots = min(self._num_at_once(), num_sequences, self.oom_limits.get("slots", num_sequences))
@@ -321,10 +322,10 @@ class HybridEngine(Generic[ModuleT]):
             self._num_slots = cache.num_slots
             return Scheduler(self._runner, cache, sampling, stops, keep_candidates=keep_candidates)
 
-        return SlotTurns(scheduler, partial(self._shrink, capacity), self._note_bytes)
+        return SlotTurns(scheduler, partial(self._shrink, capacity), self._note)
 
-    def _note_bytes(self, num_bytes: int) -> None:
-        self.kv_bytes = num_bytes
+    def _note(self, num_bytes: int, num_reread: int = 0) -> None:
+        self.kv_bytes, self.num_reread = num_bytes, num_reread
 
     def _shrink(self, capacity: int, error: Exception) -> None:
         """Halve the slots from now on and free the cache; UserError where there is one slot."""

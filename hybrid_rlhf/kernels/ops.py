@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+PAGE_COLUMNS = 128  # of a page of a card's cache: a multiple of the columns that its attention reads at a time
 LONGEST_NORM = 8192  # longest row of the norm kernel of a card; the backward of longer ones spills registers
 
 

@@ -20,7 +20,6 @@ from triton import knobs
 _MATRIX_TYPES = (torch.float16,) if knobs.runtime.interpret else (torch.float16, torch.bfloat16)
 _SPLIT_COLUMNS = 128  # fewest columns of a program
 _MAX_SPLITS = 32
-PAGE_COLUMNS = 128  # a multiple of every tile's columns
 _WHOLE = 1 << 30  # columns of a page that holds all of its row: one kernel for caches of any length
 _LARGE = 160 * 1024  # bytes of shared memory of a block on the large cards (A100, H100, B200); small ones have 99 KiB
 _LEAST = tl.constexpr(-3.4e38)  # the maximum of columns whose scores are all -inf, as against no columns at all
@@ -305,7 +304,7 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
                      positions: Tensor, width: int, *, scaling: float, softcap: float | None = None,
                      sinks: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
     """kernels/reference.py: decode_attention. The last dimension of the caches must be dense, and a page hold whole
-    tiles of columns (PAGE_COLUMNS does), or all columns of a row."""
+    tiles of columns (ops.PAGE_COLUMNS does), or all columns of a row."""
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         raise ValueError(f"caches with strides {keys.stride()} and {values.stride()}: the last must be 1")
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))

@@ -16,7 +16,7 @@ from hybrid_rlhf.models.tokenizer import turn_ends
 
 def fitting_slots(runner: Runner, wanted: int, capacity: int, max_bytes: int | None) -> int:
     """How many of the `wanted` slots of `capacity` columns fit in memory. Raises UserError where not even one does."""
-    slot_bytes = runner.bytes_per_column * (capacity + (runner.capture is not None)) + runner.bytes_per_slot
+    slot_bytes = runner.bytes_per_column * capacity + runner.bytes_per_slot
     allowed = _allowed_bytes(runner, max_bytes)
     if allowed is None or slot_bytes == 0:
         return wanted

@@ -3,8 +3,8 @@
 A whole step (the model's forward, sampling, the next step's inputs) reads and writes tensors at fixed addresses, so a
 device can record it into a graph. One recording serves all positions: they are data, and attention runs over all
 columns of the cache, masked by each row's position. Rows are padded to a few sizes with idle rows at position -1, for
-which attention writes nothing; a model's own attention writes them to a spare column that is never read. Recordings are
-held by the cache whose addresses they use, and are freed with it.
+which attention writes nothing; a model's own attention writes them to the last column of slot 0, that of a token
+which no step reads. Recordings are held by the cache whose addresses they use, and are freed with it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class CudaCapture:
         torch.cuda.current_stream().wait_stream(self._stream)
         self._alive.add(graph)
         return graph.replay
-
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:

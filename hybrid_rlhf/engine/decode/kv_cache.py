@@ -118,7 +118,8 @@ class KeyValueRows:
         return self.columns()
 
     def write(self, key: Tensor, value: Tensor) -> None:
-        """Store one new token per row; an idle row's position -1 is the last column, a spare one."""
+        """Store one new token per row; an idle row's position -1 is the last column, that of a token that no step
+        reads."""
         page, column = self.owner.row_place()
         self.keys[page, :, column] = key[:, :, 0]
         self.values[page, :, column] = value[:, :, 0]
@@ -225,14 +226,14 @@ class StateRows:
 
 class SlotCache:
     """The cache of all layers. fused_cache_write: layers whose decode columns the attention function writes.
-    has_spare: one more column of whole slots, for idle rows. num_pages: how many pages the slots share; None: each
-    slot is whole. steps: the recordings over this cache's tensors (cuda_graphs.py).
+    num_pages: how many pages the slots share; None: each slot is whole. steps: the recordings over this cache's
+    tensors (cuda_graphs.py).
     """
 
     def __init__(self, kinds: list[LayerKind], num_slots: int, capacity: int, device: torch.device,
-                 fused_cache_write: set[int], has_spare: bool = False, num_pages: int | None = None) -> None:
-        self.num_slots, self.capacity, self.num_columns = num_slots, capacity, capacity + has_spare
-        self.pages, self.num_stored, self.page_columns = None, num_slots, self.num_columns
+                 fused_cache_write: set[int], num_pages: int | None = None) -> None:
+        self.num_slots, self.capacity = num_slots, capacity
+        self.pages, self.num_stored, self.page_columns = None, num_slots, capacity
         if num_pages is not None:
             self.page_columns = page_size(device)
             per_slot = -(-capacity // self.page_columns)
@@ -360,11 +361,11 @@ class _Nothing:
 
 
 def make_cache(model: nn.Module, num_slots: int, capacity: int, device: torch.device,
-               fused_cache_write: set[int], has_spare: bool = False, num_pages: int | None = None) -> SlotCache:
+               fused_cache_write: set[int], num_pages: int | None = None) -> SlotCache:
     """An empty cache for `model`. Raises NotImplementedError for a model that brings a cache class of its own."""
     kinds = layer_kinds(model)
     return derived((SlotCache,), cache_class(model))(kinds, num_slots, capacity, device, fused_cache_write,
-                                                       has_spare, num_pages)
+                                                     num_pages)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -35,12 +35,12 @@ class Turns(Protocol):
 class SlotTurns:
     """Turns over the slots of one cache. open_scheduler: opens a scheduler with as many slots as fit. shrink: called
     where memory ran out; raises UserError where no fewer slots are left to try. Running turns are then drawn again from
-    their beginning, with the same tokens. note_bytes: called with the cache's bytes whenever a turn ends (it is
-    allocated at the first token)."""
+    their beginning, with the same tokens. note: called with the cache's bytes (it is allocated at the first token) and
+    the number of turns that were read again, whenever a turn ends."""
 
     def __init__(self, open_scheduler: Callable[[], Scheduler], shrink: Callable[[Exception], None],
-                 note_bytes: Callable[[int], None]) -> None:
-        self._open, self._shrink, self._note_bytes = open_scheduler, shrink, note_bytes
+                 note: Callable[[int, int], None]) -> None:
+        self._open, self._shrink, self._note = open_scheduler, shrink, note
         self._live: list[Request] = []
         self._start()
 
@@ -89,7 +89,7 @@ class SlotTurns:
             return []
         ended, self._running.ended = self._running.ended, []
         if ended:
-            self._note_bytes(self._running.cache.num_bytes())
+            self._note(self._running.cache.num_bytes(), self._running.num_reread)
             ended_ids = {id(request) for request in ended}
             self._live = [request for request in self._live if id(request) not in ended_ids]
         return ended

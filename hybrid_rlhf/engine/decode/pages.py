@@ -12,9 +12,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.kernels.ops import PAGE_COLUMNS
+
 # Sequences decoded at once, as many as whole slots are held for; and on a card, whose slots share the pages of those.
 NUM_WHOLE, NUM_PAGED = 64, 256
-SIZES = {"cuda": 128}  # columns of a page: the tiles of the card's kernels divide it (triton_attention.PAGE_COLUMNS)
+SIZES = {"cuda": PAGE_COLUMNS}  # columns of a page
 _SIZE = 64  # elsewhere
 
 

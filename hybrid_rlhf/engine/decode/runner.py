@@ -115,8 +115,7 @@ class Runner:
     def new_cache(self, num_slots: int, capacity: int, num_pages: int | None = None) -> SlotCache:
         """An empty cache; its layers allocate themselves from the first keys they store. num_pages: for slots that
         share so many pages, where `takes_pages`."""
-        cache = make_cache(self.model, num_slots, capacity, self.device, self._direct, self.capture is not None,
-                           num_pages)
+        cache = make_cache(self.model, num_slots, capacity, self.device, self._direct, num_pages)
         if self.is_stateful:  # a decode step reads its states before it writes any, so they must be there
             self.prefill(cache, [[0]], [0], [0])
             cache.clear_states(cache.all_slots)
@@ -130,7 +129,7 @@ class Runner:
 
     def measure(self, cache: SlotCache) -> None:
         """Record the bytes of a slot, from a cache whose layers have all been allocated."""
-        self.bytes_per_column = cache.num_bytes(is_growing=True) / (cache.num_slots * cache.num_columns)
+        self.bytes_per_column = cache.num_bytes(is_growing=True) / (cache.num_slots * cache.capacity)
         self.bytes_per_slot = cache.num_bytes(is_growing=False) / cache.num_slots
 
     def prefill(self, cache: SlotCache, prompts: Sequence[Sequence[int]], source: Sequence[int],
