@@ -24,6 +24,7 @@ EMBEDDED = {f"demo/{rows.__name__}": cache(rows) for rows in (demo.demonstration
 # Files that describe a data set, not data.
 _NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json",
              "dataset-metadata.json", "package.json"}
+MAX_ENTRIES = 10_000  # of a folder in a preview of rows; the studio makes one while a path is typed
 _SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -123,6 +124,9 @@ def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
     path = Path(expanded(source.path))
     is_demo = source.path.startswith("demo/")
     if path.is_dir() and not is_demo and not _is_saved(folder := _below(path, source)):
+        entries = (name for _, folders, names in os.walk(folder) for name in (*folders, *names))
+        check(next(islice(entries, MAX_ENTRIES, None), None) is None,
+              f"{source.path} holds more than {MAX_ENTRIES:,} files and folders; give the folder of the data")
         files = _files(folder, source.split)
         if sum(file.stat().st_size for file in files) > MAX_START:
             return first_rows(replace(source, path=str(files[0]), name=None), count)[0], None

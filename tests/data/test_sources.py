@@ -172,6 +172,16 @@ def test_a_file_whose_rows_may_not_fit_into_memory_is_refused(tmp_path, monkeypa
         assert len(read(Source(str(tmp_path / name)))) == 2**16
 
 
+def test_a_folder_of_very_many_files_is_not_searched_while_its_name_is_typed(tmp_path, monkeypatch):
+    for i in range(4):
+        (tmp_path / f"{i}.jsonl").write_text('{"text": "red"}\n')
+    monkeypatch.setattr(sources, "MAX_ENTRIES", 3)
+    with pytest.raises(UserError, match="holds more than 3 files and folders; give the folder of the data"):
+        sources.first_rows(Source(str(tmp_path)))
+    monkeypatch.setattr(sources, "MAX_ENTRIES", 4)
+    assert len(sources.first_rows(Source(str(tmp_path)))[0]) == 3
+
+
 def test_values_of_a_table_may_be_long_and_hold_ends_of_lines(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'text\r"red\rblue"\r\n\xe2\x80\xa8\n"a\n\r\nb"\n' + b"x" * 200_000)
     assert read(Source(str(tmp_path / "a.csv"))) == [
