@@ -84,7 +84,7 @@ class HybridEngine(Generic[ModuleT]):
         self._activation = Activation(adapter, lambda: nullcontext() if self.is_inference else training_forms(module))
         self._frozen: ZeroFrozen | None = None
         self.is_inference = False
-        self.kv_bytes = self.num_reread = 0  # of the newest generation; responses that gave their pages up meanwhile
+        self.kv_bytes = self.num_preempted = 0  # bytes of the newest generation, and its preemptions
         self._num_slots = 0
         self._runner: Runner | None = None
         self._cache: SlotCache | None = None
@@ -241,7 +241,7 @@ class HybridEngine(Generic[ModuleT]):
                     scheduler = Scheduler(self._runner, cache, sampling, stops, keep_candidates=keep)
                     for _ in scheduler.run(requests):
                         pass
-                    self._note(cache.num_bytes(), scheduler.num_reread)
+                    self._note(cache.num_bytes(), scheduler.num_preempted)
                 self._num_slots = slots
                 return requests
             except Exception as error:
@@ -324,8 +324,8 @@ class HybridEngine(Generic[ModuleT]):
 
         return SlotTurns(scheduler, partial(self._shrink, capacity), self._note)
 
-    def _note(self, num_bytes: int, num_reread: int = 0) -> None:
-        self.kv_bytes, self.num_reread = num_bytes, num_reread
+    def _note(self, num_bytes: int, num_preempted: int = 0) -> None:
+        self.kv_bytes, self.num_preempted = num_bytes, num_preempted
 
     def _shrink(self, capacity: int, error: Exception) -> None:
         """Halve the slots from now on and free the cache; UserError where there is one slot."""

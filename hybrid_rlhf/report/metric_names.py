@@ -101,7 +101,7 @@ MEANINGS: dict[str, str] = {
     "episodes/no_room_ratio": "share of the episodes whose last answer no longer fitted into max_new_tokens",
     "engine/tokens_per_second": "tokens sampled in a second",
     "engine/kv_bytes": "memory of the sampler's keys and values (in metrics.jsonl: bytes)",
-    "engine/reread": "times that a response gave its memory up, waited and was read again by the sampler",
+    "engine/preempted": "preemptions: responses that waited for cache memory and were prefilled again",
     "engine/kept_bytes": "memory of the words that truncated sampling drew from (in metrics.jsonl: bytes)",
     "engine/logprobs_recomputed": "1 where the sampler's log-probabilities were too far off and recomputed",
     "engine/logprob_drift": "nats per token between the sampler's log-probabilities and the trained model's",

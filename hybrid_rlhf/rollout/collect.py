@@ -53,7 +53,7 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
             rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed, keep_candidates)
         metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
         metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
-        metrics.add("engine/reread", roles.actor.engine.num_reread)
+        metrics.add("engine/preempted", roles.actor.engine.num_preempted)
         if rollout.kept is not None:
             _observe_kept(rollout.kept, roles.actor.engine, metrics)
         activity.doing("scoring the responses")

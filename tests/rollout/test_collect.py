@@ -30,7 +30,7 @@ PAIRS = SamplingConfig(num_samples=2)
 class Engine:
     """What is told something once: can be remembered weakly."""
 
-    device, kv_bytes, num_reread = torch.device("cpu"), 77, 3
+    device, kv_bytes, num_preempted = torch.device("cpu"), 77, 3
 
 
 class Group:
@@ -112,7 +112,7 @@ def test_who_is_asked_when_and_what_is_kept_of_it(peaks, monkeypatch):
     found = metrics.compute()
     assert found.pop("time/generate") > 0 and found.pop("time/score") > 0
     assert found == pytest.approx({
-        "engine/tokens_per_second": 6 / 2, "engine/kv_bytes": 77.0, "engine/reread": 3.0,
+        "engine/tokens_per_second": 6 / 2, "engine/kv_bytes": 77.0, "engine/preempted": 3.0,
         "engine/logprob_drift": 0.25,  # -1.25 to -1
         "prompts/num_responses": 2.0, "prompts/with_spread": 0.5, "prompts/best_score": (2 + 5) / 2})
 

@@ -36,7 +36,7 @@ class SlotTurns:
     """Turns over the slots of one cache. open_scheduler: opens a scheduler with as many slots as fit. shrink: called
     where memory ran out; raises UserError where no fewer slots are left to try. Running turns are then drawn again from
     their beginning, with the same tokens. note: called with the cache's bytes (it is allocated at the first token) and
-    the number of turns that were read again, whenever a turn ends."""
+    the number of preemptions so far, whenever a turn ends."""
 
     def __init__(self, open_scheduler: Callable[[], Scheduler], shrink: Callable[[Exception], None],
                  note: Callable[[int, int], None]) -> None:
@@ -89,7 +89,7 @@ class SlotTurns:
             return []
         ended, self._running.ended = self._running.ended, []
         if ended:
-            self._note(self._running.cache.num_bytes(), self._running.num_reread)
+            self._note(self._running.cache.num_bytes(), self._running.num_preempted)
             ended_ids = {id(request) for request in ended}
             self._live = [request for request in self._live if id(request) not in ended_ids]
         return ended

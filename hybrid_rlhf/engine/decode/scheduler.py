@@ -59,8 +59,8 @@ class Scheduler:
     whether requests record the candidate tokens of each draw, where sampling is truncated.
 
     Over pages a request enters when its prompt fits, and gets pages as it grows. Where none are left, prompts and
-    sequences of slots that do not run are forgotten, then the youngest request gives its pages up, waits and is read
-    again.
+    sequences of slots that do not run are forgotten, then the youngest request is preempted: it waits, and its tokens
+    so far are prefilled again.
     """
 
     def __init__(self, runner: Runner, cache: SlotCache, sampling: SamplingConfig,
@@ -85,7 +85,7 @@ class Scheduler:
         self._pages, self._columns_left = cache.pages, 0  # tokens that all running requests have pages for
         if self._pages is not None:
             self._pages.reset()
-        self.num_reread = 0  # requests that gave their pages up
+        self.num_preempted = 0  # how often requests lost their pages
         self._seen: Tensor | None = None
         self._stream = lru_cache(4 * cache.num_slots + 64)(stream)
         self._steps = STEPS_PER_LOOK if self._static else _STEPS_PER_SYNC.get(self.device.type, 1)
@@ -128,7 +128,7 @@ class Scheduler:
         if not self._running:
             return False
         self._make_columns()
-        if not self._running:  # all have given up, for requests that follow others
+        if not self._running:  # all are preempted, for requests that follow others
             return True
         if self._batch is None:
             self._batch = self._rows()
@@ -327,7 +327,7 @@ class Scheduler:
         return True
 
     def _make_columns(self) -> None:
-        """Give every running request pages for the next tokens, the oldest first; the youngest give theirs up."""
+        """Give every running request pages for the next tokens, the oldest first; the youngest are preempted."""
         if self._pages is None or (self._batch is not None and self._columns_left >= self._steps):
             return
         self._columns_left = max(self._steps, _STEPS_PER_GROWTH)
@@ -335,15 +335,15 @@ class Scheduler:
             used = len(request.prompt) + len(request.tokens)
             needed = min(used + self._columns_left - 1, len(request.prompt) + request.limit)
             while slot in self._running and not self._fits(slot, needed):
-                self._give_up(next(reversed(self._running)))
+                self._preempt(next(reversed(self._running)))
         self._pages.sync()
 
-    def _give_up(self, slot: int) -> None:
-        """Let a running request wait, to be read again."""
+    def _preempt(self, slot: int) -> None:
+        """Let a running request wait; its columns are computed again when it returns."""
         self._waiting.appendleft(self._running.pop(slot))
         self._give_free(slot)
         self._batch = None
-        self.num_reread += 1
+        self.num_preempted += 1
 
     # -- running -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Slots that share the pages of a cache: what is drawn is what slots of full length draw, whoever gives pages up."""
+"""Slots that share the pages of a cache draw what slots of full length draw, preempted requests too."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_tokens_are_those_of_generate_with_few_pages_too(kind, small_pages):
         assert engine.generate(PROMPTS[:9], GREEDY).tokens == expected  # one sequence is 19 columns at most
     is_paged = [scheduler.cache.pages is not None for scheduler in small_pages]
     assert is_paged == [kind not in ("bloom", "jamba")] * 2  # eager attention and states keep whole slots
-    assert small_pages[-1].num_reread > 0 or not is_paged[0]
+    assert small_pages[-1].num_preempted > 0 or not is_paged[0]
 
 
 @pytest.mark.parametrize("capture", [None, called], ids=["plain", "captured"])
@@ -102,13 +102,13 @@ def test_draws_are_those_of_whole_slots_bit_for_bit(sampling, capture, small_pag
 
 
 @pytest.mark.parametrize("capture", [None, called], ids=["plain", "captured"])
-def test_a_request_that_gave_its_pages_up_goes_on_as_it_would_have(capture, small_pages):
+def test_a_preempted_request_goes_on_as_it_would_have(capture, small_pages):
     model = build("llama")
     sampling = SamplingConfig(max_new_tokens=30, repetition_penalty=1.3)
     roomy = drawn(decode_engine(model, max_batch=12), PROMPTS, sampling)
     few = decode_engine(model, max_batch=12, capture=capture, max_kv_bytes=COLUMN * 4 * 30)
     tight = drawn(few, PROMPTS, sampling)
-    assert few.num_reread == small_pages[1].num_reread > 5
+    assert few.num_preempted == small_pages[1].num_preempted > 5
     assert tight.tokens == roomy.tokens
     for ours, theirs in zip(tight.logprobs, roomy.logprobs, strict=True):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-4, rtol=1e-4)
@@ -146,7 +146,7 @@ def test_recorded_steps_of_a_card_follow_the_pages(kind, small_pages, card, reco
     assert drawn(engine, PROMPTS[:9], GREEDY).tokens == expected
     few = decode_engine(model, max_batch=6, max_kv_bytes=int(engine._runner.bytes_per_column * 40))
     assert drawn(few, PROMPTS[:9], GREEDY).tokens == expected
-    assert few.describe()["captured"] and small_pages[1].num_reread > 0
+    assert few.describe()["captured"] and small_pages[1].num_preempted > 0
     assert small_pages[0].cache.pages is not None and card.launches["graph"] > 2 * len(recordings)
 
 
@@ -194,7 +194,7 @@ def test_a_server_takes_as_many_as_fit_and_reads_the_youngest_again(small_pages)
             serving.submit(request)
         while serving.step():
             pass
-    assert serving.num_slots == 8 and small_pages[0].num_reread > 0
+    assert serving.num_slots == 8 and small_pages[0].num_preempted > 0
     with decode_engine(model).inference() as engine:
         alone = [engine.generate([r.prompt], sampling, 3, numbers=[r.number]).tokens[0] for r in requests]
     assert [r.tokens for r in requests] == alone
