@@ -33,9 +33,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5198, 29),
     "inference": (3662, 27),
-    "tests": (56141, 335),
+    "tests": (56144, 335),
     "benchmarks": (7643, 52),
-    ENTRY_POINTS: (1163, 8),
+    ENTRY_POINTS: (1169, 8),
 }
 
 

@@ -97,13 +97,15 @@ def test_an_export_by_keyboard_alone(browser, studio):
 
 
 def test_a_failed_export_says_why_and_one_that_runs_is_found_again(browser, studio, tmp_path):
-    (tmp_path / "export.py").write_text("import sys, time\nprint('error: the model is <i>damaged</i>')\n"
-                                        "time.sleep(5)\nsys.exit(2)")
+    (tmp_path / "export.py").write_text("import os, sys, time\nprint('error: the model is <i>damaged</i>')\n"
+                                        f"while not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(.1)\n"
+                                        "sys.exit(2)")
     open_page(browser, studio)
     find(browser, "form button").click()
     until(browser, lambda: find(browser, "section p").text.startswith("export of demo/ppo: running"))
     browser.refresh()
     until(browser, lambda: find(browser, "section p").text.startswith("export of demo/ppo: "))
+    (tmp_path / "go").touch()
     until(browser, lambda: find(browser, "section p").text.startswith("export of demo/ppo: failed"))
     assert find(browser, "section p.fault").text == "error: the model is <i>damaged</i>"
     assert "fault" in find(browser, "#status").get_attribute("class")
