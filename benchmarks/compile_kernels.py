@@ -47,7 +47,8 @@ ARCHITECTURES = {75: Limits("T4, RTX 20", 64, 64, 1024, 16), 80: Limits("A100", 
                  90: Limits("H100", 227, 228, 2048, 32), 100: Limits("B200", 227, 228, 2048, 32),
                  120: Limits("RTX 50", 99, 100, 1536, 24)}
 POINTERS = dict(pages="*i64", positions="*i64", mask="*i1", maxima="*fp32", totals="*fp32", seen="*i1", forbidden="*i1",
-                streams="*i64", sums="*fp32", picks="*i32", logprobs="*fp32", parts="*fp32", targets="*i64",
+                streams="*i64", sums="*fp32", picks="*i32", levels="*fp32",
+                lasts="*i32", kept="*i1", logprobs="*fp32", parts="*fp32", targets="*i64",
                 entropy="*fp32", correct="*i1", normalisers="*fp32", by_logprobs="*fp32", by_entropy="*fp32")
 NUMBERS = dict.fromkeys(("scaling", "softcap", "temperature", "penalty", "top_p", "min_p", "eps"), "fp32")
 
@@ -105,14 +106,17 @@ def sampling(step: str, is_plain: bool) -> Callable[[int, str], Kernel]:
     def build(_architecture: int, kind: str) -> Kernel:
         from hybrid_rlhf.kernels import triton_sampling
 
-        flags = dict.fromkeys(("HAS_SEEN", "HAS_FORBIDDEN", "TEMPERED", "TRUNCATED"), not is_plain)
+        flags = dict.fromkeys(("HAS_SEEN", "HAS_FORBIDDEN", "TEMPERED"), not is_plain)
         if step == "scan":
-            return Kernel(triton_sampling._scan, dict(CHUNK=triton_sampling._CHUNK, GREEDY=False, **flags),
+            return Kernel(triton_sampling._scan, dict(CHUNK=triton_sampling._CHUNK, GREEDY=False, CUT=not is_plain,
+                                                      KEEPS=not is_plain, **flags),
                           dict(logits="*" + kind), dict(num_warps=4))
-        constants = dict(CHUNKS=128, TOP_K=0 if is_plain else 50, HAS_TOP_P=not is_plain,
-                         BLOCK=triton_sampling._BLOCK, **flags)  # chunks of Gemma's 262,144 tokens
-        return Kernel(triton_sampling._draw, constants, dict(logits="*" + kind, out="*i64"),
-                      dict(num_warps=4 if is_plain else 16))
+        if step == "cut":
+            return Kernel(triton_sampling._cut, dict(CHUNKS=128, HAS_TOP_K=True, HAS_TOP_P=True,
+                                                     BLOCK=triton_sampling._BLOCK, **flags),
+                          dict(logits="*" + kind), dict(num_warps=16))  # chunks of Gemma's 262,144 tokens
+        return Kernel(triton_sampling._draw, dict(CHUNKS=128, TEMPERED=not is_plain),
+                      dict(logits="*" + kind, out="*i64"), dict(num_warps=4))
 
     return build
 
@@ -252,9 +256,9 @@ def cases() -> dict[str, Case]:
             found[f"{name}_group{group}"] = Case(work, SIXTEEN, attend(group, dim, value_dim), 2)
     for dim in (64, 128, 256, 512):
         found[f"join_{dim}"] = Case(f"joining 32 parts of {dim}", ALL, join(dim))
-    for step in ("scan", "draw"):
-        found[step] = Case(f"sampling, {step}", ALL, sampling(step, is_plain=True))
-        found[f"{step}_truncated"] = Case(f"sampling, {step}, all options", ALL, sampling(step, is_plain=False))
+    for step, is_plain in (("scan", True), ("scan", False), ("cut", False), ("draw", True), ("draw", False)):
+        name, options = (step, "") if is_plain else (f"{step}_truncated", ", all options")
+        found[name] = Case(f"sampling, {step}{options}", ALL, sampling(step, is_plain))
     for is_backward, word in ((False, ""), (True, ", backward")):
         end = "_backward" if is_backward else ""
         for size in (128, 4096, 8192):

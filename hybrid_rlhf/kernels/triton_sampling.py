@@ -1,26 +1,22 @@
 """Sampling in Triton. kernels/reference.py: sample is its definition.
 
 `_scan` reads the logits once, a chunk of a row to a program: maximum and sum for the log-probability, and the best
-token of the draw. `_draw` joins the chunks of a row. Truncation needs no sort: top-k, top-p and min-p keep the first
-tokens of the ranking, so the best token of the draw is tested; if it is cut, so is all that ranks below it, and the
-best token above it is next. That makes about 1 / top_p tests, or log2(V / k) for top-k over flat logits. Only top-k
-with top-p searches for a threshold (the mass of the k), by bisection.
+token of the draw; `_draw` joins the chunks of a row. What top-k, top-p and min-p keep is the beginning of a ranking (by
+score, the first of equals first): `_cut` searches for its end by bisection, one program a row that reads it some ten
+times, without a sort; a second scan draws from what ranks above it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_rlhf.kernels import reference
-
 _CHUNK = 2048  # tokens of one program of _scan
-_BLOCK = 4096  # tokens that _draw reads together
+_BLOCK = 4096  # tokens that _cut reads together
 
 
 @triton.jit
@@ -83,11 +79,14 @@ def _best(values, tokens):
 
 
 @triton.jit
-def _scan(logits, seen, forbidden, streams, positions, sums, picks, num_tokens, logits_b, seen_b, forbidden_b,
-          temperature, penalty, CHUNK: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr,
-          GREEDY: tl.constexpr, TEMPERED: tl.constexpr, TRUNCATED: tl.constexpr):
+def _scan(logits, seen, forbidden, streams, positions, sums, picks, levels, lasts, kept, num_tokens, logits_b, seen_b,
+          forbidden_b, kept_b, temperature, penalty, CHUNK: tl.constexpr, HAS_SEEN: tl.constexpr,
+          HAS_FORBIDDEN: tl.constexpr, GREEDY: tl.constexpr, TEMPERED: tl.constexpr, CUT: tl.constexpr,
+          KEEPS: tl.constexpr):
     """Grid (rows, chunks). sums (5, rows, chunks): maximum and mass of the logits, the best value of the draw, maximum
-    and mass of the scores (if TRUNCATED). picks (rows, chunks): the token of the best value.
+    and mass of the scores (unless CUT). picks (rows, chunks): the token of the best value. CUT: the draw is from what
+    `_cut` has left by levels and lasts (rows,). KEEPS: these tokens are marked in kept (rows, V), and the logits are
+    theirs alone.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place, step = row * tl.num_programs(1) + chunk, tl.num_programs(0) * tl.num_programs(1)
@@ -95,13 +94,20 @@ def _scan(logits, seen, forbidden, streams, positions, sums, picks, num_tokens, 
     inside = tokens < num_tokens
     raw, scores = _scores(logits + row * logits_b, seen + row * seen_b, forbidden + row * forbidden_b, tokens, inside,
                           temperature, penalty, HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
-    top, mass = _mass(raw)
-    tl.store(sums + place, top)
-    tl.store(sums + step + place, mass)
-    if TRUNCATED:
+    if CUT:
+        level = tl.load(levels + row)
+        stays = (scores > level) | ((scores == level) & (tokens < tl.load(lasts + row)) & (scores > float("-inf")))
+        scores = tl.where(stays, scores, float("-inf"))
+        if KEEPS:
+            raw = tl.where(stays, raw, float("-inf"))
+            tl.store(kept + row * kept_b + tokens, stays, mask=inside)
+    else:
         top, mass = _mass(scores)
         tl.store(sums + 3 * step + place, top)
         tl.store(sums + 4 * step + place, mass)
+    top, mass = _mass(raw)
+    tl.store(sums + place, top)
+    tl.store(sums + step + place, mass)
     if not GREEDY:
         scores += _noise(tokens, tl.load(streams + row), tl.load(positions + row))
     value, token = _best(scores, tokens)
@@ -110,125 +116,118 @@ def _scan(logits, seen, forbidden, streams, positions, sums, picks, num_tokens, 
 
 
 @triton.jit
-def _above(logits, seen, forbidden, num_tokens, temperature, penalty, score, token, top, BLOCK: tl.constexpr,
-           HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
-    """How many tokens score higher than `score`; of those ranking above (score, token), where the first of equals
-    ranks higher: how many, and the sum of exp(score - top).
-    """
-    higher, above = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
-    mass = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, num_tokens, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        _, scores = _scores(logits, seen, forbidden, tokens, tokens < num_tokens, temperature, penalty, HAS_SEEN,
-                            HAS_FORBIDDEN, TEMPERED)
-        ranks = (scores > score) | ((scores == score) & (tokens < token))
-        higher += (scores > score).to(tl.int32)
-        above += ranks.to(tl.int32)
-        mass += tl.where(ranks, tl.exp(scores - top), 0.0)
-    return tl.sum(higher, 0), tl.sum(above, 0), tl.sum(mass, 0)
-
-
-@triton.jit
-def _best_above(logits, seen, forbidden, stream, position, num_tokens, temperature, penalty, score, token,
-                BLOCK: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
-    """The token of the best draw among those ranking above (score, token), and its score."""
-    best, best_tokens = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), 2147483647, tl.int32)
-    best_scores = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, num_tokens, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        _, scores = _scores(logits, seen, forbidden, tokens, tokens < num_tokens, temperature, penalty, HAS_SEEN,
-                            HAS_FORBIDDEN, TEMPERED)
-        values = scores + _noise(tokens, stream, position)
-        wins = ((scores > score) | ((scores == score) & (tokens < token))) & (values > best)
-        best, best_tokens = tl.where(wins, values, best), tl.where(wins, tokens, best_tokens)
-        best_scores = tl.where(wins, scores, best_scores)
-    _, winner = _best(best, best_tokens)
-    return winner, tl.max(tl.where(best_tokens == winner, best_scores, float("-inf")), 0)
-
-
-@triton.jit
-def _as_float(key):
-    """The float whose rank in the order of all floats is `key`, an integer of 32 bits held in 64."""
-    bits = key.to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _top_k_mass(logits, seen, forbidden, num_tokens, temperature, penalty, top, mass, TOP_K: tl.constexpr,
-                BLOCK: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
-    """The sum of exp(score - top) over the scores not below the TOP_K-th: the threshold is found by bisection."""
-    bits = top.to(tl.int32, bitcast=True)
-    least, most = tl.full((), -2139095041, tl.int64), tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    while least < most:  # at least TOP_K scores reach `least` (at first -inf); fewer reach what lies above `most`
-        middle = least + (most - least + 1) // 2
-        reached, reached_mass = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, num_tokens, BLOCK):
-            tokens = start + tl.arange(0, BLOCK)
-            _, scores = _scores(logits, seen, forbidden, tokens, tokens < num_tokens, temperature, penalty, HAS_SEEN,
-                                HAS_FORBIDDEN, TEMPERED)
-            is_reached = scores >= _as_float(middle)
-            reached += is_reached.to(tl.int32)
-            reached_mass += tl.where(is_reached, tl.exp(scores - top), 0.0)
-        count = tl.sum(reached, 0)
-        mass = tl.where(count >= TOP_K, tl.sum(reached_mass, 0), mass)
-        least = tl.where(count >= TOP_K, middle, least)
-        most = tl.where(count == TOP_K, middle, tl.where(count > TOP_K, most, middle - 1))
-    return mass
-
-
-@triton.jit
-def _kept(logits, seen, forbidden, stream, position, num_tokens, temperature, penalty, top, mass, token, floor, top_p,
-          TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, BLOCK: tl.constexpr, HAS_SEEN: tl.constexpr,
-          HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
-    """The token of the best draw that truncation keeps, searched from the best of all on."""
-    if TOP_K > 0 and HAS_TOP_P:
-        mass = _top_k_mass(logits, seen, forbidden, num_tokens, temperature, penalty, top, mass, TOP_K, BLOCK,
-                           HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
-    tokens = token + tl.arange(0, 1)
-    _, scores = _scores(logits, seen, forbidden, tokens, tokens < num_tokens, temperature, penalty, HAS_SEEN,
-                        HAS_FORBIDDEN, TEMPERED)
-    score = tl.max(scores, 0)
-    is_cut = num_tokens > 0
-    while is_cut:
-        higher, above, mass_above = _above(logits, seen, forbidden, num_tokens, temperature, penalty, score, token, top,
-                                           BLOCK, HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
-        is_cut = score < floor
-        if TOP_K > 0:
-            is_cut = is_cut | (higher >= TOP_K)
-        if HAS_TOP_P:
-            is_cut = is_cut | (mass_above >= top_p * mass)
-        is_cut = is_cut & (above > 0)  # the first of the ranking always stays, and NaN has no rank
-        if is_cut:
-            token, score = _best_above(logits, seen, forbidden, stream, position, num_tokens, temperature, penalty,
-                                       score, token, BLOCK, HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
-    return token
-
-
-@triton.jit
-def _draw(logits, seen, forbidden, streams, positions, sums, picks, out, logprobs, num_tokens, num_chunks, logits_b,
-          seen_b, forbidden_b, temperature, penalty, top_p, min_p, CHUNKS: tl.constexpr, TOP_K: tl.constexpr,
-          HAS_TOP_P: tl.constexpr, BLOCK: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr,
-          TEMPERED: tl.constexpr, TRUNCATED: tl.constexpr):
-    """Grid (rows,): token and log-probability of each row from the sums of its chunks. min_p: its logarithm."""
-    row = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, CHUNKS)
-    place, step = row * num_chunks + chunks, tl.num_programs(0) * num_chunks
-    there = chunks < num_chunks
-    _, token = _best(tl.load(sums + 2 * step + place, mask=there, other=float("-inf")),
-                     tl.load(picks + place, mask=there, other=2147483647))
-    token = tl.where(token < num_tokens, token, 0)  # nothing may be drawn, or all is NaN
-    if TRUNCATED:
-        tops = tl.load(sums + 3 * step + place, mask=there, other=float("-inf"))
-        top = tl.max(tops, 0)
-        mass = tl.sum(tl.load(sums + 4 * step + place, mask=there, other=0.0) * tl.exp(tops - top), 0)
-        token = _kept(logits + row * logits_b, seen + row * seen_b, forbidden + row * forbidden_b,
-                      tl.load(streams + row), tl.load(positions + row), num_tokens, temperature, penalty, top, mass,
-                      token, top + min_p, top_p, TOP_K, HAS_TOP_P, BLOCK, HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
-        token = tl.where(token < num_tokens, token, 0)
+def _joined(sums, place, step, there):
+    """Maximum and mass of a row from those of its chunks."""
     tops = tl.load(sums + place, mask=there, other=float("-inf"))
     top = tl.max(tops, 0)
     scale = tl.exp(tops - tl.where(top == float("-inf"), 0.0, top))
-    mass = tl.sum(tl.load(sums + step + place, mask=there, other=0.0) * scale, 0)
+    return top, tl.sum(tl.load(sums + step + place, mask=there, other=0.0) * scale, 0)
+
+
+@triton.jit
+def _around(logits, seen, forbidden, num_tokens, temperature, penalty, level, top, BLOCK: tl.constexpr,
+            HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
+    """Of the scores above `level`: how many, the sum of exp(score - top), the lowest; and the highest of the others."""
+    count, mass = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.float32)
+    lowest, highest = tl.full((BLOCK,), float("inf"), tl.float32), tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, num_tokens, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        _, scores = _scores(logits, seen, forbidden, tokens, tokens < num_tokens, temperature, penalty, HAS_SEEN,
+                            HAS_FORBIDDEN, TEMPERED)
+        is_above = scores > level
+        count += is_above.to(tl.int32)
+        mass += tl.where(is_above, tl.exp(scores - top), 0.0)
+        lowest = tl.where(is_above & (scores < lowest), scores, lowest)
+        highest = tl.where((scores <= level) & (scores > highest), scores, highest)
+    return tl.sum(count, 0), tl.sum(mass, 0), tl.min(lowest, 0), tl.max(highest, 0)
+
+
+@triton.jit
+def _lowest_kept(logits, seen, forbidden, num_tokens, temperature, penalty, top, most, most_mass, BLOCK: tl.constexpr,
+                 HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
+    """The lowest score above which are fewer than `most` scores, of a mass below `most_mass`; the largest at least."""
+    below, kept, reach = top * 0 + float("-inf"), top, top * 0 + 16.0  # nothing at `below` or lower is kept
+    is_open = tl.abs(top) < float("inf")
+    while is_open:
+        half = tl.maximum(0.5 * below + 0.5 * kept, below)
+        middle = tl.where(below == float("-inf"), tl.maximum(kept - reach, -3.4028234663852886e38),
+                          tl.where(half < kept, half, below))
+        reach *= 4
+        count, mass, lowest, highest = _around(logits, seen, forbidden, num_tokens, temperature, penalty, middle, top,
+                                               BLOCK, HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
+        fits = (count < most) & (mass < most_mass)  # so all above `middle` is kept, and so is the next below it
+        is_open = tl.where(fits, highest > below, (lowest < kept) & (middle > below))
+        kept = tl.where(fits, tl.where(highest > below, highest, tl.minimum(lowest, kept)), kept)
+        below = tl.where(fits, below, middle)
+    return kept
+
+
+@triton.jit
+def _equals(logits, seen, forbidden, num_tokens, temperature, penalty, level, most, BLOCK: tl.constexpr,
+            HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
+    """How many tokens score `level`, and the one after the first `most` of them."""
+    count, last = num_tokens * 0, num_tokens
+    for start in range(0, num_tokens, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        _, scores = _scores(logits, seen, forbidden, tokens, tokens < num_tokens, temperature, penalty, HAS_SEEN,
+                            HAS_FORBIDDEN, TEMPERED)
+        equal = (scores == level).to(tl.int32)
+        is_last = (equal != 0) & (count + tl.cumsum(equal, 0) == most)
+        last = tl.minimum(last, tl.min(tl.where(is_last, tokens + 1, num_tokens), 0))
+        count += tl.sum(equal, 0)
+    return count, last
+
+
+@triton.jit
+def _cut(logits, seen, forbidden, sums, levels, lasts, num_tokens, num_chunks, logits_b, seen_b, forbidden_b,
+         temperature, penalty, top_k, top_p, min_p, CHUNKS: tl.constexpr, HAS_TOP_K: tl.constexpr,
+         HAS_TOP_P: tl.constexpr, BLOCK: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr,
+         TEMPERED: tl.constexpr):
+    """Grid (rows,). levels and lasts (rows,): what scores above the level stays, and of what scores the level the
+    tokens before the last; the level is NaN in a row that is broken, of which nothing stays. min_p: its logarithm.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS)
+    place, step, there = row * num_chunks + chunks, tl.num_programs(0) * num_chunks, chunks < num_chunks
+    raw_top, raw_mass = _joined(sums, place, step, there)
+    top, mass = _joined(sums + 3 * step, place, step, there)
+    logits, seen, forbidden = logits + row * logits_b, seen + row * seen_b, forbidden + row * forbidden_b
+    level, last = top * 0 + float("-inf"), num_tokens
+    if HAS_TOP_K:
+        level = _lowest_kept(logits, seen, forbidden, num_tokens, temperature, penalty, top, top_k, float("inf"), BLOCK,
+                             HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
+    if HAS_TOP_P:
+        if HAS_TOP_K:  # the mass of what top-k keeps
+            _, mass, _, _ = _around(logits, seen, forbidden, num_tokens, temperature, penalty, level, top, BLOCK,
+                                    HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
+            count, _ = _equals(logits, seen, forbidden, num_tokens, temperature, penalty, level, 0, BLOCK, HAS_SEEN,
+                               HAS_FORBIDDEN, TEMPERED)
+            mass += count * tl.exp(level - top)
+        most_mass = top_p * mass
+        level = tl.maximum(level, _lowest_kept(logits, seen, forbidden, num_tokens, temperature, penalty, top,
+                                               2147483647, most_mass, BLOCK, HAS_SEEN, HAS_FORBIDDEN, TEMPERED))
+        _, mass_above, _, _ = _around(logits, seen, forbidden, num_tokens, temperature, penalty, level, top, BLOCK,
+                                      HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
+        most = tl.minimum(tl.ceil((most_mass - mass_above) / tl.exp(level - top)), 2147483520.0)
+        _, last = _equals(logits, seen, forbidden, num_tokens, temperature, penalty, level,
+                          tl.maximum(most, 1.0).to(tl.int32), BLOCK, HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
+    last = tl.where(top + min_p > level, num_tokens, last)
+    is_sound = (tl.abs(raw_top) < float("inf")) & (raw_mass < float("inf"))
+    tl.store(levels + row, tl.where(is_sound, tl.maximum(level, top + min_p), float("nan")))
+    tl.store(lasts + row, last)
+
+
+@triton.jit
+def _draw(logits, sums, picks, out, logprobs, num_tokens, num_chunks, logits_b, temperature, CHUNKS: tl.constexpr,
+          TEMPERED: tl.constexpr):
+    """Grid (rows,): token and log-probability of each row from the sums of its chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS)
+    place, step, there = row * num_chunks + chunks, tl.num_programs(0) * num_chunks, chunks < num_chunks
+    _, token = _best(tl.load(sums + 2 * step + place, mask=there, other=float("-inf")),
+                     tl.load(picks + place, mask=there, other=2147483647))
+    token = tl.where(token < num_tokens, token, 0)  # nothing may be drawn, or all is NaN
+    top, mass = _joined(sums, place, step, there)
     raw = tl.load(logits + row * logits_b + token).to(tl.float32)
     if TEMPERED:
         raw = tl.div_rn(raw, temperature)
@@ -238,43 +237,38 @@ def _draw(logits, seen, forbidden, streams, positions, sums, picks, out, logprob
     tl.store(logprobs + row, tl.where(is_finite, logprob, float("nan")))
 
 
-def _sample_among(kept: Tensor, logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: float,
-                  **rules: Any) -> tuple[Tensor, Tensor]:
-    """A draw from the tokens `kept` (B, V) bool, which the truncating kernel never stores, and its log-probability
-    among them."""
-    tokens, logprobs = sample(logits, streams, positions, temperature=temperature, forbidden=~kept, **rules)
-    among = (logits.float() / (temperature or 1.0)).masked_fill(~kept, -math.inf)
-    chosen = among.gather(-1, tokens[:, None])[:, 0] - among.logsumexp(-1)
-    return tokens, torch.where(logprobs.isfinite() & chosen.isfinite(), chosen, math.nan)
-
-
 def sample(logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: float = 1.0, top_k: int = 0,
            top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0, seen: Tensor | None = None,
            forbidden: Tensor | None = None, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """kernels/reference.py: sample."""
-    if kept is not None:
-        rules = dict(temperature=temperature, repetition_penalty=repetition_penalty, seen=seen)
-        kept.copy_(reference.allowed_scores(logits, **rules, top_k=top_k, top_p=top_p, min_p=min_p,
-                                            forbidden=forbidden) > -math.inf)
-        return _sample_among(kept, logits, streams, positions, **rules)
     (rows, num_tokens), streams, positions = logits.shape, streams.contiguous(), positions.contiguous()
     is_greedy, has_seen = temperature == 0, seen is not None and repetition_penalty != 1
-    top_k = 0 if is_greedy or top_k >= num_tokens else top_k
-    has_top_p, has_min_p = not is_greedy and top_p < 1, not is_greedy and min_p > 0
-    seen, has_forbidden = seen if has_seen else logits, forbidden is not None
-    forbidden = forbidden if has_forbidden else logits
+    has_top_k, has_top_p = not is_greedy and 0 < top_k < num_tokens, not is_greedy and top_p < 1
+    has_min_p, keeps, has_forbidden = not is_greedy and min_p > 0, kept is not None, forbidden is not None
+    seen, forbidden = seen if has_seen else logits, forbidden if has_forbidden else logits
     num_chunks = triton.cdiv(num_tokens, _CHUNK)
-    sums = logits.new_empty(5, rows, num_chunks, dtype=torch.float32)
-    picks = logits.new_empty(rows, num_chunks, dtype=torch.int32)
+    chunks = triton.next_power_of_2(num_chunks)
+    sums, levels = (logits.new_empty(*shape, dtype=torch.float32) for shape in ((5, rows, num_chunks), (rows,)))
+    picks, lasts = (logits.new_empty(*shape, dtype=torch.int32) for shape in ((rows, num_chunks), (rows,)))
     tokens, logprobs = torch.empty_like(streams), logits.new_empty(rows, dtype=torch.float32)
-    flags = dict(HAS_SEEN=has_seen, HAS_FORBIDDEN=has_forbidden, TEMPERED=temperature not in (0, 1),
-                 TRUNCATED=top_k > 0 or has_top_p or has_min_p)
-    _scan[rows, num_chunks](logits, seen, forbidden, streams, positions, sums, picks, num_tokens, logits.stride(0),
-                            seen.stride(0), forbidden.stride(0), float(temperature), float(repetition_penalty),
-                            CHUNK=_CHUNK, GREEDY=is_greedy, **flags, num_warps=4)
-    _draw[(rows,)](logits, seen, forbidden, streams, positions, sums, picks, tokens, logprobs, num_tokens, num_chunks,
-                   logits.stride(0), seen.stride(0), forbidden.stride(0), float(temperature),
-                   float(repetition_penalty), float(top_p), math.log(min_p) if has_min_p else -math.inf,
-                   CHUNKS=triton.next_power_of_2(num_chunks), TOP_K=top_k, HAS_TOP_P=has_top_p, BLOCK=_BLOCK, **flags,
-                   num_warps=16 if flags["TRUNCATED"] else 4)
+    flags = dict(HAS_SEEN=has_seen, HAS_FORBIDDEN=has_forbidden, TEMPERED=temperature not in (0, 1))
+    strides = logits.stride(0), seen.stride(0), forbidden.stride(0)
+    rules = float(temperature), float(repetition_penalty)
+
+    def scan(*, is_greedy: bool, is_cut: bool) -> None:
+        _scan[rows, num_chunks](logits, seen, forbidden, streams, positions, sums, picks, levels, lasts,
+                                kept if keeps else picks, num_tokens, *strides, kept.stride(0) if keeps else 0, *rules,
+                                CHUNK=_CHUNK, GREEDY=is_greedy, CUT=is_cut, KEEPS=is_cut and keeps, **flags,
+                                num_warps=4)
+
+    if has_top_k or has_top_p or has_min_p or keeps:
+        scan(is_greedy=True, is_cut=False)
+        _cut[(rows,)](logits, seen, forbidden, sums, levels, lasts, num_tokens, num_chunks, *strides, *rules, top_k,
+                      float(top_p), math.log(min_p) if has_min_p else -math.inf, CHUNKS=chunks, HAS_TOP_K=has_top_k,
+                      HAS_TOP_P=has_top_p, BLOCK=_BLOCK, **flags, num_warps=16)
+        scan(is_greedy=is_greedy, is_cut=True)
+    else:
+        scan(is_greedy=is_greedy, is_cut=False)
+    _draw[(rows,)](logits, sums, picks, tokens, logprobs, num_tokens, num_chunks, logits.stride(0), rules[0],
+                   CHUNKS=chunks, TEMPERED=flags["TEMPERED"], num_warps=4)
     return tokens, logprobs

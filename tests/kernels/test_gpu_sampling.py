@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_rlhf.kernels import reference
 
@@ -54,15 +55,44 @@ def test_sampling_draws_the_definitions_tokens(ops, settings):
         assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
 
 
+class Operations(TorchDispatchMode):
+    """The names of torch's operations that run in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
 @pytest.mark.parametrize("settings", SETTINGS[3:11], ids=str)
 def test_the_kept_tokens_are_the_definitions_and_the_draw_is_from_them(ops, settings):
-    for num_tokens, forbids in itertools.product(SIZES[-3:], (False, True)):
-        drawn, more = request(num_tokens, 3.0, forbids, settings, rows=2 if IS_INTERPRETED else 33)
+    """In bf16 many tokens score the same. No sort: torch makes the kernels' buffers and does nothing else."""
+    for num_tokens, (forbids, dtype) in itertools.product(SIZES[-3:], ((False, torch.float32), (True, torch.bfloat16))):
+        drawn, more = request(num_tokens, 3.0, forbids, settings, dtype, rows=2 if IS_INTERPRETED else 33)
         ours, theirs = torch.empty(2, len(drawn[0]), num_tokens, dtype=torch.bool, device=DEVICE)
-        tokens, logprobs = ops.sample(*drawn, **more, kept=ours)
+        with Operations() as operations:
+            tokens, logprobs = ops.sample(*drawn, **more, kept=ours)
+        assert IS_INTERPRETED or operations.names <= {"new_empty", "empty_like"}
+        assert not operations.names & {"sort", "topk", "cumsum"}
         want, want_logprobs = reference.sample(*drawn, **more, kept=theirs)
-        assert torch.equal(ours, theirs) and torch.equal(tokens, want)
-        assert torch.allclose(logprobs, want_logprobs, atol=4e-6, rtol=0)
+        same = (ours == theirs).all(1)  # on a card the definition's sums, and so its last token, may be another
+        assert (~same).sum() <= (0 if IS_INTERPRETED or "top_p" not in settings else 2)
+        assert ((ours != theirs).sum(1) <= 1).all() and torch.equal(tokens[same], want[same])
+        assert torch.allclose(logprobs[same], want_logprobs[same], atol=4e-6, rtol=0)
+
+
+def test_what_scores_the_floor_of_min_p_stays_where_top_p_reaches_further(ops):
+    """Masses 2 of what min-p keeps and 1.2e-4 of each of the first two, of which top-p .9999 keeps one."""
+    logits = torch.tensor([[-9, -9, 0, 0.5, 0.5]], device=DEVICE)
+    logits[0, 3:] = torch.tensor(0.5).log()
+    kept = torch.empty(1, 5, dtype=torch.bool, device=DEVICE)
+    ops.sample(logits, numbers(1), numbers(1), top_p=0.9999, kept=kept)
+    assert kept.tolist() == [[True, False, True, True, True]]
+    ops.sample(logits, numbers(1), numbers(1), top_p=0.9999, min_p=0.5, kept=kept)
+    assert kept.tolist() == [[False, False, True, True, True]]
 
 
 def test_the_random_words_are_the_definitions_to_the_bit(ops):
@@ -108,9 +138,11 @@ def test_broken_rows_give_token_zero_and_nan_and_minus_infinity_is_never_drawn(o
     logits[0, 7], logits[1, 7], logits[2] = float("nan"), float("inf"), float("-inf")
     logits[3, :] = float("-inf")
     logits[3, 11] = 0.0
-    tokens, logprobs = ops.sample(logits.to(DEVICE), numbers(5), numbers(5), **settings)
-    assert tokens[:4].tolist() == [0, 0, 0, 11]
-    assert logprobs.isnan().tolist() == [True, True, True, False, False]
+    for kept in (None, torch.empty(5, 50, dtype=torch.bool, device=DEVICE)):
+        tokens, logprobs = ops.sample(logits.to(DEVICE), numbers(5), numbers(5), **settings, kept=kept)
+        assert tokens[:4].tolist() == [0, 0, 0, 11]
+        assert logprobs.isnan().tolist() == [True, True, True, False, False]
+    assert kept[3].nonzero().tolist() == [[11]] and logprobs[3] == 0
 
 
 def test_a_row_in_which_everything_is_forbidden_gives_the_first_token(ops):

@@ -54,7 +54,7 @@ def test_without_triton_the_reference_is_used_and_says_so(monkeypatch, caplog):
     assert "cuda kernels: the torch reference is used (Triton is not installed" in caplog.text
 
 
-NEWEST = ("attend_128_group4", "draw_truncated", "scores_all_backward", "layer_16_gated")  # a case of each mechanism
+NEWEST = ("attend_128_group4", "cut_truncated", "scores_all_backward", "layer_16_gated")  # a case of each mechanism
 
 
 def compiled(page: Path, *words: str) -> list[dict]:

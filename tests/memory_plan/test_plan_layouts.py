@@ -318,8 +318,8 @@ def test_a_teacher_whose_states_alone_are_asked_for_takes_no_logits_when_it_is(t
 
 
 def test_what_truncated_sampling_drew_from_takes_a_byte_a_word_and_slot(tmp_path) -> None:
-    """300 words. On a card 40 sequences of less than a page are decoded at once, in 48 rows of its buffers, of 8 steps; on
-    a CPU 20, and the host looks at every step."""
+    """300 words. On a card 40 sequences shorter than a page are decoded at once, in 48 rows of its buffers, of 8 steps;
+    on a CPU 20, and the host looks at every step."""
     tiny_config().save_pretrained(tmp_path)
     model = ModelConfig(str(tmp_path), dtype="bfloat16")
     for keeps in (True, False):
