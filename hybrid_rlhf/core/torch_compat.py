@@ -49,6 +49,16 @@ def of_many(operation: str) -> Callable:
     return TORCH.part(torch, f"_foreach_{operation}")
 
 
+def fused_adamw() -> Callable:
+    """torch's kernel for a step of many tensors, which does not count its steps."""
+    return TORCH.part(torch, "_fused_adamw_")
+
+
+def parts_of(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Views of a buffer (N,), in the shapes of `like` and in their order."""
+    return list(TORCH.part(TORCH.module("torch._utils"), "_unflatten_dense_tensors")(flat, like))
+
+
 def end_graph_pool(pool: object) -> None:
     """Close the memory pool of a graph whose capture could not be ended. Releases of torch before pull request 180395
     leave it open, and the next empty_cache() ends the process with an internal assertion."""

@@ -16,9 +16,9 @@ ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1258, 10),
     "hybrid_rlhf/commands": (2028, 9),
-    "hybrid_rlhf/core": (3065, 22),
+    "hybrid_rlhf/core": (3075, 22),
     "hybrid_rlhf/data": (3849, 17),
-    "hybrid_rlhf/engine": (6460, 43),
+    "hybrid_rlhf/engine": (6463, 43),
     "hybrid_rlhf/environments": (1880, 9),
     "hybrid_rlhf/export": (910, 6),
     "hybrid_rlhf/kernels": (6158, 36),

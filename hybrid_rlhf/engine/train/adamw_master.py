@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from hybrid_rlhf.core.distributed import sum_over_ranks, world_size
-from hybrid_rlhf.core.torch_compat import of_many
+from hybrid_rlhf.core.torch_compat import fused_adamw, of_many, parts_of
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.kernels.ops import Updates
 
@@ -157,13 +157,13 @@ class MasterAdamW(torch.optim.Optimizer):
                     continue
                 if "step" not in (state := self.state[parameter]):
                     state |= _fresh(parameter)
-                master = state.get("master", parameter)
+                master, count = state.get("master", parameter), state["step"]
                 if _is_on_cpu(parameter):
                     self._step(parameter, master, gradient, group, spare)
                 else:
-                    tensors = parameter, master, gradient, *(state[k] for k in MOMENTS)
-                    on_cards[parameter.device, state["step"]].append(tensors)
-                state["step"] += 1
+                    tensors = parameter, master, gradient, state["exp_avg"], state["exp_avg_sq"]
+                    on_cards[parameter.device, count].append(tensors)
+                state["step"] = count + 1
             for (_, count), parameters in on_cards.items():
                 for batch in _batches(parameters):
                     self._step_batch(batch, count, group)
@@ -198,8 +198,7 @@ class MasterAdamW(torch.optim.Optimizer):
         narrow = [i for i, gradient in enumerate(gradients) if gradient.dtype != torch.float32]
         if narrow:
             wide = torch.empty(sum(gradients[i].numel() for i in narrow), device=gradients[0].device)
-            parts = [part.view_as(gradients[i]) for i, part in
-                     zip(narrow, wide.split([gradients[i].numel() for i in narrow]), strict=True)]
+            parts = parts_of(wide, [gradients[i] for i in narrow])
             of_many("copy_")(parts, [gradients[i] for i in narrow])
             for i, part in zip(narrow, parts, strict=True):
                 gradients[i] = part
@@ -213,11 +212,15 @@ class MasterAdamW(torch.optim.Optimizer):
         """torch's own step, on gradients times the factor of `clip`, which they keep."""
         if self._factor != 1.0:
             of_many("mul_")(gradients, self._factor)
-        place = masters[0].device if self._fused else "cpu"  # from which the others read the count
-        (beta1, beta2), counts = group["betas"], torch.full((len(masters),), float(count), device=place)
-        adamw(masters, gradients, averages, squares, [], list(counts.unbind()), fused=self._fused,
-              foreach=has_many and not self._fused, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-              eps=group["eps"], weight_decay=group["weight_decay"], maximize=False)
+        beta1, beta2 = group["betas"]
+        rules = dict(amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], eps=group["eps"],
+                     weight_decay=group["weight_decay"], maximize=False)
+        if self._fused:
+            counts = [torch.full((), count + 1.0, device=masters[0].device)] * len(masters)
+            fused_adamw()(masters, gradients, averages, squares, [], counts, **rules)
+        else:
+            counts = [torch.full((), float(count)) for _ in masters]  # of the host, from which the others read them
+            adamw(masters, gradients, averages, squares, [], counts, foreach=has_many, **rules)
 
 
 def _is_on_cpu(tensor: Tensor) -> bool:
