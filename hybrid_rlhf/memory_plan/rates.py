@@ -121,11 +121,13 @@ class CardFigures:
     single: float
 
 
-# NVIDIA: Ampere GA102 architecture (3090), Ada architecture (4090) and RTX Blackwell architecture (5090) white papers,
-# tables of specifications; A100 80GB SXM and H100 SXM data sheets, without sparsity. Of the 3060 and the 4060 Ti, whose
-# tensor rates stand in no white paper: SMs x 256 and x 512 operations a clock (as GA102's and AD102's) x boost clock.
+# NVIDIA: Ampere GA102 architecture (3070, 3090), Ada architecture (4090) and RTX Blackwell architecture (5090) white
+# papers, tables of specifications; A100 80GB SXM and H100 SXM data sheets, without sparsity. Of the 3060 and the 4060
+# Ti, whose tensor rates stand in no white paper: SMs x 256 and x 512 operations a clock (as GA102's and AD102's) x
+# boost clock.
 CARDS = {
     "3060": CardFigures("RTX 3060 12GB", ("3060",), 12, 360, 25.5, 12.7),
+    "3070": CardFigures("RTX 3070", ("3070",), 8, 448, 40.6, 20.3),
     "3090": CardFigures("RTX 3090", ("3090",), 24, 936, 71, 35.6),
     "4060ti": CardFigures("RTX 4060 Ti 16GB", ("4060 Ti",), 16, 288, 44.1, 22.1),
     "4090": CardFigures("RTX 4090", ("4090",), 24, 1008, 165.2, 82.6),

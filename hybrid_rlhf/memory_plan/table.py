@@ -38,11 +38,11 @@ def verdict(plan: Plan, advice: Iterable[str] = ()) -> str:
     there = f"of {size_text(plan.available)}"
     if plan.short <= 0:
         return f"fits: {need} {there}"
-    flags = " ".join(advice)
+    flags, adapters = " ".join(advice), any(role.model.lora.r for role in plan.roles)
     return f"short by {size_text(plan.short)}: {need} {there}; " + (
         f"try {flags}" if flags else "no setting of micro-batches, checkpointing, offload and quantisation that was "
-                                     "tried makes it fit: adapters (--model.lora.r 16), shorter lengths, more "
-                                     "processes (engine.zero_stage 3) or a smaller model would")
+                                     "tried makes it fit: " + "adapters (--model.lora.r 16), " * (not adapters) +
+                                     "shorter lengths, more processes (engine.zero_stage 3) or a smaller model would")
 
 
 def show_changes(changes: Sequence[Change], stream: TextIO) -> None:

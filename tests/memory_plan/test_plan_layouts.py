@@ -330,6 +330,14 @@ def test_what_truncated_sampling_drew_from_takes_a_byte_a_word_and_slot(tmp_path
             assert found.get("kept words") == ({"generate": size} if keeps else None)
 
 
+def test_a_plan_that_is_short_asks_for_adapters_where_there_are_none(tmp_path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    for lora in (LoraConfig(), LoraConfig(r=4)):
+        actor = Role("actor", ModelConfig(str(tmp_path), dtype="bfloat16", lora=lora), 24, 4, predicted=8, trains=True)
+        verdict = table.verdict(make_plan("grpo", [actor], CARD, 1 << 20))
+        assert verdict.startswith("short by") and ("--model.lora.r" in verdict) == (lora.r is None)
+
+
 @pytest.mark.parametrize("words", [300, 5000])
 def test_a_real_update_towards_a_teacher_takes_what_the_plan_says(tmp_path, words) -> None:
     settings = [ModelConfig(save_tiny(tmp_path / name, seed=seed, vocab_size=words, hidden_size=size), dtype="float32")

@@ -22,7 +22,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/environments": (1880, 9),
     "hybrid_rlhf/export": (910, 6),
     "hybrid_rlhf/kernels": (6158, 36),
-    "hybrid_rlhf/memory_plan": (1985, 13),
+    "hybrid_rlhf/memory_plan": (1987, 13),
     "hybrid_rlhf/models": (5553, 29),
     "hybrid_rlhf/report": (2299, 11),
     "hybrid_rlhf/rewards": (3181, 18),
@@ -33,8 +33,8 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5198, 29),
     "inference": (3662, 27),
-    "tests": (56176, 335),
-    "benchmarks": (7647, 52),
+    "tests": (56184, 335),
+    "benchmarks": (7720, 52),
     ENTRY_POINTS: (1169, 8),
 }
 
