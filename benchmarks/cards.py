@@ -42,7 +42,7 @@ SHAPES = [*list(QWEN)[:4], "8B", "14B", "32B", "70B"]  # by size
 WAYS = {"lora": ["--model.lora.r=16"], "qlora": ["--model.lora.r=16", "--model.load_in_4bit=true"], "full": [],
         "offload": ["--engine.offload=[optimizer]", *(f"--roles.{r}.offload=true" for r in
                                                       ("actor", "ref", "critic", "reward"))]}
-LORA, QLORA = WAYS["lora"], WAYS["qlora"]
+LORA, QLORA = ([*WAYS[way], "--model.gradient_checkpointing=true"] for way in ("lora", "qlora"))
 
 
 class Step(NamedTuple):
@@ -139,7 +139,7 @@ def times(place: Path) -> Iterator[tuple]:
         folder, kind = write_config(*model, place), step1_sft if "--stage=sft" in options else step3_ppo
         estimator = ["--ppo.estimator=grpo"] if kind is step3_ppo else []
         config, _ = parse(kind.Config, [f"--model.model_name_or_path={folder}", "--model.dtype=bfloat16",
-                                        "--model.gradient_checkpointing=true", *estimator, *options[1:]], prog="cards")
+                                        *estimator, *options[1:]], prog="cards")
         card = KNOWN[name]
         there = memory_options.Place.of(Cards(1, 1, card.gib << 30, name))
         plan, = memory_options.plans_of(config, there)
