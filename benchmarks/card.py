@@ -1,7 +1,8 @@
 """Decoding on a card beside transformers' generate, on random weights of real shapes: where a step spends its time, and
 what the card holds beside tensors.
 
-    python benchmarks/card.py [--cases opt-8 qwen-64 llama8-16-nf4 qwen-ragged] [--products] [--quick] [--json FILE]
+    python benchmarks/card.py [--cases opt-8 qwen-64 qwen-64-cut llama8-16-nf4 qwen-ragged] [--products] [--quick]
+        [--json FILE]
 
 Both sides sample at temperature 1 from the same module and prompts, without stop tokens. A step is the difference
 between a whole and a half response, over their tokens; over_weights is its time over that of reading every product's
@@ -48,7 +49,8 @@ SHAPES = {
 @dataclass(frozen=True)
 class Sizes:
     """rows sequences of prompt + response tokens; is_4bit: NF4, with adapters of rank 16. is_ragged: groups of 8, and
-    responses of a geometric law's lengths, 256 at once over pages beside 64 in whole slots' place."""
+    responses of a geometric law's lengths, 256 at once over pages beside 64 in whole slots' place. is_truncated: draws
+    are cut by top-k and top-p, with a record of what is left, as PPO's are (the peer's are not)."""
 
     shape: str
     rows: int
@@ -56,9 +58,11 @@ class Sizes:
     response: int
     is_4bit: bool = False
     is_ragged: bool = False
+    is_truncated: bool = False
 
 
 CASES = {"opt-8": Sizes("opt-1.3b", 8, 256, 128), "qwen-64": Sizes("qwen2.5-0.5b", 64, 256, 256),
+         "qwen-64-cut": Sizes("qwen2.5-0.5b", 64, 256, 256, is_truncated=True),
          "llama8-16-nf4": Sizes("llama-3-8b, 8 layers", 16, 256, 64, is_4bit=True),
          "qwen-ragged": Sizes("qwen2.5-0.5b", 512, 256, 512, is_ragged=True)}
 
@@ -96,9 +100,10 @@ def measure(name: str, case: Sizes, rate: float) -> dict:
     draws = torch.Generator().manual_seed(1)
     prompts = torch.randint(3, 300, (case.rows, case.prompt), generator=draws).tolist()
     engine = HybridEngine(model, model, max_batch=case.rows)
+    cut = dict(top_k=50, top_p=0.9) if case.is_truncated else {}
 
     def generate(length: int) -> None:
-        engine.generate(prompts, SamplingConfig(max_new_tokens=length), seed=0)
+        engine.generate(prompts, SamplingConfig(max_new_tokens=length, **cut), seed=0, keep_candidates=bool(cut))
 
     def rollout() -> None:
         with engine.inference():

@@ -34,7 +34,7 @@ BUDGET = {  # folder: lines, files
     "training": (5198, 29),
     "inference": (3662, 27),
     "tests": (56184, 335),
-    "benchmarks": (7720, 52),
+    "benchmarks": (7725, 52),
     ENTRY_POINTS: (1169, 8),
 }
 
