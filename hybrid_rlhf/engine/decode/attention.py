@@ -127,6 +127,8 @@ def _grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
         key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
         out = attend(query, key, value, attn_mask=mask, is_causal=mask is None)
     else:  # the heads of a group as further queries of one head: nothing of the columns is copied
+        if mask.dtype == torch.bool:  # torch would make it after the copies, which are then held twice
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
         mask = mask.expand(-1, -1, query.shape[2], -1).repeat(1, 1, repeats, 1)
         query = query.unflatten(1, (heads, repeats)).flatten(2, 3)
         out = attend(query, key, value, attn_mask=mask).unflatten(2, (repeats, -1)).flatten(1, 2)
