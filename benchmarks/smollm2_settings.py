@@ -48,5 +48,6 @@ EXPERIMENTS: dict[str, Experiment] = {
     "grpo_gcd": Experiment("grpo", [*_GYM, "--data.sources=[{path: GYM/gcd/train.jsonl}]"], task="gcd"),
     "grpo_chain_sum": Experiment("grpo", [*_GYM, "--data.sources=[{path: GYM/chain_sum/train.jsonl}]"],
                                  task="chain_sum"),
-    "grpo_bf16": Experiment("grpo", [*_SUMS, "--model.dtype=bfloat16"]),
+    "grpo_bf16": Experiment("grpo", [*_SUMS, "--model.dtype=bfloat16"], SEEDS),
+    "ppo_bf16": Experiment("ppo", [*_SUMS, "--ppo.kl_coef=0.04", "--model.dtype=bfloat16"], SEEDS),
 }

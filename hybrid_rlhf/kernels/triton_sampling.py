@@ -166,7 +166,8 @@ def _lowest_kept(logits, seen, forbidden, num_tokens, temperature, penalty, top,
 def _equals(logits, seen, forbidden, num_tokens, temperature, penalty, level, most, BLOCK: tl.constexpr,
             HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
     """How many tokens score `level`, and the one after the first `most` of them."""
-    count, last = num_tokens * 0, num_tokens
+    count = tl.full((), 0, tl.int32)
+    last = count + num_tokens
     for start in range(0, num_tokens, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         _, scores = _scores(logits, seen, forbidden, tokens, tokens < num_tokens, temperature, penalty, HAS_SEEN,

@@ -18,10 +18,10 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/commands": (2028, 9),
     "hybrid_rlhf/core": (3075, 22),
     "hybrid_rlhf/data": (3849, 17),
-    "hybrid_rlhf/engine": (6463, 43),
+    "hybrid_rlhf/engine": (6465, 43),
     "hybrid_rlhf/environments": (1880, 9),
     "hybrid_rlhf/export": (910, 6),
-    "hybrid_rlhf/kernels": (6158, 36),
+    "hybrid_rlhf/kernels": (6159, 36),
     "hybrid_rlhf/memory_plan": (1987, 13),
     "hybrid_rlhf/models": (5553, 29),
     "hybrid_rlhf/report": (2299, 11),
@@ -34,7 +34,7 @@ BUDGET = {  # folder: lines, files
     "training": (5198, 29),
     "inference": (3662, 27),
     "tests": (56184, 335),
-    "benchmarks": (7725, 52),
+    "benchmarks": (7726, 52),
     ENTRY_POINTS: (1169, 8),
 }
 
