@@ -72,8 +72,6 @@ def say(session: Session, text: str | None) -> None:
     if len(names) > 1 and sys.stdout.isatty():
         _side_by_side(session, names, text)
         return
-    if len(names) == 1 and len(session.chat_models) > 1 and not sys.stdout.isatty():
-        notice(f"{names[0]} answers (/compare asks all):")
     for name in names:
         if len(names) > 1:
             print(f"{escape_control(name)}:", flush=True)
@@ -235,8 +233,9 @@ def run(argv: list[str] | None) -> int:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with relaxed_gc(), activity.slow("loading the model"):
         session = open_session(options)
+    is_piped = not (sys.stdin.isatty() and sys.stdout.isatty())
+    session.is_comparing = len(session.chat_models) > 1 and (is_piped or options.prompt is not None)
     if options.prompt is not None:
-        session.is_comparing = len(session.chat_models) > 1
         if session.is_comparing or session.scorer:
             say(session, options.prompt)
         else:  # only the answer

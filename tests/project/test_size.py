@@ -32,8 +32,8 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/studio": (8019, 44),
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5198, 29),
-    "inference": (3662, 27),
-    "tests": (56184, 335),
+    "inference": (3661, 27),
+    "tests": (56183, 335),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (1169, 8),
 }

@@ -165,10 +165,9 @@ def test_columns_stand_beside_each_other_and_hold_no_escape_sequences():
 
 
 def test_piped_questions_to_two_runs_over_the_real_door(runs, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\n"))
     flags = ["--model", f"sft={runs['sft']}", f"ppo={runs['ppo']}", "--max_new_tokens", "6", "--temperature", "0"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("/compare Hello?\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\n/model sft\nHello?\n"))
     assert repl.main(flags) == 0
     out = capsys.readouterr().out
-    assert out.startswith("sft:\n")
-    assert "\nppo:\n" in out
+    assert out.startswith("sft:\n"), "all answer"
+    assert out.count("\nppo:\n") == 1 and out.count("sft:\n") == 1, "until one is chosen"
