@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from hybrid_rlhf.core.accelerator import device_line
@@ -210,12 +211,14 @@ def _is_found(path: str | Path, target: Path, name: str) -> bool:
 
 
 def _sources(data: DataConfig, stage: str) -> str:
-    """The run's data sources that have rows for the next stage, else a placeholder."""
-    try:
-        serving = [each.source for each in datasets.open_sources(data, STAGES[stage].reads)]
-    except UserError:
+    """The run's data sources that have rows for the next stage, else a placeholder. PPO takes the prompts of pairs only
+    where data.split or `stages` keeps or puts them there: a reward model scores its own pairs' prompts too surely."""
+    named = []
+    with suppress(UserError):
+        named = [_named(each.source) for each in datasets.open_sources(data, STAGES[stage].reads)
+                 if stage != "ppo" or data.split or each.source.stages or each.form.kind == "prompt"]
+    if not named:
         return PLACEHOLDERS[stage]
-    named = [_named(source) for source in serving]
     return named[0] if len(named) == 1 and isinstance(named[0], str) else json.dumps(named)
 
 

@@ -173,7 +173,7 @@ STAGES |= {
     "simpo": _offline("simpo", "SimPO on pairs, without a reference"),
     "conditional_sft": STAGES["sft"]._replace(
         help="sft on good and bad answers, the score in the prompt", unread=_TEXTS,
-        reads=Reads("conditional_sft", "graded answer", 1),
+        reads=Reads("conditional_sft", "graded answer", 1), followed_by=None,
         preset=("--output_dir=outputs/conditional_sft", "--stage=conditional_sft")),
     "online_dpo": Stage("hybrid_rlhf.training.online_dpo",
                         "dpo on pairs of fresh samples, which the reward source ranks", unread=_NO_CRITIC,
@@ -195,6 +195,19 @@ PTX = Reads("ptx", "demonstration", 0)  # the texts that PPO mixes in
 DEMONSTRATIONS = Reads("distill_data", "demonstration", 0)  # that distill learns from beside its samples
 READS = {row.reads.stage: row.reads for row in STAGES.values() if row.reads} | {
     each.stage: each for each in (PTX, DEMONSTRATIONS)}
+
+
+def by_table(stage: str, option: str) -> str | None:
+    """The default of an option for a stage as text; None if it has none."""
+    if stage == "all":  # its stages have options of their own
+        _, method, name = option.split(".") if option.startswith("stages.") else ("", "ppo", option)
+        stage, option = method, f"train.{name}" if option.startswith("stages.") else name
+    value = STAGES[stage].defaults.get(option)
+    if isinstance(value, Rate):
+        return f"{value.lora:g} for adapters, {value.full:g} for all weights"
+    if isinstance(value, By):
+        return f"depends on {value.what}"
+    return None if value is None else f"{value:g}"
 
 
 def variant_options(name: str) -> dict[str, str]:

@@ -185,27 +185,14 @@ def comment(method: str, option: str) -> str:
     return COMMENTS.get(option, "")
 
 
-def by_table(method: str, option: str) -> str | None:
-    """What null means for an option of a stage whose default depends on settings (training/registry.py); else None."""
-    from hybrid_rlhf.training.registry import STAGES, By, Rate
-
-    value = STAGES[method].defaults.get(option)
-    if isinstance(value, Rate):
-        return f"by the table: {value.lora:g} for adapters, {value.full:g} for all weights"
-    if isinstance(value, By):
-        return "; ".join(filter(None, ("by the table", comment(method, option))))
-    return None
-
-
 def _option(method: str, option: str, indent: str = "  ") -> str:
     """A line with a default of training/registry.py; null where it depends on the model or other settings."""
-    from hybrid_rlhf.training.registry import STAGES
+    from hybrid_rlhf.training.registry import STAGES, by_table
 
-    name, open_value = option.rpartition(".")[2], by_table(method, option)
-    if open_value:
-        return f"{indent}{name}: null  # {open_value}"
-    text = comment(method, option)
-    return f"{indent}{name}: {STAGES[method].defaults[option]:g}{f'  # {text}' if text else ''}"
+    name, value, text = option.rpartition(".")[2], STAGES[method].defaults[option], comment(method, option)
+    if not isinstance(value, (int, float)):
+        return f"{indent}{name}: null  # {'; '.join(filter(None, (f'by the table: {by_table(method, option)}', text)))}"
+    return f"{indent}{name}: {value:g}{f'  # {text}' if text else ''}"
 
 
 def _schedule(method: str, indent: str = "  ") -> list[str]:

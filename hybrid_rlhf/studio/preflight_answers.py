@@ -40,11 +40,11 @@ from hybrid_rlhf.memory_plan.table import verdict
 from hybrid_rlhf.models.load import check_folder
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions, split
-from hybrid_rlhf.studio.settings_text import by_table, check_names, common_options, settings_text, with_card
+from hybrid_rlhf.studio.settings_text import check_names, common_options, settings_text, with_card
 from hybrid_rlhf.studio.studio import line_of
 from hybrid_rlhf.training import builders, memory_options, on_policy, reward_sources, unread_options
 from hybrid_rlhf.training.memory_options import Place, look_ahead
-from hybrid_rlhf.training.registry import STAGES, variant_options
+from hybrid_rlhf.training.registry import STAGES, by_table, variant_options
 
 MAX_ROW, MAX_PART, MAX_COLUMNS = 2000, 20_000, 100  # characters of a row, of a part of an example; columns
 _KINDS = {bool: "bool", int: "int", float: "float", str: "text", list: "list", dict: "json"}

@@ -11,7 +11,7 @@ from hybrid_rlhf.commands.init import comment, of_card
 from hybrid_rlhf.core.config import check, in_line, to_yaml
 from hybrid_rlhf.memory_plan.presets import WHY
 from hybrid_rlhf.memory_plan.presets import card as card_of
-from hybrid_rlhf.training.registry import STAGES, By, Rate
+from hybrid_rlhf.training.registry import STAGES, by_table
 
 _ORDER = ("output_dir", "seed", "model", "data", "train", "stages", "engine", "roles", "reward", "reward_sources",
           "environment")  # first sections; the method's sections follow
@@ -49,19 +49,6 @@ def common_options(stage: str) -> tuple[str, ...]:
     row = STAGES[stage]
     base = "sft" if stage == "conditional_sft" else row.base or stage
     return tuple(name for name in _COMMON[base] if stage in _NOT_OF.get(name, (stage,)))
-
-
-def by_table(stage: str, option: str) -> str | None:
-    """The default of an option for a stage by the table of training/registry.py, as text; None if it has none."""
-    if stage == "all":  # its stages have options of their own
-        _, method, name = option.split(".") if option.startswith("stages.") else ("", "ppo", option)
-        stage, option = method, f"train.{name}" if option.startswith("stages.") else name
-    value = STAGES[stage].defaults.get(option)
-    if isinstance(value, Rate):
-        return f"{value.lora:g} for adapters, {value.full:g} for all weights"
-    if isinstance(value, By):
-        return f"depends on {value.what}"
-    return None if value is None else f"{value:g}"
 
 
 def with_card(settings: Mapping[str, object], card: str | None) -> dict[str, object]:

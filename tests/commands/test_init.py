@@ -68,6 +68,12 @@ def test_every_line_that_may_be_changed_has_a_comment(tmp_path, model):
     assert yaml.safe_load(text)["model"]["lora"] == {"r": 16}
 
 
+def test_a_default_that_depends_on_settings_says_on_which():
+    text = init.settings_text({"goal": "ppo", "data": "x.jsonl", "model": "m", "card": "cpu", "output_dir": "out"})
+    assert "learning_rate: null  # by the table: 0.0002 for adapters, 2e-05 for all weights\n" in text
+    assert "kl_coef: null  # by the table: depends on the rewards; raise it where answers get strange" in text
+
+
 def test_what_flags_leave_open_is_asked_and_again_where_an_answer_does_not_fit(tmp_path, model, capsys):
     typed = iter(["dop", "dpo", str(tmp_path / "none.jsonl"), data_of(tmp_path, "dpo"), "24gb", ""])
     asked = []

@@ -80,10 +80,25 @@ def test_after_a_reward_model_comes_ppo_and_the_chat_is_with_the_policy_that_it_
     said = told(capsys, "reward", "--data.sources=pairs.jsonl", "--output_dir=outputs/reward",
                 base_model="outputs/sft")
     assert said["chat"] == "hybrid-rlhf chat --model outputs/sft --reward_model outputs/reward"
-    assert said["next"] == "hybrid-rlhf --stage ppo --data.sources pairs.jsonl --output_dir outputs/ppo"
+    assert said["next"] == "hybrid-rlhf --stage ppo --data.sources PROMPTS.jsonl --output_dir outputs/ppo"
     assert settings(said["next"]).output_dir == "outputs/ppo"
     elsewhere = told(capsys, "reward", "--data.sources=pairs.jsonl", "--output_dir=outputs/reward2", base_model="base")
     assert "--model.model_name_or_path base --roles.reward.model_name_or_path outputs/reward2" in elsewhere["next"]
+
+
+@pytest.mark.parametrize(("sources", "more", "named"), [
+    ("[pairs.jsonl, asked.jsonl]", (), "asked.jsonl"),
+    ("[pairs.jsonl]", ("--data.split=[2,4,4]",), "pairs.jsonl"),
+    ("[{path: pairs.jsonl, stages: [reward, ppo]}]", (), '[{"path": "pairs.jsonl", "stages": ["reward", "ppo"]}]')])
+def test_ppo_asks_what_the_reward_model_has_not_learned_from(place, capsys, sources, more, named):
+    (place / "asked.jsonl").write_text('{"prompt": "p"}\n')
+    said = told(capsys, "reward", f"--data.sources={sources}", "--output_dir=outputs/reward", *more)
+    assert f"--data.sources {shlex.quote(named)} " in said["next"]
+
+
+def test_only_sft_and_the_reward_model_are_followed_by_a_stage():
+    assert {name: row.followed_by for name, row in cli.STAGES.items() if row.followed_by} == {
+        "sft": "reward", "reward": "ppo"}, "conditional_sft has learned from its scores already"
 
 
 def test_after_the_last_stage_come_a_chat_beside_its_start_and_the_export(place, capsys):

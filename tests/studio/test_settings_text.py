@@ -17,8 +17,8 @@ from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.core.options import kinds_of, of_list, of_mapping, value_of
 from hybrid_rlhf.memory_plan.presets import CARDS, WHY
 from hybrid_rlhf.studio.preflight_answers import LEFT_OUT, options_of
-from hybrid_rlhf.studio.settings_text import by_table, common_options, flow, settings_text, with_card
-from hybrid_rlhf.training.registry import STAGES, variant_options
+from hybrid_rlhf.studio.settings_text import common_options, flow, settings_text, with_card
+from hybrid_rlhf.training.registry import STAGES, by_table, variant_options
 
 ODD = ["1e-5", ".5", ".inf", ".NaN", "null", "~", "yes", "No", "on", "y", "true", "0o7", "0x1F", "1_000", "1:30",
        "2020-01-01", "", " ", " x ", "a\nb", "a\n", "\n", "\t", "#a", "a #b", "a: b", "a:", ":a", "- a", "-", "?",
