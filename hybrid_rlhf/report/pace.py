@@ -60,6 +60,10 @@ class Pace:
         self._started = self._event = time.perf_counter()
         self._last = self.first
 
+    def begin_steps(self) -> None:
+        """Start the first step's clock: what came before it, such as its rehearsal, does not count."""
+        self._event, self._over = time.perf_counter(), set()
+
     def mark(self, step: int) -> None:
         """Record the end of `step`, which had `self.tokens` tokens."""
         if step == self._last:

@@ -131,14 +131,19 @@ class Progress:
     def _hear(self, text: str) -> None:
         self._doing = text
 
+    def _expected(self) -> str:
+        """The current phase's seconds, where they are known from work of its kind and are not over already."""
+        seconds = self.pace.phase_seconds(self.pace.phase)
+        is_guess = seconds is None or seconds == self.pace.forecast.guesses.get(self.pace.phase)
+        return "" if is_guess or seconds <= self.pace.phase_age else f", about {roughly(seconds)}"
+
     def _tick(self) -> None:
         """Print plain lines about the current activity where no other line came for a while."""
         while not self._is_over.wait(0.5):
             quiet, phase = time.perf_counter() - self._printed, self.pace.phase
             is_new = bool(phase) and activity.SLOW <= self.pace.phase_age <= quiet
             if (phase or self._doing) and (is_new or quiet >= SILENCE):
-                expected = f", about {roughly(seconds)}" if (seconds := self.pace.phase_seconds(phase)) else ""
-                print(f"{self.stage} {self._step}/{self.total}  {phase or self._doing}{expected * is_new}; "
+                print(f"{self.stage} {self._step}/{self.total}  {phase or self._doing}{self._expected() * is_new}; "
                       f"{duration(self.pace.passed)} passed{self._left(', ')}", file=sys.stderr, flush=True)
                 self._printed = time.perf_counter()  # print, not rich: rich may draw from the run's random numbers
 

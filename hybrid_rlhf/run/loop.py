@@ -150,6 +150,7 @@ def _forecast(saver: Saver, reporter: Reporter, has_answers: bool, guesses: Mapp
     has_steps = pace.first < saver.total_steps
     if has_steps and getattr(saver.trainer, "can_rehearse", False) and world_size() == 1:
         pace.is_rehearsed, pace.rehearsed = True, guesses.get("update", 0.0) + _rehearse(saver.trainer, loader, tokens)
+    pace.begin_steps()
     reporter.estimate()
 
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from hybrid_rlhf.core import activity
-from hybrid_rlhf.report.pace import EVALUATE, EXPORT, SAVE, Forecast, Pace
-from hybrid_rlhf.report.terminal import forecast_line
+from hybrid_rlhf.report.pace import ANSWER, EVALUATE, EXPORT, SAVE, Forecast, Pace
+from hybrid_rlhf.report.terminal import Progress, forecast_line
 
 INF = float("inf")
 
@@ -93,6 +93,38 @@ def test_phases_ahead_are_part_of_what_is_left_until_they_are_over(clock):
     clock[0] += 8.5
     pace.end_phase()
     assert pace.seconds_left() == 7.0 + 3.0 and pace.phase_seconds(EVALUATE) == 10.0
+
+
+def test_a_phase_takes_as_long_as_measured_and_no_guess_or_passed_time_is_named(clock):
+    progress = Progress("sft", (), 2)
+    pace = progress.pace
+    pace.forecast = Forecast(guesses={SAVE: 60.0})
+    shown = []
+    for seconds in (9.0, 5.0):  # the first time there is a guess alone
+        pace.begin_phase(SAVE)
+        clock[0] += 2.0
+        shown.append(progress._expected())
+        clock[0] += seconds
+        if len(shown) == 2:
+            shown.append(progress._expected() or "none")
+            clock[0] += 5.0
+            shown.append(progress._expected())
+        pace.end_phase()
+    assert shown == ["", ", about 11 s", ", about 11 s", ""]
+
+
+def test_the_rehearsal_and_the_answers_before_it_are_no_part_of_what_is_ahead(clock):
+    """SmolLM2's one step of 9.5 s with 6 s of saving said 6 s in all."""
+    pace = Pace(1)
+    pace.forecast = Forecast(lambda _step: {ANSWER: 1, EXPORT: 1}, {EXPORT: 6.0})
+    pace.begin()
+    pace.begin_phase(ANSWER)
+    clock[0] += 8.0
+    pace.end_phase()
+    clock[0] += 9.0
+    pace.is_rehearsed, pace.rehearsed = True, 9.5
+    pace.begin_steps()
+    assert pace.seconds_left() == 9.5 + 8.0 + 6.0
 
 
 def test_the_line_before_the_first_step_says_what_a_limit_of_time_leaves(clock):
