@@ -15,7 +15,7 @@ from hybrid_rlhf.core.accelerator import keep_within_card
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.core.memory import explained
-from hybrid_rlhf.core.options import expanded
+from hybrid_rlhf.core.options import expanded, nearest_path
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_prompt
 from hybrid_rlhf.data.messages import clean, with_tools
@@ -223,7 +223,7 @@ def check_can_chat(path: str) -> None:
     folder = Path(path)
     if not folder.exists():
         # With an existing parent a folder was meant, and not a hub id.
-        check(not folder.parent.is_dir(), f"model folder {path} does not exist; "
+        check(not folder.parent.is_dir(), f"model folder {path} does not exist{nearest_path(path)}; "
                                           "give a run's folder, a model folder or a hub id")
     if folder.is_dir() and not (folder / "config.json").exists():
         check(not (folder / "adapter_config.json").exists(),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
-from hybrid_rlhf.core.options import expanded
+from hybrid_rlhf.core.options import expanded, nearest_path
 from hybrid_rlhf.core.own_files import replacing
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def find(path: str) -> tuple[Path, RunRecord | None]:
     from hybrid_rlhf.run.runfile import is_run, read_run
 
     folder = Path(path)
-    check(folder.is_dir(), f"export: {path} is not a folder; give a run's folder, its model/ or its adapter/")
+    check(folder.is_dir(), f"export: {path} is not a folder{nearest_path(path)}; give a run's folder, its model/ "
+                            "or its adapter/")
     if is_checkpoint(folder):
         return folder, None
     run = next((p for p in (folder, folder.parent) if is_run(p)), None)

@@ -23,6 +23,7 @@ from hybrid_rlhf.core.options import (
     holds_null,
     in_words,
     kinds_of,
+    nearest_path,
     none_is_null,
     of_list,
     of_mapping,
@@ -244,10 +245,14 @@ class _Chosen:
 
     def read_words(self, argv: Iterable[str]) -> None:
         """Take what a command line says."""
-        words = iter(argv)
+        words, option, value = iter(argv), None, ""
         for word in words:
+            before = value.strip("[], ")
             name, has_value, value = word.removeprefix("--").partition("=")
             is_switch = name == "print_config" or (name in self.flags and name not in _VALUES)
+            if option and not word.startswith("-") and of_list(option[1]) is not None:
+                raise UserError(f"{word}: a second value of --{option[0]}; give them as one list, in quotes: "
+                                f"--{option[0]} '[{before}, {word.strip('[], ')}]'")
             if not word.startswith("--") or not name:
                 raise UserError(self._stage.unknown(word.lstrip("-") or word))
             if is_switch:
@@ -256,6 +261,7 @@ class _Chosen:
                     self.printed = value
                 else:
                     self.flags[name] = True
+                option = None
                 continue
             option = None if name == "config" or name in self.flags else self._option_of(name)
             value = value if has_value else next(words, "--")
@@ -475,7 +481,8 @@ def _read_yaml(path: str) -> dict:
     try:
         value = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
-        raise UserError(f"cannot read --config {path}: {error.strerror}; give a YAML file") from error
+        why = f"{error.strerror}{nearest_path(path)}"
+        raise UserError(f"cannot read --config {path}: {why}; give a YAML file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--config {path} is not UTF-8 text; give a YAML file") from error
     except yaml.YAMLError as error:

@@ -33,12 +33,12 @@ CRITIC_CURE = ("lower roles.critic.learning_rate, or the scores (ppo.score_clip 
                "reward.weights scales the others)")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """' (did you mean X?)' for the known name most like `name`, or nothing."""
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """' (did you mean X?)' for the known name most like `name`, by difflib's ratio of at least `cutoff`, or nothing."""
     known = list(known)
     if name in known:  # messages are formatted before the check that may need them
         return ""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

@@ -139,6 +139,15 @@ def expanded(path: str) -> str:
     return path[:start] + written_out
 
 
+def nearest_path(path: str) -> str:
+    """' (did you mean X?)' for what lies in the same folder and is named most like `path`, or nothing."""
+    folder, name = os.path.split(path.rstrip("/"))
+    try:
+        return nearest(name, os.listdir(folder or "."), cutoff=0.75)  # what ends in .jsonl alone is not alike
+    except OSError:
+        return ""
+
+
 def with_homes(settings: SettingsT) -> SettingsT:
     """Nested settings with ~ expanded wherever an option names files or folders."""
     def written_out(value: Any) -> Any:

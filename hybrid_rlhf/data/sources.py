@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, as_part, check, nearest
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
-from hybrid_rlhf.core.options import expanded
+from hybrid_rlhf.core.options import expanded, nearest_path
 from hybrid_rlhf.data import demo
 from hybrid_rlhf.data.files import MAX_START, PARSERS, kind_of, read_file, read_start
 
@@ -164,7 +164,8 @@ def _looks_local(path: str) -> bool:
 
 
 def _check_is_hub_id(path: str) -> None:
-    check(not _looks_local(path), f"data.sources: {path} does not exist; give a file, a folder or a hub id")
+    check(not _looks_local(path), f"data.sources: {path} does not exist{nearest_path(expanded(path))}; give a file, a "
+                                  "folder or a hub id")
 
 
 def _known_kind(path: Path) -> str:
@@ -250,8 +251,8 @@ def _hub(source: Source, count: int | None = None) -> Sequence[dict]:
     stay_offline_if_unreachable()
     import datasets
 
-    with _quiet(), _explained(f"data.sources: {source.path} is not a local file or folder, and loading it from the hub "
-                              "failed", "give another path"):
+    with _quiet(), _explained(f"data.sources: {source.path} is not a local file or folder{nearest_path(source.path)}, "
+                              "and loading it from the hub failed", "give another path"):
         rows = datasets.load_dataset(source.path, source.name, split=source.split, streaming=count is not None)
         return rows if count is None else list(islice(rows, count))
 

@@ -16,6 +16,7 @@ import torch
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.memory import is_out_of_memory
+from hybrid_rlhf.core.options import nearest_path
 from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.core.strict_json import loads, why
 
@@ -102,7 +103,7 @@ def is_local(path: str) -> bool:
 
 def config_of(path: str) -> str:
     """The name, in messages, of the configuration of the model at a folder or hub id."""
-    return str(Path(path) / CONFIG) if is_local(path) else path
+    return str(Path(path) / CONFIG) if is_local(path) else path + nearest_path(path)
 
 
 def check_config(path: str) -> None:

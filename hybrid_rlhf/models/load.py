@@ -18,7 +18,7 @@ from hybrid_rlhf.core import accelerator, hub
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
-from hybrid_rlhf.core.options import check_values, one_of
+from hybrid_rlhf.core.options import check_values, nearest_path, one_of
 from hybrid_rlhf.models import complete, folder_files, quantize, weight_parts, weights
 from hybrid_rlhf.models.backbone import reads_text, towers
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
@@ -119,7 +119,8 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
     folder = Path(path)
     if not folder.exists():
         looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-        check(not looks_local, f"model folder {path} does not exist; give a folder that does, or a hub id")
+        check(not looks_local, f"model folder {path} does not exist{nearest_path(path)}; give a folder that does, or a "
+                                "hub id")
         stay_offline_if_unreachable()
         return
     refuse_gguf(folder)

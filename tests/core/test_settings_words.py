@@ -119,6 +119,7 @@ def test_where_anything_may_stand_a_word_is_text_unless_it_is_plainly_something_
     (["--count+", "5"], "unknown option count+ (did you mean count?)"), (["--config+", "x"], "unknown option config+"),
     (["--either.a", "5"], "unknown option either.a"), (["--config="], "--config needs a file"),
     (["--config"], "--config needs a file"),
+    (["--texts", "a", "b"], "b: a second value of --texts; give them as one list, in quotes: --texts '[a"),
     (["--count", "1__0"], "count is '1__0'; it must be a whole number")])
 def test_a_word_that_is_not_for_its_option_is_one_line(words, said):
     with pytest.raises(UserError, match=f"^{re.escape(said)}"):

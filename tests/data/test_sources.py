@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_rlhf import cli
 from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.data import files, sources
 from hybrid_rlhf.data.datasets import DataConfig
@@ -61,6 +62,26 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(name, monkeypatch):
     monkeypatch.setattr(sources, "stay_offline_if_unreachable", lambda: pytest.fail("asked the hub"))
     with pytest.raises(UserError, match="does not exist"):
         read(Source(name))
+
+
+def test_a_misspelled_file_names_the_one_beside_it_that_was_meant(tmp_path, monkeypatch):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "p"}\n')
+    monkeypatch.chdir(tmp_path)
+    for name in ("prompt.jsonl", f"{tmp_path}/prompts.json", "./Prompts.jsonl/"):
+        with pytest.raises(UserError, match=r"does not exist \(did you mean prompts.jsonl\?\); give a file"):
+            read(Source(name))
+    with pytest.raises(UserError, match=r"PAIRS.jsonl does not exist; give a file"):
+        read(Source("PAIRS.jsonl"))
+
+
+@pytest.mark.parametrize("words", [["--model", "outputs/sfft", "--data.sources", "demo/demonstrations"],
+                                   ["--model", "./outputs/sfft", "--data.sources", "demo/demonstrations"],
+                                   ["--config", "outputs/sfft"]])
+def test_so_do_a_misspelled_model_and_config(tmp_path, monkeypatch, capsys, words):
+    (tmp_path / "outputs" / "sft").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["--stage", "sft", *words]) == 2
+    assert "outputs/sfft" in (said := capsys.readouterr().err) and " (did you mean sft?)" in said
 
 
 def test_a_hub_data_set_that_cannot_be_had_is_named(monkeypatch):

@@ -15,15 +15,15 @@ H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1258, 10),
-    "hybrid_rlhf/commands": (2015, 9),
-    "hybrid_rlhf/core": (3075, 22),
-    "hybrid_rlhf/data": (3849, 17),
+    "hybrid_rlhf/commands": (2016, 9),
+    "hybrid_rlhf/core": (3091, 22),
+    "hybrid_rlhf/data": (3850, 17),
     "hybrid_rlhf/engine": (6465, 43),
     "hybrid_rlhf/environments": (1880, 9),
     "hybrid_rlhf/export": (910, 6),
     "hybrid_rlhf/kernels": (6159, 36),
     "hybrid_rlhf/memory_plan": (1987, 13),
-    "hybrid_rlhf/models": (5553, 29),
+    "hybrid_rlhf/models": (5555, 29),
     "hybrid_rlhf/report": (2308, 11),
     "hybrid_rlhf/rewards": (3181, 18),
     "hybrid_rlhf/roles": (1097, 10),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5214, 29),
     "inference": (3661, 27),
-    "tests": (56236, 335),
+    "tests": (56258, 335),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (1169, 8),
 }
