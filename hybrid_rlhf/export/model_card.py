@@ -68,7 +68,10 @@ def _root(run: dict) -> str | None:
     base, seen = _base(run), set()
     while base and base not in seen and (path := Path(base) / "run.json").is_file():
         seen.add(base)
-        base = _base(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            base = _base(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, LookupError, TypeError):  # a damaged record
+            break
     return base
 
 

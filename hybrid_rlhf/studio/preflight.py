@@ -153,16 +153,25 @@ class _Child:
 
     def _exchange(self, text: bytes) -> tuple[bytes, str, int | None]:
         """The reply to a question; where there is none, why the process was killed, and its exit code."""
+        why = ""
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                              stderr=subprocess.DEVNULL, start_new_session=True)
             if self._is_closed:
                 _kill(self._process)
-            self._process.stdout.readline()  # it is ready: imports do not count as time of the question
-        process, why, deadline = self._process, "", time.monotonic() + self._seconds
+            _, why = self._line(self._process)  # it is ready: imports do not count as time of the question
+        process = self._process
         with suppress(BrokenPipeError):  # it has ended, as reading shows
             process.stdin.write(text)
             process.stdin.flush()
+        line, reason = self._line(process)
+        if self._is_closed:
+            raise Refused(503, "the studio ends")
+        return line, why or reason, None if line.endswith(b"\n") else process.wait()
+
+    def _line(self, process: subprocess.Popen) -> tuple[bytes, str]:
+        """The process's next line, and why it was killed where it was."""
+        why, deadline = "", time.monotonic() + self._seconds
         while not select.select([process.stdout], [], [], 0.25)[0]:
             if time.monotonic() > deadline:
                 why = f"no answer within {self._seconds:g} seconds"
@@ -170,10 +179,7 @@ class _Child:
                 why = f"it takes more than {self._most_bytes / 2**30:g} GiB of memory"
             if why:
                 _kill(process)
-        line = process.stdout.readline()
-        if self._is_closed:
-            raise Refused(503, "the studio ends")
-        return line, why, None if line.endswith(b"\n") else process.wait()
+        return process.stdout.readline(), why
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -204,3 +204,14 @@ def test_the_card_says_what_the_run_was(tmp_path):
         assert part in text
     assert "/home/me" not in text and "\nmodel_name: base-mine\n" in text and "\n# base-mine\n" in text
     assert "time/step" not in text
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{}"])
+def test_the_card_of_a_run_after_one_with_a_damaged_record_names_that_one(tmp_path, record):
+    from hybrid_rlhf.export.model_card import card_text
+
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "run.json").write_text(record)
+    run = {"stage": "ppo", "facts": {"base_model": str(tmp_path / "sft")}, "config": {}, "metrics": {}}
+    text = card_text("ppo", run)
+    assert "stage `ppo`, from `sft`." in text

@@ -51,6 +51,13 @@ def test_a_light_question_is_answered_while_a_heavy_one_takes_its_time(make):
         assert slow.result()["kind"] == "preview"
 
 
+def test_a_process_that_never_gets_ready_is_ended_too():
+    look = Look(seconds=1.0, start="import time; time.sleep(60)")
+    with pytest.raises(Refused, match="no answer within 1 seconds"):
+        look.ask("data", {})
+    look.close()
+
+
 @pytest.mark.slow
 def test_one_without_an_answer_in_time_is_ended_and_the_next_question_has_another(make):
     look = make(seconds=3.0)
