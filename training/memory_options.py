@@ -144,7 +144,8 @@ def with_lengths(config: object, plan: Plan, lengths: tuple[int, int] | None) ->
     mean, count = lengths
     option = "max_prompt_length" if hasattr(config, "method") else "max_length"
     shorter = replace(config, data=replace(config.data, **{option: mean}))
-    batches = max(1, count // config.train.rows_per_step)
+    size = config.train.rows_per_step  # offline stages keep the last, smaller batch
+    batches = max(1, count // size if hasattr(config, "method") else -(-count // size))
     steps = plan.steps or builders.total_steps(config.train, batches)
     return replace(plan, timed=tuple(_ROLES[type(config)](shorter, None)), steps=steps)
 

@@ -42,15 +42,15 @@ Tally = Counter[Operation]
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of a model, extrapolated from one or two shallower ones with the same code: `found` at `depths`."""
+    """Operations of a model, extrapolated from one or two shallower ones with the same code: `tallies` at `depths`."""
 
     layers: int = 0
     depths: tuple[int, ...] = ()
-    found: tuple[Tally, ...] = field(default=())
+    tallies: tuple[Tally, ...] = field(default=())
 
     def total(self, cost: Callable[[Operation], float]) -> float:
         """The sum of `cost` over all operations at all layers."""
-        sums = [sum(cost(o) * n for o, n in tally.items()) for tally in self.found]
+        sums = [sum(cost(o) * n for o, n in tally.items()) for tally in self.tallies]
         if len(sums) < 2:
             return sums[0] if sums else 0.0
         (low, high), (first, second) = self.depths, sums

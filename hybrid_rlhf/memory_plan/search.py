@@ -12,10 +12,10 @@ MIN_TOKENS = 256  # micro-batches are not made smaller than this
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs from the given one, and why."""
+    """One setting that differs from the one before, and why."""
 
     option: str
-    given: str
+    before: str
     chosen: str
     why: str
 
@@ -105,11 +105,11 @@ def _ladder(config: object, has_host: bool) -> Iterator[Candidate]:
 
 
 def _added(before: Candidate, after: Candidate) -> Candidate:
-    """One change after others; if an option changes twice, the first given value stays."""
+    """One change after others; if an option changes twice, the value before the first stays."""
     options = {change.option: change for change in before[1]}
     for change in after[1]:
         if first := options.get(change.option):
-            change = replace(change, given=first.given, why=f"{first.why}; {change.why}")
+            change = replace(change, before=first.before, why=f"{first.why}; {change.why}")
         options[change.option] = change
     return after[0], tuple(options.values())
 

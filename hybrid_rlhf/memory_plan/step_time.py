@@ -194,7 +194,7 @@ class _RoleTime:
                 rates.seconds(Operation(PASS, torch.float32, bytes=slots * self.vocab * 3 * 4)))
         attend = cache / rates.cache if rates.cache else self.layers * rates.seconds(attention)
         layered = (rates.has_layers and (not model.lora.r or self.dtype == torch.bfloat16) and not model.quantize
-                   and any(o.kind == FUSED for tally in work.found for o in tally))
+                   and any(o.kind == FUSED for tally in work.tallies for o in tally))
         count = self.layers + LAYER_CALLS if layered else work.total(lambda _: 1)
         device = (self._of(work, decodes=True) + attend + rates.seconds(head, decodes=True) + draw) / sampling.tp
         table = 0 if self.is_tied else size * self.vocab * self.hidden  # a step reads a few of its rows

@@ -48,7 +48,7 @@ def verdict(plan: Plan, advice: Iterable[str] = ()) -> str:
 def show_changes(changes: Sequence[Change], stream: TextIO) -> None:
     """Print the changed settings, their values, and why."""
     if changes:
-        _plain([("setting", "given", "chosen", "why"), *((c.option, c.given, c.chosen, c.why) for c in changes)], 4,
+        _plain([("setting", "given", "chosen", "why"), *((c.option, c.before, c.chosen, c.why) for c in changes)], 4,
                stream)
 
 

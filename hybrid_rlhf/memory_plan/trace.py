@@ -217,7 +217,7 @@ def _traced_model(model: ModelConfig, device: torch.device, rows: int, length: i
     layers = shapes.read_config(model).get_text_config().num_hidden_layers
     saved = _deeper([f.saved for f in traces], depths, layers)
     on_top = traces[-1].peak - traces[-1].saved  # of one layer, or of the embeddings
-    works = [Work(layers, depths, tuple(tally for f in traces for tally in getattr(f, name).found))
+    works = [Work(layers, depths, tuple(tally for f in traces for tally in getattr(f, name).tallies))
              for name in ("score_work", "train_work")]
     return Activations(saved, saved + on_top, traces[-1].scoring, *works)
 
@@ -271,7 +271,7 @@ def _batch(rows: int, length: int) -> SequenceBatch:
 def _trace(model: nn.Module, rows: int, length: int, *, trains: bool) -> Activations:
     batch = _batch(rows, length)
     scoring, scored = _recorded_forward(model.eval(), batch)
-    score_work = Work(found=(scored,))
+    score_work = Work(tallies=(scored,))
     if not trains:
         return Activations(0, 0, scoring, score_work)
     for parameter in model.parameters():  # as after a first micro-batch, so that only activations are counted
@@ -284,7 +284,7 @@ def _trace(model: nn.Module, rows: int, length: int, *, trains: bool) -> Activat
         hidden = hidden_states(model, batch)
         saved = training.now
         hidden.backward(torch.zeros_like(hidden))
-    return Activations(saved, training.peak, scoring, score_work, Work(found=(recorder.tally,)))
+    return Activations(saved, training.peak, scoring, score_work, Work(tallies=(recorder.tally,)))
 
 
 def _recorded_forward(model: nn.Module, batch: SequenceBatch, is_fused: bool = False) -> tuple[int, Tally]:

@@ -38,6 +38,13 @@ def test_a_plan_needs_no_weights_no_data_and_leaves_nothing(sft, tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
+def test_a_plan_counts_the_last_smaller_batch_of_each_epoch_as_the_run_does(sft, tmp_path, capsys) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "p{i}", "completion": "c"}}\n' for i in range(5)))
+    assert main(["--stage", "sft", "--model.preset", "tiny", "--data.sources", "rows.jsonl", "--data.eval_fraction",
+                 "0", "--train.per_device_train_batch_size", "2", "--train.num_train_epochs", "2", "--plan"]) == 0
+    assert "; a run of 6 steps\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("stage", ["reward", "ppo"])
 def test_the_later_stages_plan_too(sft, stage, capsys) -> None:
     more = ["--roles.reward.model_name_or_path", "bare"] if stage == "ppo" else []
