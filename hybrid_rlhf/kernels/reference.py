@@ -248,7 +248,7 @@ def truncated(scores: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float =
         scores = scores.masked_fill(scores < scores.topk(top_k, -1).values[..., -1:], float("-inf"))
     if top_p < 1:
         ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-        probs = ranked.softmax(-1)
+        probs = ranked.double().softmax(-1)  # in fp32 the sum of 256,000 is off by more than what a tail weighs
         dropped = probs.cumsum(-1) - probs >= top_p
         scores = scores.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf"))
     if min_p > 0:
@@ -285,7 +285,7 @@ def sample(logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: f
     temperature 1 where greedy), before penalty, forbidden and truncation. kept (B, V) bool, dense: is filled with the
     candidate tokens of the draw, and the logprobs are of the softmax over these alone. A row whose logits have no
     finite maximum or contain NaN gives token 0 and a logprob that is not finite, from which the caller sees that the
-    model broke.
+    model broke; what is kept of it is not defined.
     """
     raw = logits.float()
     scores = allowed_scores(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,

@@ -2,8 +2,8 @@
 
 `_scan` reads the logits once, a chunk of a row to a program: maximum and sum for the log-probability, and the best
 token of the draw; `_draw` joins the chunks of a row. What top-k, top-p and min-p keep is the beginning of a ranking (by
-score, the first of equals first): `_cut` searches for its end by bisection, one program a row that reads it some ten
-times, without a sort; a second scan draws from what ranks above it.
+score, the first of equals first): `_cut` searches for its end by bisection, one program a row that reads it ten
+to thirty times, without a sort; a second scan draws from what ranks above it.
 """
 
 from __future__ import annotations
@@ -143,14 +143,15 @@ def _around(logits, seen, forbidden, num_tokens, temperature, penalty, level, to
 
 
 @triton.jit
-def _lowest_kept(logits, seen, forbidden, num_tokens, temperature, penalty, top, most, most_mass, BLOCK: tl.constexpr,
-                 HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
-    """The lowest score above which are fewer than `most` scores, of a mass below `most_mass`; the largest at least."""
+def _lowest_kept(logits, seen, forbidden, num_tokens, temperature, penalty, top, most, most_mass, least,
+                 BLOCK: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_FORBIDDEN: tl.constexpr, TEMPERED: tl.constexpr):
+    """The lowest score, of those from `least` (finite) on, above which are fewer than `most` scores, of a mass below
+    `most_mass`; the largest at least."""
     below, kept, reach = top * 0 + float("-inf"), top, top * 0 + 16.0  # nothing at `below` or lower is kept
     is_open = tl.abs(top) < float("inf")
     while is_open:
         half = tl.maximum(0.5 * below + 0.5 * kept, below)
-        middle = tl.where(below == float("-inf"), tl.maximum(kept - reach, -3.4028234663852886e38),
+        middle = tl.where(below == float("-inf"), tl.maximum(kept - reach, least),
                           tl.where(half < kept, half, below))
         reach *= 4
         count, mass, lowest, highest = _around(logits, seen, forbidden, num_tokens, temperature, penalty, middle, top,
@@ -159,6 +160,7 @@ def _lowest_kept(logits, seen, forbidden, num_tokens, temperature, penalty, top,
         is_open = tl.where(fits, highest > below, (lowest < kept) & (middle > below))
         kept = tl.where(fits, tl.where(highest > below, highest, tl.minimum(lowest, kept)), kept)
         below = tl.where(fits, below, middle)
+        is_open = is_open & (kept > least)
     return kept
 
 
@@ -193,10 +195,11 @@ def _cut(logits, seen, forbidden, sums, levels, lasts, num_tokens, num_chunks, l
     raw_top, raw_mass = _joined(sums, place, step, there)
     top, mass = _joined(sums + 3 * step, place, step, there)
     logits, seen, forbidden = logits + row * logits_b, seen + row * seen_b, forbidden + row * forbidden_b
-    level, last = top * 0 + float("-inf"), num_tokens
+    level, last, least = top * 0 + float("-inf"), num_tokens, top * 0 - 3.4028234663852886e38
     if HAS_TOP_K:
-        level = _lowest_kept(logits, seen, forbidden, num_tokens, temperature, penalty, top, top_k, float("inf"), BLOCK,
-                             HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
+        level = _lowest_kept(logits, seen, forbidden, num_tokens, temperature, penalty, top, top_k, float("inf"), least,
+                             BLOCK, HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
+        least = tl.maximum(level, least)
     if HAS_TOP_P:
         if HAS_TOP_K:  # the mass of what top-k keeps
             _, mass, _, _ = _around(logits, seen, forbidden, num_tokens, temperature, penalty, level, top, BLOCK,
@@ -206,7 +209,8 @@ def _cut(logits, seen, forbidden, sums, levels, lasts, num_tokens, num_chunks, l
             mass += count * tl.exp(level - top)
         most_mass = top_p * mass
         level = tl.maximum(level, _lowest_kept(logits, seen, forbidden, num_tokens, temperature, penalty, top,
-                                               2147483647, most_mass, BLOCK, HAS_SEEN, HAS_FORBIDDEN, TEMPERED))
+                                               2147483647, most_mass, least, BLOCK, HAS_SEEN, HAS_FORBIDDEN,
+                                               TEMPERED))
         _, mass_above, _, _ = _around(logits, seen, forbidden, num_tokens, temperature, penalty, level, top, BLOCK,
                                       HAS_SEEN, HAS_FORBIDDEN, TEMPERED)
         most = tl.minimum(tl.ceil((most_mass - mass_above) / tl.exp(level - top)), 2147483520.0)

@@ -52,14 +52,15 @@ def parse_cards(text: str, option: str) -> Cards:
     memory: '4090', '8xh100', 'RTX 4060 Ti 16GB'. Raises UserError that names `option`."""
     plain = re.sub(r"nvidia|geforce|rtx|[\s_]|(?<=\w)-(?=[a-z])", "", text.lower())
     *counts, memory = plain.split("x")
-    named = re.fullmatch(r"(\w+?)(\d+gi?b)?", memory)
-    name = next((n for n in (memory, named[1] if named else "") if n in CARDS), "")
+    name = next((n for n in sorted(CARDS, key=len, reverse=True) if memory.startswith(n)), "")
+    rest = memory[len(name):]
+    name = "" if re.fullmatch(r"[kmgt](i?b)?", rest) else name  # an amount that begins as a card's name
     known = ", ".join(f"{key} ({figures.gib} GiB)" for key, figures in CARDS.items())
     check(len(counts) <= 2 and all(re.fullmatch(r"[1-9]\d{0,4}", c) for c in counts),
           f"{option} {text!r} names no cards; write hosts x cards x memory, such as 2x8x80GiB, 8x80GiB or 24GiB, or a "
           f"card's name in the memory's place: {known}")
-    is_other = name and named and named[2] and not named[2].startswith(f"{CARDS[name].gib}g")
-    check(not is_other and (bool(name) or re.fullmatch(r"[\d.]+[kmgt](i?b)?", memory) is not None),
+    is_known = re.fullmatch(rf"({CARDS[name].gib}gi?b)?" if name else r"[\d.]+[kmgt](i?b)?", rest if name else memory)
+    check(is_known is not None,
           f"{option} {text!r} is neither an amount of memory (such as 24GiB) nor a card that is known here: {known}")
     hosts, per_host = [1, 1, *map(int, counts)][-2:]
     return Cards(hosts, per_host, CARDS[name].gib << 30 if name else parse_bytes(memory, option), name)

@@ -152,8 +152,10 @@ def rates_of_card(figures: CardFigures) -> Rates:
 
 
 def figures_of(name: str) -> CardFigures | None:
-    """The row of a card by the name that its driver gives it."""
-    return next((c for c in CARDS.values() if all(w.lower() in name.lower() for w in c.words)), None)
+    """The row of a card by the name that its driver gives it; a 3070 Ti or one of a laptop is not a 3070."""
+    others = {"ti", "super", "laptop"} & set(name.lower().split())
+    return next((c for c in CARDS.values() if all(w.lower() in name.lower() for w in c.words)
+                 and others <= set(" ".join(c.words).lower().split())), None)
 
 
 def cards_with(memory: int) -> list[CardFigures]:

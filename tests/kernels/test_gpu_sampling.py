@@ -78,10 +78,30 @@ def test_the_kept_tokens_are_the_definitions_and_the_draw_is_from_them(ops, sett
         assert IS_INTERPRETED or operations.names <= {"new_empty", "empty_like"}
         assert not operations.names & {"sort", "topk", "cumsum"}
         want, want_logprobs = reference.sample(*drawn, **more, kept=theirs)
-        same = (ours == theirs).all(1)  # on a card the definition's sums, and so its last token, may be another
-        assert (~same).sum() <= (0 if IS_INTERPRETED or "top_p" not in settings else 2)
-        assert ((ours != theirs).sum(1) <= 1).all() and torch.equal(tokens[same], want[same])
+        before = mass_before(reference.allowed_scores(drawn[0], **more | dict(top_p=1.0, min_p=0.0)))
+        # the definition's sums, and so the last tokens of a mass that rounding may move over the bound, may be others
+        assert ((ours == theirs) | ((before - more.get("top_p", 2.0)).abs() < 1e-6)).all()
+        same = (ours == theirs).all(1)
+        assert torch.equal(tokens[same], want[same])
         assert torch.allclose(logprobs[same], want_logprobs[same], atol=4e-6, rtol=0)
+        assert same.all() or ("top_p" in settings and not IS_INTERPRETED)
+
+
+def mass_before(scores):
+    """Of each token, the probability of all that rank above it."""
+    probs, order = scores.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    return torch.empty_like(probs).scatter_(-1, order, probs.cumsum(-1) - probs)
+
+
+@pytest.mark.parametrize("settings", [dict(top_k=8), dict(top_p=0.9), dict(top_k=8, top_p=0.9)], ids=str)
+def test_the_least_number_is_a_score_as_any_other(ops, settings):
+    """Some models write it in place of minus infinity; fewer than top-k others are left, or none."""
+    logits = torch.full((3, 20), torch.finfo(torch.float32).min, device=DEVICE)
+    logits[0, :5], logits[1, 7] = numbers(5) / 2, 0.0
+    ours, theirs = torch.empty(2, 3, 20, dtype=torch.bool, device=DEVICE)
+    tokens, _ = ops.sample(logits, numbers(3), numbers(3), **settings, kept=ours)
+    want, _ = reference.sample(logits, numbers(3), numbers(3), **settings, kept=theirs)
+    assert torch.equal(ours, theirs) and torch.equal(tokens, want)
 
 
 def test_what_scores_the_floor_of_min_p_stays_where_top_p_reaches_further(ops):

@@ -181,13 +181,14 @@ def test_presets_and_the_table_of_cards_agree(name) -> None:
 
 @pytest.mark.parametrize(("text", "gib", "name"), [
     ("RTX 4060 Ti 16GB", 16, "4060ti"), ("4060-ti", 16, "4060ti"), ("NVIDIA GeForce RTX 4090", 24, "4090"),
-    ("rtx 3090", 24, "3090"), ("24 GiB", 24, "")])
+    ("rtx 3090", 24, "3090"), ("24 GiB", 24, ""), ("RTX 3070 8GB", 8, "3070"), ("RTX 3060 12GB", 12, "3060"),
+    ("A100 80GB", 80, "a100"), ("4090 MiB", 3, "")])
 def test_a_card_may_be_named_as_its_maker_does(text, gib, name):
     found = parse_cards(text, "--cards")
     assert (found.memory >> 30, found.name, found.world) == (gib, name, 1)
 
 
-@pytest.mark.parametrize("text", ["4060", "4060 Ti 8GB"])
+@pytest.mark.parametrize("text", ["4060", "4060 Ti 8GB", "3070 Ti", "3070 12GB"])
 def test_a_card_that_is_not_known_is_told_which_are(text):
     with pytest.raises(UserError, match=r"nor a card that is known here: 3060 \(12 GiB\), 3070 \(8 GiB\), 3090"):
         parse_cards(text, "--cards")
