@@ -115,13 +115,18 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     return (weights @ value).transpose(1, 2)
 
 
+def takes_groups(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's fused kernels take grouped heads of these (B, H, Q, D) on their card, where there is no mask: in
+    16 bits, from Ampere on. What is left to torch makes (B, H, Q, W) scores in fp32."""
+    is_taken = query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256
+    return is_taken and torch.cuda.get_device_capability(query.device)[0] >= 8
+
+
 def _grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """As dense_attention. On a card torch's fused kernels take grouped heads without a mask only, in 16 bits and from
-    Ampere on; what is left to it makes (B, H, Q, W) scores in fp32."""
+    """As dense_attention. On a card torch's fused kernels take grouped heads without a mask only."""
     heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
     attend = partial(F.scaled_dot_product_attention, scale=scaling)
-    is_taken = query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256
-    if mask is None and is_taken and torch.cuda.get_device_capability(query.device)[0] >= 8:
+    if mask is None and takes_groups(query, value):
         out = attend(query, key, value, is_causal=True, enable_gqa=True)
     elif mask is None or mask.shape[1] > 1:
         key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))

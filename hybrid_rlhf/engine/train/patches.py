@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.engine.decode.attention import takes_groups
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
@@ -41,7 +42,20 @@ def training_forms(module: nn.Module) -> Iterator[None]:
 
 def attention_by(ops: Ops) -> AbstractContextManager:
     """The block in which models whose attention is "sdpa" use that of `ops`, where there is one and it fits."""
-    return sdpa_replaced(partial(attend, ops.causal_attention)) if ops.causal_attention else nullcontext()
+    return sdpa_replaced(partial(attend, ops.causal_attention) if ops.causal_attention else attend_without_groups)
+
+
+def attend_without_groups(original: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+                          attention_mask: Tensor | None, *others: object, **named: object) -> tuple[Tensor, None]:
+    """transformers' sdpa interface. It leaves groups to torch where there is no mask; where no fused kernel of the card
+    takes them, each query head gets its keys and values here, as transformers does it under a mask."""
+    repeats = query.shape[1] // key.shape[1]
+    if (attention_mask is None and repeats > 1 and query.shape[2] > 1 and query.device.type == "cuda"
+            and not takes_groups(query, value)):
+        key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+        is_causal, module = getattr(module, "is_causal", True), nn.Module()  # without a number of groups
+        module.is_causal = is_causal
+    return original(module, query, key, value, attention_mask, *others, **named)
 
 
 def attend(attention: Callable, original: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
