@@ -18,7 +18,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/commands": (2016, 9),
     "hybrid_rlhf/core": (3091, 22),
     "hybrid_rlhf/data": (3850, 17),
-    "hybrid_rlhf/engine": (6465, 43),
+    "hybrid_rlhf/engine": (6484, 43),
     "hybrid_rlhf/environments": (1880, 9),
     "hybrid_rlhf/export": (913, 6),
     "hybrid_rlhf/kernels": (6163, 36),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5215, 29),
     "inference": (3661, 27),
-    "tests": (56304, 335),
+    "tests": (56493, 336),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (1169, 8),
 }

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
 from unittest import mock
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
 from hybrid_rlhf import kernels
 from hybrid_rlhf.kernels import cuda, reference  # noqa: F401 - kernels.cuda
 from hybrid_rlhf.kernels.ops import Fused, Ops
 from tests.simulated_card import cuda_api, device
-from tests.simulated_card.card import Card, Wait
+from tests.simulated_card.card import AMPERE, HOPPER, Card, Wait
 
-__all__ = ["Card", "Wait", "simulated_card"]
+__all__ = ["AMPERE", "HOPPER", "Card", "Wait", "simulated_card"]
 
 
 @contextmanager
@@ -33,29 +34,48 @@ def simulated_card(*, has_triton: bool = False, **settings: object) -> Iterator[
 
 @contextmanager
 def _kernels(card: Card, has_triton: bool) -> Iterator[None]:
-    kernels.ops_for.cache_clear()
+    _forget()
     try:
         with nullcontext() if has_triton else mock.patch.object(kernels.cuda, "load", return_value=_stand_ins(card)):
             yield
     finally:
-        kernels.ops_for.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    """What is known of a card, for the next one may be another."""
+    kernels.ops_for.cache_clear()
+    with suppress(ImportError):
+        from hybrid_rlhf.kernels import triton_attention, triton_fused, triton_layer
+
+        for known in (triton_attention.card_of, triton_fused._num_processors, triton_layer._overlap,
+                      triton_layer._counters):
+            known.cache_clear()
 
 
 def _stand_ins(card: Card) -> Ops:
-    """Torch's operations in the place of Triton's kernels, each of them one launch."""
-    fused = Fused(*(_as_one(card, name, getattr(reference, name)) for name in Fused._fields))
-    return Ops("stand-ins of a simulated card", _as_one(card, "decode_attention", reference.decode_attention),
-               _as_one(card, "sample", reference.sample), fused=fused)
+    """Torch's operations in the place of Triton's kernels."""
+    fused = Fused(*(_as_compiled(card, "triton_fused", name) for name in Fused._fields))
+    return Ops("stand-ins of a simulated card", _as_compiled(card, "triton_attention", "decode_attention"),
+               _as_compiled(card, "triton_sampling", "sample"), fused=fused)
 
 
-def _as_one(card: Card, name: str, function: Callable) -> Callable:
+def _as_compiled(card: Card, module: str, name: str) -> Callable:
+    """The program around the kernels with its launches, copies and buffers; the definition's numbers in its results."""
+    definition = getattr(reference, name)
+    try:
+        program = getattr(import_module(f"hybrid_rlhf.kernels.{module}"), name)
+    except ImportError:
+        return definition
+
     def kernel(*given: object, **named: object) -> object:
         if card.recording is not None or torch.is_grad_enabled():  # operation by operation, for replays and gradients
-            return function(*given, **named)
-        card.launched(name)
+            return definition(*given, **named)
+        out = program(*given, **named)
         with card.quiet():
-            out = function(*given, **named)
-        return tree_map(lambda leaf: card.put(leaf) if isinstance(leaf, torch.Tensor) else leaf, out)
+            for result, numbers in zip(tree_leaves(out), tree_leaves(definition(*given, **named)), strict=True):
+                result.copy_(numbers)
+        return out
 
     return kernel
 

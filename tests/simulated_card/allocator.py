@@ -81,6 +81,16 @@ class Allocator:
                 block.size += other.size
                 blocks.remove(other)
 
+    @contextmanager
+    def beside(self, num_bytes: int) -> Iterator[None]:
+        """Within the block an operation holds a buffer."""
+        block = self.take(num_bytes)
+        try:
+            yield
+        finally:
+            if block is not None:
+                self.give_back(block)
+
     def release(self) -> None:
         """torch.cuda.empty_cache: segments without a block in use go back to the card."""
         self.segments = [s for s in self.segments if s.pool is not None or not s.is_unused()]

@@ -20,10 +20,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.simulated_card import workspaces
 from tests.simulated_card.allocator import Allocator
 from tests.simulated_card.graphs import Recording
 
 DEVICE = torch.device("cuda", 0)
+AMPERE = dict(total=24 << 30, capability=(8, 6), processors=82)  # such as an RTX 3090
+HOPPER = dict(total=80 << 30, capability=(9, 0), processors=132)  # such as an H100
 _PRODUCT = str(Path(__file__).resolve().parents[2] / "hybrid_rlhf")
 # their result's size, or the result itself, is known to the card only
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "_unique", "_unique2",
@@ -39,15 +42,17 @@ class Wait(RuntimeError):
 
 
 class Card(TorchDispatchMode):
-    """total: bytes of memory; taken: of them by the context; capability: (major, minor).
+    """total: bytes of memory; taken: of them by the context; capability: (major, minor); processors: how many.
 
     waits: (kind, place in our code) -> times. launches: operation -> kernels. reset() sets both back. sync: what a
     wait does besides being counted ("default", or "error"), as torch.cuda.set_sync_debug_mode has it.
     """
 
-    def __init__(self, total: int = 8 << 30, taken: int = 512 << 20, capability: tuple[int, int] = (8, 6)) -> None:
+    def __init__(self, total: int = 8 << 30, taken: int = 512 << 20, capability: tuple[int, int] = (8, 6),
+                 processors: int = 16) -> None:
         super().__init__()
-        self.memory, self.capability = Allocator(total, taken), capability
+        self.memory, self.capability, self.processors = Allocator(total, taken), capability, processors
+        self._for_products: object = None  # the block that the first product takes
         self.waits: Counter[tuple[str, str]] = Counter()
         self.launches: Counter[str] = Counter()
         self.sync = "default"
@@ -178,11 +183,12 @@ class Card(TorchDispatchMode):
             return self._elsewhere(func, given, args, kwargs)
         self._check_devices(name, given, args)
         self._check_waits(name, args, kwargs)
-        out = self._ran(func, name, args, kwargs, given)
-        before = {self._key(t) for t in given}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and name != "_local_scalar_dense" and self._key(tensor) not in before:
-                self.put(tensor)
+        with self.memory.beside(workspaces.of_sort(args[0], _dim(func, args, kwargs)) if name == "sort" else 0):
+            out = self._ran(func, name, args, kwargs, given)
+            before = {self._key(t) for t in given}
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, Tensor) and name != "_local_scalar_dense" and self._key(tensor) not in before:
+                    self.put(tensor)
         return out
 
     def _elsewhere(self, func, given, args, kwargs):
@@ -228,6 +234,8 @@ class Card(TorchDispatchMode):
             raise RuntimeError("CUDA error: an illegal memory access was encountered (the storage has been freed)")
         if not is_view and name not in _WITHOUT_KERNEL and name != "copy_":
             self.launched(name)
+        if name in workspaces.PRODUCTS and self._for_products is None:
+            self._for_products = self.memory.take(workspaces.of_products(self.capability))
         if name == "histc":  # the processor's takes no integers
             func = _histc
         if self.recording is not None and not is_view:
@@ -248,6 +256,11 @@ class Card(TorchDispatchMode):
         finally:
             self.generator.set_state(torch.random.default_generator.get_state())
             torch.random.default_generator.set_state(before)
+
+
+def _dim(func, args: tuple, kwargs: dict) -> int:
+    at = [argument.name for argument in func._schema.arguments].index("dim")
+    return kwargs.get("dim", args[at] if at < len(args) else -1)
 
 
 def _histc(x: Tensor, *given: object) -> Tensor:

@@ -12,8 +12,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.simulated_card import workspaces
 from tests.simulated_card.card import DEVICE, Card
 from tests.simulated_card.graphs import Recording
+
+_SHARED = {(7, 5): 64 << 10, (8, 6): 99 << 10, (9, 0): 227 << 10}  # bytes that a block may have
 
 
 class Stream:
@@ -132,8 +135,9 @@ def functions(card: Card) -> dict[str, object]:
 
 def _device(card: Card) -> dict[str, object]:
     properties = SimpleNamespace(name="simulated card", major=card.capability[0], minor=card.capability[1],
-                                 total_memory=card.memory.total, multi_processor_count=16, warp_size=32,
-                                 shared_memory_per_block=48 << 10, shared_memory_per_block_optin=99 << 10,
+                                 total_memory=card.memory.total, multi_processor_count=card.processors, warp_size=32,
+                                 shared_memory_per_block=48 << 10,
+                                 shared_memory_per_block_optin=_SHARED[card.capability],
                                  max_threads_per_multi_processor=1536, regs_per_multiprocessor=65536,
                                  L2_cache_size=4 << 20, gcnArchName="")
     return {"is_available": _always(True), "is_initialized": _always(True), "_is_compiled": _always(True),
@@ -217,9 +221,11 @@ def _in_threads(card: Card) -> object:
 
 
 def _launching(card: Card) -> dict:
-    """Triton's interpreter reads the processor's memory; a launch is one kernel, which a graph records."""
+    """Triton's interpreter reads the processor's memory; a launch is one kernel, which a graph records. Without it a
+    kernel is counted and does nothing."""
     try:
         from triton.runtime.interpreter import GridExecutor
+        from triton.runtime.jit import JITFunction
     except ImportError:
         return {}
     plain = GridExecutor.__call__
@@ -235,14 +241,19 @@ def _launching(card: Card) -> dict:
         else:
             card.recording.run(run, given, named)
 
-    return {GridExecutor: {"__call__": launch}}
+    def count(kernel: object, *_given: object, **_named: object) -> None:
+        card.launched(kernel.fn.__name__)
+
+    return {GridExecutor: {"__call__": launch}, JITFunction: {"run": count}}
 
 
 @contextmanager
 def answered(card: Card) -> Iterator[None]:
     """Within the block torch.cuda is the card's."""
     Stream.card = card
+    attend = workspaces.attention(card, torch.nn.functional.scaled_dot_product_attention)
     tables = {torch.cuda: functions(card), dist: _groups(), threading.Thread: {"run": _in_threads(card)},
+              torch.nn.functional: {"scaled_dot_product_attention": attend},
               torch._C: {"_cuda_endAllocateToPool": _end_pool,
                          "_cuda_releasePool": lambda _device, pool: card.memory.end_pool(pool)},
               torch.cuda.nvtx: {name: _nothing() for name in ("range_push", "range_pop", "mark")},

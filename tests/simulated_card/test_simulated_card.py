@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 
+from hybrid_rlhf import kernels
 from tests.factories.tiny import tiny_causal_lm
-from tests.simulated_card import Wait, simulated_card
+from tests.simulated_card import AMPERE, HOPPER, Wait, simulated_card
 from tests.simulated_card.allocator import MIB, Allocator
 
 CUDA = torch.device("cuda", 0)
@@ -26,7 +27,7 @@ def test_a_model_trains_and_generates_there_as_on_the_processor(card):
     ids = torch.randint(0, 300, (4, 16), generator=torch.Generator().manual_seed(0))
     weights = {}
     for device in ("cpu", "cuda"):
-        model = tiny_causal_lm().to(device)
+        model = tiny_causal_lm(num_key_value_heads=4).to(device)  # no fused kernel takes grouped heads in fp32
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         inputs = ids.to(device)
         for _ in range(2):
@@ -73,6 +74,27 @@ def test_what_needs_no_wait_is_none(card, step):
     card.reset()
     step(x)
     assert not card.waits and sum(card.launches.values()) > 0
+
+
+@pytest.mark.parametrize(("profile", "splits"), [(AMPERE, False), (HOPPER, True)], ids=["8.6", "9.0"])
+def test_launches_are_those_of_the_programs_around_the_kernels(profile, splits):
+    """200 programs of 128 columns are two for each of 82 processors, and too few for 132: twice as many, and a join."""
+    pytest.importorskip("triton")
+    with simulated_card(**profile) as card, torch.no_grad():
+        ops = kernels.ops_for("cuda")
+        query, key = (torch.randn(100, heads, 1, 16, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
+        cache, pages = torch.randn(2, 100, 2, 256, 16, device="cuda", dtype=torch.bfloat16), torch.arange(100)[:, None]
+        positions, angles = torch.zeros(100, dtype=torch.long, device="cuda"), torch.randn(1, 1, 16, device="cuda")
+        pages, logits = pages.to("cuda"), torch.randn(100, 64, device="cuda")
+        for run, launches in (
+                (lambda: ops.fused.rotary(query, key, angles, angles), {"_turn": 2}),
+                (lambda: ops.decode_attention(query, key, key, *cache.unbind(0), pages, positions, 256, scaling=0.25),
+                 {"_attend_grouped": 1} | ({"_join": 1} if splits else {})),
+                (lambda: ops.sample(logits, positions, positions), {"_scan": 1, "_draw": 1}),
+                (lambda: ops.sample(logits, positions, positions, top_p=0.9), {"_scan": 2, "_cut": 1, "_draw": 1})):
+            card.reset()
+            run()
+            assert dict(card.launches) == launches
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -126,6 +148,26 @@ def test_memory_comes_back_with_the_last_tensor_that_looks_into_it(card):
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "each"), [  # bytes beside values and places
+    ((300, 4096), 0), ((1, 5000), 4 + 8 + 8), ((2, 5000), 4 + 8 + 16), ((300, 5000), 4 + 8 + 8)])
+def test_a_sort_of_long_rows_takes_a_second_copy_and_places(card, shape, each):
+    x = torch.randn(shape, device="cuda")
+    before = card.memory.allocated
+    kept = x.sort(dim=-1, stable=True)
+    assert kept.values.shape == shape
+    assert card.memory.peak - before == pytest.approx(x.numel() * (4 + 8 + each), rel=0.03)
+
+
+@pytest.mark.parametrize(("profile", "mebibytes"), [(AMPERE, 8.125), (HOPPER, 32)], ids=["8.6", "9.0"])
+def test_the_first_product_takes_a_buffer_that_stays(profile, mebibytes):
+    with simulated_card(**profile) as card:
+        x = torch.ones(4, 4, device="cuda")
+        before = card.memory.allocated
+        for _ in range(2):
+            x.mm(x)
+        assert card.memory.allocated - before == mebibytes * MIB
 
 
 def captured(step):
