@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
+import torch
+
+from hybrid_rlhf.cli import main
 from tests.factories.stage_options import PPO, used, write_rows
 from tests.factories.tiny import save_tiny
+from tests.simulated_card import simulated_card
 
 TRAIN = ["--model.dtype", "float32", "--data.max_length", "48", "--data.max_prompt_length", "32", "--train.max_steps",
          "2", "--train.per_device_train_batch_size", "8", "--train.learning_rate", "1e-2", "--train.logging_steps", "1",
@@ -50,3 +57,23 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     clocked = ("time/", "memory/", "engine/")
     return [{k: v for k, v in json.loads(line).items()
              if not k.startswith(clocked) and not k.endswith("micro_batch_tokens")} for line in lines]
+
+
+def interpreted(command: list[str]) -> int:
+    """A run by Triton's kernels in their interpreter (TRITON_INTERPRET=1). Prints the launches of all and, without what
+    the kernels are tried by before they are used, those of its backward passes."""
+    own, found = torch.Tensor.backward, Counter()
+
+    def backward(*given: object, **named: object) -> None:
+        before = card.launches.copy()
+        own(*given, **named)
+        found.update(card.launches - before)
+
+    with simulated_card(has_triton=True) as card, mock.patch.object(torch.Tensor, "backward", backward):
+        code = main(command)
+    print(json.dumps([card.launches, found]))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(interpreted(sys.argv[1:]))
