@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5215, 29),
     "inference": (3661, 27),
-    "tests": (56572, 336),
+    "tests": (56578, 336),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (1169, 8),
 }

@@ -139,7 +139,12 @@ def test_256_ragged_sequences_run_where_64_whole_slots_fit(small_pages, monkeypa
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gpt_oss"])
-def test_recorded_steps_of_a_card_follow_the_pages(kind, small_pages, card, recordings):
+def test_recorded_steps_of_a_card_follow_the_pages(kind, small_pages, card, recordings, monkeypatch):
+    """Pages of 4 columns, and a kernel that would read as many at a time."""
+    triton_attention = pytest.importorskip("hybrid_rlhf.kernels.triton_attention")
+    form_for = triton_attention.form_for
+    monkeypatch.setattr(triton_attention, "form_for", lambda *sizes: form_for(*sizes)._replace(
+        sizes=form_for(*sizes).sizes | {"BLOCK_N": 4}))
     model = build(kind)
     expected = greedy_by_generate(model, PROMPTS[:9], GREEDY)
     engine = decode_engine(model.to("cuda"), max_batch=6)
