@@ -31,9 +31,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/run": (2114, 12),
     "hybrid_rlhf/studio": (8012, 44),
     "hybrid_rlhf/trainers": (1397, 10),
-    "training": (5215, 29),
+    "training": (5228, 29),
     "inference": (3661, 27),
-    "tests": (56578, 336),
+    "tests": (56581, 336),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (1169, 8),
 }

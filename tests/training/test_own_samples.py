@@ -53,7 +53,10 @@ def test_halves_agree_on_held_out_pairs_where_pairs_are_clear_and_not_on_noise(p
                      "--train.max_steps", "24", "--train.learning_rate", "1e-3", "--data.max_length", "64",
                      "--reward.own_samples", "16", "--data.eval_fraction", "0.3"]) == 0
         found[name] = json.loads((place / "runs" / name / "run.json").read_text())["facts"]["own_samples"]
-        assert "reward.own_samples: two models of half the data each agreed in " in capfd.readouterr().err
+        err = capfd.readouterr().err
+        before, _, after = err.partition("reward.own_samples: two models of half the data each agreed in ")
+        assert "after step 24 two models learn from half of the pairs each, about 24 steps together" in before
+        assert ("this may be chance" in after) == may_be_chance(found[name]["agreement"], found[name]["pairs"])
     assert found["clear"]["held_out"] > 0.9 > 0.75 > found["noise"]["held_out"]
 
 
@@ -61,7 +64,7 @@ def test_a_run_that_was_stopped_trains_nothing_more(capsys):
     opened = SimpleNamespace(config=SimpleNamespace(reward=SimpleNamespace(own_samples=8)), steps=10)
     measured = agreement(opened, lambda _opened: pytest.fail("it trains"), 3)
     assert measured == {"own_samples": {"why": "the run ended after step 3 of 10; let it finish"}}
-    assert "own start were not measured: the run ended after step 3 of 10" in capsys.readouterr().err
+    assert "own answers was not measured: the run ended after step 3 of 10" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("accuracy", "held_out", "is_told"), [

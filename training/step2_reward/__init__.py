@@ -70,6 +70,7 @@ def _collation(_config: Config, pad: int) -> tuple:
 def _open(opened: supervised.Opened) -> supervised.Learner:
     config, tokenizer = opened.config, opened.tokenizer
     role = _open_role(opened)
+    own_samples.announce(opened)
     scored = fixed_prompts.of_reward(role, tokenizer, opened.data, config.train.num_fixed_prompts)
 
     def facts() -> dict:

@@ -41,16 +41,28 @@ def agreement(opened: supervised.Opened, open_reward: Open, num_steps: int) -> d
             measured = _measured(opened, open_reward, num_prompts)
     except UserError as error:
         measured = {"why": str(error)}
-    print_main(f"reward.own_samples: {line(measured)}")
+    few = 0 < measured.get("pairs", num_prompts) < num_prompts
+    print_main(f"reward.own_samples: {line(measured)}" + f"; {num_prompts} were asked for" * few + (
+        "; this may be chance" if may_be_chance(measured.get("agreement"), measured.get("pairs", 0)) else ""))
     return {"own_samples": measured}
+
+
+def announce(opened: supervised.Opened) -> None:
+    """One line on what comes after the last step: no limit and no estimate of the run holds it."""
+    config, steps = opened.config, opened.steps
+    if config.reward.own_samples:
+        limited = ("; nor does train.max_seconds, which leaves it out where it ends the run earlier"
+                   if config.train.max_seconds else "")
+        print_main(f"reward.own_samples {config.reward.own_samples}: after step {steps} two models learn from half of "
+                   f"the pairs each, about {steps} steps together, which the time said does not hold{limited}")
 
 
 def line(measured: dict) -> str:
     """One line with the measured agreement, or the reason why there is none."""
     if "why" in measured:
-        return f"answers of its own start were not measured: {measured['why']}"
+        return f"agreement on the starting model's own answers was not measured: {measured['why']}"
     if measured["agreement"] is None:
-        return "answers of its own start were not measured: both to each prompt got equal scores"
+        return "agreement on the starting model's own answers was not measured: both to each prompt got equal scores"
     beside = "" if measured["held_out"] is None else f", in {measured['held_out']:.0%} on held-out pairs"
     return (f"two models of half the data each agreed in {measured['agreement']:.0%} of {measured['pairs']} pairs of "
             f"the starting model's own answers{beside} (50% is chance)")
