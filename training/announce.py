@@ -100,7 +100,7 @@ def _run_line(config: object, num_steps: int, loader: Loader) -> str:
     noun = "prompt" if sampling else "row"
     what = _counted(rows, noun) + (_tokens(loader, config.data.max_length) if config.data.packing else "")
     what += f" with {sampling.num_samples} responses each" if sampling and sampling.num_samples > 1 else ""
-    limit = f", at most {duration(config.train.max_seconds)}" if config.train.max_seconds else ""
+    limit = f", no step begins after {duration(config.train.max_seconds)}" if config.train.max_seconds else ""
     return (f"run: {_counted(num_steps, 'step')} of {what} ({num_steps / len(loader):.3g} "
             f"epoch{'s' * (num_steps != len(loader))}{_last_batch(loader, noun)}){limit}, to {config.output_dir}")
 

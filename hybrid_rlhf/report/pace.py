@@ -109,6 +109,11 @@ class Pace:
         """Seconds since the start."""
         return time.perf_counter() - self._started
 
+    @property
+    def before_step(self) -> float:
+        """Seconds from the start to the beginning of the current step."""
+        return self._event - self._started
+
     def step_seconds(self) -> float:
         """Seconds of a step to come. Infinite where only one short step, or a part of one, was measured: compilers and
         caches warm up in it."""
@@ -136,12 +141,15 @@ class Pace:
         counts = {name: count - (name in self._over) for name, count in ahead.items()}
         return {name: count * (self.phase_seconds(name) or 0.0) for name, count in counts.items() if count > 0}
 
-    def seconds_left(self) -> float:
-        """Seconds until the run ends. Infinite where nothing is known; steps never exceed what max_seconds leaves."""
-        now, step = time.perf_counter(), self.step_seconds()
+    def steps_left(self) -> tuple[int, float]:
+        """The steps ahead, the one that is going on in full, and their seconds, whatever max_seconds is."""
         left = self.total - self._last
         warmup = min(left, max(0, self.forecast.warmup - self._last))
-        steps = left * step + (left - warmup) * self._trained * bool(warmup) if left else 0.0
+        return left, left * self.step_seconds() + (left - warmup) * self._trained * bool(warmup) if left else 0.0
+
+    def seconds_left(self) -> float:
+        """Seconds until the run ends. Infinite where nothing is known; steps never exceed what max_seconds leaves."""
+        now, (_, steps) = time.perf_counter(), self.steps_left()
         others, gone = sum(self.phases_left().values()), now - self._event
         if self.phase:
             others -= min(gone, others, self.phase_seconds(self.phase) or 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -361,13 +362,17 @@ def _cell(value: object, column: list) -> str:
 
 
 def forecast_line(pace: Pace) -> str:
-    """The run's time, how many steps of what time it has, and what else takes it."""
-    step, others, count = pace.step_seconds(), pace.phases_left(), pace.total - pace.first
-    steps = f"{count} step{'s' * (count != 1)}"
-    if pace.max_seconds is not None and count * step > (limit := pace.max_seconds - pace.passed) + step:
-        steps = f"about {max(1, round(limit / step))} of {steps}, by train.max_seconds,"
+    """The time of the steps ahead, the one going on in full, and of what else comes: the parts add up to the total."""
+    (count, steps), others = pace.steps_left(), pace.phases_left()
+    more = " more" * (count < pace.total - pace.first)
+    words, step = f"{count}{more} step{'s' * (count != 1)}", float(f"{steps / max(1, count):.2g}")
+    left, after = float("inf"), "of it"
+    if pace.max_seconds is not None:  # the step that reaches the limit is finished
+        left = max(1, math.ceil((pace.max_seconds - pace.before_step) / step)) if step else left
+    if left < count:  # what comes more than once comes within the limit, except its last time
+        others, after = {name: pace.phase_seconds(name) or 0.0 for name in others}, "after them"
+        count, words = int(left), f"about {left:.0f} of {words}, by train.max_seconds,"
     rest = sum(others.values())
-    rest = f"; {roughly(rest)} of it for {', '.join(others)}" if rest >= 0.5 else ""
-    source = f", {pace.forecast.source}" * bool(pace.forecast.source)
-    step = number(float(f"{step:.2g}"))
-    return f"time: about {roughly(pace.seconds_left())} ({steps} of about {step} s{source}{rest})"
+    total, source = roughly(count * step + rest), f", {pace.forecast.source}" * bool(pace.forecast.source)
+    rest = f"; {roughly(rest)} {after} for {', '.join(others)}" if rest >= 0.5 else ""
+    return f"time: about {total} ({words} of about {number(step)} s{source}{rest})"

@@ -164,7 +164,7 @@ class Reporter:
     def estimate(self) -> None:
         """Print one line with the run's estimated time, as soon as there is an estimate."""
         pace = self.progress.pace
-        if self._has_estimate or pace.step_seconds() == float("inf"):
+        if self._has_estimate or pace.step_seconds() == float("inf") or not pace.steps_left()[0]:
             return
         self._has_estimate = True
         if is_main():

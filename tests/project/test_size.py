@@ -24,7 +24,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/kernels": (6163, 36),
     "hybrid_rlhf/memory_plan": (1990, 13),
     "hybrid_rlhf/models": (5555, 29),
-    "hybrid_rlhf/report": (2308, 11),
+    "hybrid_rlhf/report": (2321, 11),
     "hybrid_rlhf/rewards": (3181, 18),
     "hybrid_rlhf/roles": (1097, 10),
     "hybrid_rlhf/rollout": (1148, 8),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5228, 29),
     "inference": (3661, 27),
-    "tests": (56581, 336),
+    "tests": (56607, 336),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (1169, 8),
 }

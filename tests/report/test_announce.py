@@ -137,7 +137,7 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
         "model: base; trained: 200 of 30,200 parameters by LoRA of rank 4; float32 on " + announce.device().type,
         device_line(),
         "settings: train.learning_rate 0.0001, train.num_train_epochs 2.5",
-        "run: 25 steps of 16 rows (2.5 epochs), at most 1:30, to outputs/sft"]
+        "run: 25 steps of 16 rows (2.5 epochs), no step begins after 1:30, to outputs/sft"]
     held = replace(config, model=replace(config.model, load_in_4bit=True))
     announce.before(record, held, {"policy": engine}, "base", 25, loader)  # and no layer is, as fused experts are not
     assert "; 4bit base (100% of it left in float32) on " in capsys.readouterr().err

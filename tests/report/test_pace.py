@@ -135,5 +135,31 @@ def test_the_line_before_the_first_step_says_what_a_limit_of_time_leaves(clock):
         pace.begin()
         lines.append(forecast_line(pace))
     assert lines == ["time: about 45 minutes (16 steps of about 170 s)",
-                     "time: about 25 minutes (about 9 of 16 steps, by train.max_seconds, of about 170 s)",
+                     "time: about 26 minutes (about 9 of 16 steps, by train.max_seconds, of about 170 s)",
                      "time: about 45 minutes (16 steps of about 170 s)"]
+
+
+def test_the_parts_of_the_line_add_up_to_its_total(clock):
+    """It once said: 93 s (5 steps of about 22 s; 4 s of it for ...)."""
+    pace = Pace(5)
+    pace.forecast = Forecast(lambda _step: {EXPORT: 1}, {EXPORT: 4.0})
+    pace.begin()
+    pace.is_rehearsed, pace.rehearsed = True, 12.0
+    clock[0] += 11.0  # within the first step
+    assert forecast_line(pace) == "time: about 64 s (5 steps of about 12 s; 4 s of it for exporting the model)"
+    pace.first = 8
+    pace.total = 20
+    pace.begin()
+    for number in (9, 10):
+        step(pace, clock, number, 3.9)
+    assert forecast_line(pace) == "time: about 43 s (10 more steps of about 3.9 s; 4 s of it for exporting the model)"
+
+
+def test_what_comes_after_the_limit_of_time_is_said_and_counted_once(clock):
+    pace = Pace(100, 60.0)
+    pace.forecast = Forecast(lambda _step: {SAVE: 4, EXPORT: 1}, {SAVE: 2.0, EXPORT: 4.0})
+    pace.is_rehearsed, pace.rehearsed = True, 10.0
+    pace.begin()
+    clock[0] += 5.0
+    assert forecast_line(pace) == ("time: about 66 s (about 6 of 100 steps, by train.max_seconds, of about 10 s; 6 s "
+                                   "after them for saving a checkpoint, exporting the model)")
