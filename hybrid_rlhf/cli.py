@@ -280,6 +280,10 @@ def _run(stage: ModuleType, config: object, command: str) -> int:
         has_failed = False
     except Stopped as stopped:
         print(shown(stopped), file=sys.stderr)
+        if stopped.is_finished and config.stage == "all":  # the stages after it are not
+            print(f"go on: {command}", file=sys.stderr)
+        elif stopped.is_finished:
+            announce.onward(config, sys.argv[0])
         code, has_failed = 130, False
     finally:
         # At exit, not here: a second run in this process needs the group, which DeepSpeed holds on to. One of several

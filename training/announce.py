@@ -147,12 +147,15 @@ def after(config: object, program: str) -> None:
     folder = Path(config.output_dir)
     if not is_main() or not runfile.is_run(folder) or config.stage in ("evaluate", "all"):
         return
-    record = runfile.read_run(folder)
-    program = _started_by(program)
     adapter = f", the adapter alone: {folder / 'adapter'}" if (folder / "adapter").exists() else ""
-    lines = [f"model: {folder / builders.MODEL_FOLDER}{adapter}", f"report: {folder / PAGE}",
-             f"chat: {program} {_chat(record)}", f"next: {program} {_next(config, record)}"]
-    print_main(*lines)
+    print_main(f"model: {folder / builders.MODEL_FOLDER}{adapter}", f"report: {folder / PAGE}")
+    onward(config, program)
+
+
+def onward(config: object, program: str) -> None:
+    """Print the commands for what comes next after a finished run."""
+    record, program = runfile.read_run(config.output_dir), _started_by(program)
+    print_main(f"chat: {program} {_chat(record)}", f"next: {program} {_next(config, record)}")
 
 
 def _started_by(program: str) -> str:

@@ -25,7 +25,12 @@ FROM_PYTHON = "from Python: "  # begins the command of a run that was started fr
 
 
 class Stopped(Exception):  # noqa: N818 - not a fault: the user asked for it
-    """The user stopped the run, which saved a checkpoint; the notes list its files. Entry points exit with 130."""
+    """The user stopped the run, which saved a checkpoint; the notes list its files. Entry points exit with 130.
+    is_finished: after its last step, with nothing left to do."""
+
+    def __init__(self, message: str, *, is_finished: bool = False) -> None:
+        super().__init__(message)
+        self.is_finished = is_finished
 
     def _render_traceback_(self) -> list[str]:
         """Traceback in IPython and notebooks: the message lines alone."""
@@ -113,7 +118,7 @@ def on_record(record: RunRecord) -> Iterator[None]:
 
 
 def what_is_where(record: RunRecord) -> list[str]:
-    """Lines with the files of a run and the command that resumes it."""
+    """Lines with the files of a run and, unless it is finished, the command that resumes it."""
     folder, step = Path(record.output_dir), record.facts.get("model_step")
     of_step = "" if step is None else f" (of step {step} of {record.facts.get('num_steps')})"
     saved = None
@@ -121,7 +126,8 @@ def what_is_where(record: RunRecord) -> list[str]:
         saved = checkpoint.latest(folder / FOLDER, is_thorough=False)
     return [*([f"model: {folder / 'model'}{of_step}"] if of_step or record.is_finished else []),
             *([f"report: {folder / PAGE}"] if (folder / PAGE).exists() else []),
-            *([f"checkpoint: {saved}"] if saved else []), f"go on: {_again(record, saved)}"]
+            *([f"checkpoint: {saved}"] if saved else []),
+            *([] if record.is_finished else [f"go on: {_again(record, saved)}"])]
 
 
 def _again(record: RunRecord, saved: Path | None) -> str:

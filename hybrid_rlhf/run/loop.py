@@ -88,7 +88,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
                 _train(saver, reporter, interrupts, answers, guesses)
                 saver.values |= {"time/per_step": (time.perf_counter() - started) / max(1, saver.step - first)}
             if _any(bool(interrupts)):
-                raise Stopped(f"stopped after the last step, {saver.step}: the run is finished")
+                raise Stopped(f"stopped after the last step, {saver.step}: the run is finished", is_finished=True)
     return saver.values
 
 

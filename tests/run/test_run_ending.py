@@ -149,6 +149,7 @@ def test_an_interrupt_in_the_last_export_waits_for_it_and_ends_a_finished_run(go
         go(on_export=interrupt)
     assert runfile.read_run(tmp_path).is_finished and len(go.left.exported) == 1
     assert error.value.__notes__[0] == f"model: {tmp_path}/model"
+    assert not any(note.startswith("go on: ") for note in error.value.__notes__), "it would answer: nothing to do"
 
 
 def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_what_still_fits(go, tmp_path, monkeypatch, capfd):
