@@ -102,16 +102,18 @@ def _run_line(config: object, num_steps: int, loader: Loader) -> str:
     what += f" with {sampling.num_samples} responses each" if sampling and sampling.num_samples > 1 else ""
     limit = f", no step begins after {duration(config.train.max_seconds)}" if config.train.max_seconds else ""
     return (f"run: {_counted(num_steps, 'step')} of {what} ({num_steps / len(loader):.3g} "
-            f"epoch{'s' * (num_steps != len(loader))}{_last_batch(loader, noun)}){limit}, to {config.output_dir}")
+            f"epoch{'s' * (num_steps != len(loader))}{_last_batch(loader, noun, num_steps)}){limit}, "
+            f"to {config.output_dir}")
 
 
-def _last_batch(loader: Loader, what: str) -> str:
-    """What happens to the rows of an epoch that do not fill a batch."""
-    if not loader.num_left:
+def _last_batch(loader: Loader, what: str, num_steps: int) -> str:
+    """What happens to the rows of an epoch that do not fill a batch, where an epoch ends within the run."""
+    if not loader.num_left or num_steps < len(loader):
         return ""
     if loader.drop_last:
-        return f"; {loader.num_left} of {len(loader.rows)} {what}s are left out of each, others in the next"
-    return f"; the last step of each has {_counted(loader.num_left, what)}"
+        verb, others = "is" if loader.num_left == 1 else "are", ", others in the next" * (num_steps > len(loader))
+        return f"; {loader.num_left} of {len(loader.rows)} {what}s {verb} left out of each epoch{others}"
+    return f"; the last step of each epoch has {_counted(loader.num_left, what)}"
 
 
 def _tokens(loader: Loader, max_length: int) -> str:

@@ -61,7 +61,8 @@ def test_every_row_of_an_epoch_is_trained_with_the_last_step_on_those_that_are_l
     run(place, "sft", "demos.jsonl", *TRAIN[:2], "--train.num_fixed_prompts", "0", "--data.eval_fraction", "0",
         "--train.num_train_epochs", "1.5", "--train.per_device_train_batch_size", "4", "--resume", "never",
         "--train.gradient_accumulation_steps", "4", "--data.packing", packing, "--train.optim", "sgd")
-    assert "6 steps of 16 rows" in (text := capsys.readouterr().err) and "the last step of each has 12 rows" in text
+    text = capsys.readouterr().err
+    assert "6 steps of 16 rows" in text and "the last step of each epoch has 12 rows" in text
     steps = [json.loads(line) for line in (place / "sft" / "metrics.jsonl").read_text().splitlines()]
     tokenizer = chatml_tokenizer()
     lengths = [len(tokenizer.apply_chat_template([{"role": "user", "content": f"say {w}"}, {

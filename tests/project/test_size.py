@@ -31,9 +31,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/run": (2120, 12),
     "hybrid_rlhf/studio": (8012, 44),
     "hybrid_rlhf/trainers": (1397, 10),
-    "training": (5231, 29),
+    "training": (5233, 29),
     "inference": (3661, 27),
-    "tests": (56609, 336),
+    "tests": (56613, 336),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (1173, 8),
 }

@@ -149,11 +149,14 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
 
 
 @pytest.mark.parametrize(("stage", "count", "drop_last", "words"), [
-    ("sft", 100, False, "steps of 16 rows (1.43 epochs; the last step of each has 4 rows), to"),
-    ("sft", 5, False, "steps of 16 rows (10 epochs; the last step of each has 5 rows), to"),
-    ("ppo", 100, None, "steps of 16 prompts with 8 responses each (1.67 epochs; 4 of 100 prompts are left out of each, "
-                        "others in the next), to"),
-    ("ppo", 96, None, "steps of 16 prompts with 8 responses each (1.67 epochs), to")])
+    ("sft", 100, False, "steps of 16 rows (1.43 epochs; the last step of each epoch has 4 rows), to"),
+    ("sft", 5, False, "steps of 16 rows (10 epochs; the last step of each epoch has 5 rows), to"),
+    ("ppo", 100, None, "steps of 16 prompts with 8 responses each (1.67 epochs; 4 of 100 prompts are left out of each "
+                        "epoch, others in the next), to"),
+    ("ppo", 96, None, "steps of 16 prompts with 8 responses each (1.67 epochs), to"),
+    ("ppo", 161, None, "each (1 epoch; 1 of 161 prompts is left out of each epoch), to"),
+    ("sft", 161, False, "10 steps of 16 rows (0.909 epochs), to"),
+    ("ppo", 177, None, "each (0.909 epochs), to")])
 def test_what_becomes_of_rows_that_fill_no_batch_is_said(stage, count, drop_last, words):
     config = parse(MODULES[stage].Config, ["--data.sources=x.jsonl", f"--stage={stage}"], prog="test")[0]
     if stage == "ppo":
