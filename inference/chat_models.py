@@ -7,6 +7,7 @@ with an adapter itself. Base, SFT and PPO are then the base without adapters, wi
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from hybrid_rlhf.inference.named_models import model_folder
 from hybrid_rlhf.models.load import max_positions, read_generation
 from hybrid_rlhf.models.lora import Adapters, base_of, is_adapter, load_adapter
 from hybrid_rlhf.models.merging import adapted_weight
+from hybrid_rlhf.models.template import special_ids
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.models.weights import read_tensor
 
@@ -62,28 +64,46 @@ def open_chat_models(places: dict[str, str], sampling: SamplingConfig, seed: int
                      system: str | None = None) -> dict[str, Conversation]:
     """A conversation with each of the models at `places` (name -> path), in their order.
 
-    Raises UserError for models that cannot chat. Models that share a base are loaded once.
+    Raises UserError for models that cannot chat. Models that share a base are loaded once. One without a chat template
+    takes that of the first that has one, which is said on stderr.
     """
     places = {name: str(model_folder(path)) for name, path in places.items()}
     for path in places.values():
         check_can_chat(path)
+    template = _shared_template(places) if len(places) > 1 else None
     chains = {name: chain_of(path) for name, path in places.items()}
     opened: dict[str, Conversation] = {}
     for root in dict.fromkeys(chain.root for chain in chains.values()):
         members = {name: chain for name, chain in chains.items() if chain.root == root}
         if len(members) > 1 and any(chain.adapters for chain in members.values()):
-            shared = _on_one_base(root, members, places, sampling, seed, system)
+            shared = _on_one_base(root, members, places, sampling, seed, system, template)
             opened |= shared
             for name in members.keys() - shared.keys():
                 _log.warning("%s is not %s with its adapters as they are now: it is loaded by itself", name, root)
     for name, path in places.items():
         if name not in opened:
-            opened[name] = open_conversation(path, sampling, seed, system)
+            opened[name] = open_conversation(path, sampling, seed, system, template=template)
     return {name: opened[name] for name in places}
 
 
+def _shared_template(places: dict[str, str]) -> str | None:
+    """The chat template of the first model that has one; a line on stderr for each that has none."""
+    tokenizers = {name: load_tokenizer(path) for name, path in places.items()}
+    owner = next((name for name, tokenizer in tokenizers.items() if tokenizer.chat_template), None)
+    if owner is None:
+        return None
+    template = tokenizers[owner].chat_template
+    for name, tokenizer in tokenizers.items():
+        if not tokenizer.chat_template:
+            known = tokenizer.get_vocab()
+            lacks = [token for token in special_ids(tokenizers[owner]) if token in template and token not in known]
+            plain = f"; {', '.join(lacks)} {'are' if len(lacks) > 1 else 'is'} plain text to {name}" if lacks else ""
+            print(f"note: {name} has no chat template: {owner}'s is used{plain}", file=sys.stderr)
+    return template
+
+
 def _on_one_base(root: str, members: dict[str, Chain], places: dict[str, str], sampling: SamplingConfig, seed: int,
-                 system: str | None) -> dict[str, Conversation]:
+                 system: str | None, template: str | None) -> dict[str, Conversation]:
     """Conversations over one load of `root`. A model that differs from base plus adapters is left out."""
     tokenizers = {name: load_tokenizer(places[name]) for name in members}
     model = load_to_chat(root)
@@ -96,7 +116,6 @@ def _on_one_base(root: str, members: dict[str, Chain], places: dict[str, str], s
             load_adapter(model, folder, names[folder])
         except UserError:  # made for another shape of this base, such as with new tokens
             members = {name: chain for name, chain in members.items() if folder not in chain.adapters}
-    template = next((t.chat_template for t in reversed(tokenizers.values()) if t.chat_template), None)
     adapters, conversations = Adapters(model) if folders else None, {}
     for name, chain in members.items():
         active = [names[folder] for folder in chain.adapters]

@@ -186,11 +186,13 @@ def shown_call(call: dict) -> str:
 
 
 def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system: str | None = None,
-                      needs_template: bool = True) -> Conversation:
+                      needs_template: bool = True, template: str | None = None) -> Conversation:
     """Load the model at a folder (or hub id) for a conversation. Raises UserError, with advice, for a model that cannot
-    chat. needs_template: whether to refuse a model without a chat template, which can only continue a text."""
+    chat. needs_template: whether to refuse a model without a chat template, which can only continue a text. template:
+    the chat template of a model that has none of its own."""
     check_can_chat(path)
     tokenizer = load_tokenizer(path)
+    tokenizer.chat_template = tokenizer.chat_template or template
     check(not needs_template or bool(tokenizer.chat_template),
           f"{path} has no chat template; a model trained here (--stage sft) saves one")
     model = load_to_chat(path)

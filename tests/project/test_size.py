@@ -32,8 +32,8 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/studio": (8012, 44),
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5233, 29),
-    "inference": (3661, 27),
-    "tests": (56613, 336),
+    "inference": (3682, 27),
+    "tests": (56634, 336),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (1173, 8),
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.inference.chat.session import Session
@@ -17,7 +18,7 @@ from hybrid_rlhf.inference.chat_models import open_chat_models
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, save_adapter
 from tests.factories.chats import conversation
 from tests.factories.merged import merged_state_dict
-from tests.factories.tiny import save_tiny
+from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_tokenizer
 
 
 def typed(monkeypatch, capsys, session: Session, *lines: str) -> tuple[int, str, str]:
@@ -79,6 +80,26 @@ def test_a_run_whose_base_was_trained_again_is_loaded_by_itself_which_is_said(tm
     assert models["ppo"].engine.model is not models["base"].engine.model
     assert [r.args[0] for r in caplog.records if "loaded by itself" in r.getMessage()] == ["ppo"]
     assert "".join(models["ppo"].answer("Hello?")) == before
+
+
+@pytest.mark.parametrize("sign", ["<|im_end|>", "<|turn|>"])
+def test_beside_a_model_with_a_template_one_without_takes_it_which_is_said(tmp_path, capsys, sign):
+    for name in ("base", "sft"):
+        tokenizer, model = tiny_tokenizer(), tiny_causal_lm()
+        if name == "sft":
+            tokenizer.add_special_tokens({"additional_special_tokens": [sign]})
+            model.resize_token_embeddings(len(tokenizer))
+            tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + sign + "{% endfor %}"
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    places, sampling = {name: str(tmp_path / name) for name in ("base", "sft")}, SamplingConfig(max_new_tokens=2)
+    models = open_chat_models(places, sampling)
+    lacks = "" if sign == "<|im_end|>" else "; <|turn|> is plain text to base"
+    assert f"note: base has no chat template: sft's is used{lacks}\n" in capsys.readouterr().err
+    assert models["base"].tokenizer.chat_template == models["sft"].tokenizer.chat_template
+    "".join(models["base"].answer("Hello?"))
+    with pytest.raises(UserError, match="base has no chat template; a model trained here"):
+        open_chat_models({"base": places["base"]}, sampling)
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
