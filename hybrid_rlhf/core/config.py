@@ -23,6 +23,7 @@ from hybrid_rlhf.core.options import (
     holds_null,
     in_words,
     kinds_of,
+    nearest_option,
     nearest_path,
     none_is_null,
     of_list,
@@ -178,9 +179,10 @@ class _Stage(NamedTuple):
         program = self.prog[max(self.prog.find("--stage"), 0):]
         if meant := next((text for option, text in self.unused.items() if _is_below(name, (option,))), None):
             return f"{name} is not used by {program}; {meant}"
-        known = [*self.extra, *(option.name for option in self.options)]
-        section, close = name.partition(".")[0], nearest(name, known)
-        if not close and section != name and section not in known:
+        sections = [option.name for option in self.options if option.is_section]
+        known = [*self.extra, *(option.name for option in self.options if not option.is_section)]
+        section, close = name.partition(".")[0], nearest_option(name, known)
+        if not close and section != name and section not in [*known, *sections]:
             return f"unknown option {name}: {program} has no {section} options; --help lists its own"
         return f"unknown option {name}{close or '; --help lists all options'}"
 

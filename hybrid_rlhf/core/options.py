@@ -16,6 +16,17 @@ from hybrid_rlhf.core.errors import check, nearest
 _WITH_NONE = ("quantize",)  # none: not quantised, whatever the model's own setting; null: as that says
 _WORDS = {dict: "a mapping", list: "a list", str: "text", int: "a whole number", float: "a number",
           bool: "true or false", type(None): "null"}
+# Names that people know from elsewhere -> the same option here, by its last name; a dotted one is of that section.
+_ELSEWHERE = {"lr": "learning_rate", "batch_size": "per_device_train_batch_size",
+              "train_batch_size": "per_device_train_batch_size", "eval_batch_size": "per_device_eval_batch_size",
+              "epochs": "num_train_epochs", "num_epochs": "num_train_epochs", "steps": "max_steps",
+              "scheduler": "lr_scheduler_type", "warmup_steps": "warmup_ratio", "grad_clip": "max_grad_norm",
+              "model_name": "model_name_or_path", "torch_dtype": "dtype", "bf16": "dtype", "fp16": "dtype",
+              "max_seq_length": "max_length", "max_seq_len": "max_length", "dataset_name": "sources",
+              "dataset": "sources", "lora_r": "lora.r", "lora_rank": "lora.r", "lora_alpha": "lora.alpha",
+              "lora_dropout": "lora.dropout", "num_generations": "num_samples",
+              "max_completion_length": "sampling.max_new_tokens", "resume_from_checkpoint": "resume",
+              "beta": "kl_coef", "epsilon": "cliprange", "num_iterations": "num_ppo_epochs"}
 
 
 class Settings(Protocol):
@@ -117,6 +128,19 @@ def none_is_null(kind: object, option: str) -> bool:
 def in_words(kind: Any) -> str:
     """A type, for people."""
     return _WORDS.get(typing.get_origin(kind) or kind, getattr(kind, "__name__", str(kind)))
+
+
+def nearest_option(name: str, known: Iterable[str]) -> str:
+    """' (did you mean X?)' for the option that `name` stands for: of the same last name, or of what that is called
+    here, in the section given if there is one; otherwise for the one named most like it, or nothing."""
+    known, (section, _, last) = list(known), name.rpartition(".")
+    same = next((there for meant in (_ELSEWHERE.get(last, last), last)
+                 if (there := [option for option in known if f".{option}".endswith(f".{meant}")])), [])
+    same.sort(key=lambda each: (not each.startswith(f"{section}."), each.startswith(("reward.", "distill.")),
+                                each.count(".")))
+    if same and name not in known:
+        return f" (did you mean {same[0]}?)"
+    return nearest(name, known)
 
 
 # -- paths from the user: ~ is expanded wherever a file or folder is named ---------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.core.options import check_values, one_of, within
+from hybrid_rlhf.training import step1_sft, step3_ppo
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,26 @@ def test_where_anything_may_stand_a_word_is_text_unless_it_is_plainly_something_
 def test_a_word_that_is_not_for_its_option_is_one_line(words, said):
     with pytest.raises(UserError, match=f"^{re.escape(said)}"):
         value(*words)
+
+
+@pytest.mark.parametrize(("stage", "given", "meant"), [
+    (step1_sft, "train.lr", "train.learning_rate"), (step1_sft, "lr", "train.learning_rate"),
+    (step1_sft, "learning_rate", "train.learning_rate"), (step1_sft, "train.epochs", "train.num_train_epochs"),
+    (step1_sft, "batch_size", "train.per_device_train_batch_size"),
+    (step1_sft, "model_name", "model.model_name_or_path"),
+    (step1_sft, "lora_r", "model.lora.r"), (step1_sft, "data.max_seq_length", "data.max_length"),
+    (step1_sft, "resume_from_checkpoint", "resume"), (step1_sft, "train.gradient_checkpointing",
+                                                      "model.gradient_checkpointing"),
+    (step3_ppo, "beta", "ppo.kl_coef"), (step3_ppo, "roles.critic.lr", "roles.critic.learning_rate"),
+    (step3_ppo, "temperature", "ppo.sampling.temperature"), (step1_sft, "train.learning_rat", "train.learning_rate")])
+def test_a_name_from_elsewhere_is_answered_with_what_it_is_called_here(stage, given, meant):
+    with pytest.raises(UserError, match=rf"^unknown option {given} \(did you mean {meant}\?\)$"):
+        parse(stage.Config, [f"--{given}", "1"], prog="p")
+
+
+def test_a_section_alone_is_not_suggested():
+    with pytest.raises(UserError, match=r"^unknown option inner.q \(did you mean inner.free\?\)$"):
+        value("--inner.q", "5")
 
 
 @pytest.mark.parametrize(("text", "said"), [
