@@ -14,6 +14,7 @@ from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.function_worker import answer_of, call_error, file_error, one_line, run_file
+from hybrid_rlhf.core.options import nearest_path
 from hybrid_rlhf.rewards import BadAnswer, shown
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.isolation import (
@@ -186,6 +187,8 @@ def split(text: str, option: str, builtins: Iterable[str]) -> tuple[str, str]:
                          f"of {', '.join(builtins)}")
     check(path != "builtin" or name in builtins,
           f"{option}: there is no builtin:{name}{nearest(name, builtins)}; there are {', '.join(builtins)}")
+    check(path in ("builtin", "python") or Path(path).exists(),
+          f"{option}: {path} does not exist{nearest_path(path)}; give path.py:name")
     check(path in ("builtin", "python") or (Path(path).is_file() and path.endswith(".py")),
           f"{option}: {path} is not a Python file; give path.py:name")
     return path, name

@@ -197,7 +197,7 @@ def test_a_class_that_is_no_environment_is_one_line(path, name, says):
     (None, ["{}:wordless"], {}, "environment.tools: wordless has no docstring"),
     ("{}:Shop", [], {"sise": 3}, r"takes no sise \(did you mean size\?\); it takes size"),
     ("Shop", [], {}, "'Shop' names no function or class; give path.py:name"),
-    ("gone.py:Shop", [], {}, "gone.py is not a Python"),
+    ("gone.py:Shop", [], {}, "gone.py does not exist"),
     (None, [], {}, "neither environment.factory nor")])
 def test_a_wrong_setting_is_one_line(path, factory, tools, options, says):
     with pytest.raises(UserError, match=says) as refused:

@@ -137,7 +137,7 @@ BAD = [
     ("estimator that is not the stage's", ["--stage", "grpo", *PPO[2:], "--ppo.estimator", "rloo"],
      ["--stage grpo", "ppo.estimator rloo", "give --stage ppo"]),
     ("reward function that names none", [*PPO, "--reward.functions", "pay"], ["reward.functions", "path.py:name"]),
-    ("reward function of no file", [*PPO, "--reward.functions", "PLACE/pay.py:f"], ["pay.py is not a Python file"]),
+    ("reward function of no file", [*PPO, "--reward.functions", "PLACE/pay.py:f"], ["pay.py does not exist"]),
     ("reward service without an address", [*PPO, "--reward.url", "localhost:8000"], ["reward.url", "http://"]),
     ("unknown builtin reward", [*PPO, "--reward.functions=[builtin:fromat]"], ["did you mean format?"]),
     ("reward function without its column", [*PPO, "--reward.functions", "builtin:numeric_match"],

@@ -25,7 +25,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/memory_plan": (1990, 13),
     "hybrid_rlhf/models": (5555, 29),
     "hybrid_rlhf/report": (2321, 11),
-    "hybrid_rlhf/rewards": (3181, 18),
+    "hybrid_rlhf/rewards": (3184, 18),
     "hybrid_rlhf/roles": (1097, 10),
     "hybrid_rlhf/rollout": (1148, 8),
     "hybrid_rlhf/run": (2120, 12),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1397, 10),
     "training": (5233, 29),
     "inference": (3682, 27),
-    "tests": (56655, 336),
+    "tests": (56657, 336),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (1173, 8),
 }

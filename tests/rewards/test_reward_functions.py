@@ -336,7 +336,9 @@ def test_functions_are_opened_from_a_file_and_named_apart(tmp_path):
 
 @pytest.mark.parametrize("given, options, message", [
     ("lengths", {}, "'lengths' names no function or class; give path.py:name"),
-    ("PLACE/none.py:lengths", {}, "none.py is not a Python file"),
+    ("PLACE/none.py:lengths", {}, "none.py does not exist; give path.py:name"),
+    ("PLACE/pays.py:lengths", {}, r"pays.py does not exist \(did you mean pay.py\?\); give path.py:name"),
+    ("PLACE:lengths", {}, "is not a Python file; give path.py:name"),
     ("PLACE/pay.py:length", {}, r"has no length that can be called; there is Kept, lengths, strict \(did you mean len"),
     ("PLACE/pay.py:strict", {"strict": {"x": 1}}, "takes no x"),
     ("PLACE/pay.py:strict", {"strickt": {}}, r"strickt is none of reward.functions \(strict\) \(did you mean strict"),

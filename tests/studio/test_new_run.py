@@ -28,7 +28,7 @@ from tests.factories.tiny import save_tiny
     ({"model.model_name_or_path": "./none"}, "model.model_name_or_path", "does not exist"),
     ({"model.model_name_or_path": None}, "model.model_name_or_path", "no finished sft run"),
     ({"reward.functions": ["builtin:nope"]}, "reward.functions", "there is no builtin:nope"),
-    ({"reward.functions": ["nope.py:f"], "reward.options": {}}, "reward.functions", "nope.py is not a Python file"),
+    ({"reward.functions": ["nope.py:f"], "reward.options": {}}, "reward.functions", "nope.py does not exist"),
     ({"reward.functions": ["nope"], "reward.options": {}}, "reward.functions", "names no function"),
     ({"reward.functions": [], "reward.options": {}}, "roles.reward.model_name_or_path", "no finished reward run"),
     ({"reward.options": {"numeric_match": {"colum": "x"}}}, None, "colum"),
