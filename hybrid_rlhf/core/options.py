@@ -167,9 +167,11 @@ def nearest_path(path: str) -> str:
     """' (did you mean X?)' for what lies in the same folder and is named most like `path`, or nothing."""
     folder, name = os.path.split(path.rstrip("/"))
     try:
-        return nearest(name, os.listdir(folder or "."), cutoff=0.75)  # what ends in .jsonl alone is not alike
+        there = os.listdir(folder or ".")
     except OSError:
         return ""
+    swapped = [each for each in there if sorted(each) == sorted(name)]  # stf for sft: less alike than the cutoff
+    return nearest(name, there, cutoff=0.75) or nearest(name, swapped)  # what ends in .jsonl alone is not alike
 
 
 def with_homes(settings: SettingsT) -> SettingsT:

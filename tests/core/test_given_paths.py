@@ -51,6 +51,14 @@ def test_the_home_of_a_user_that_there_is_not_is_refused(given, user):
                                  "it where it is a name")
 
 
+@pytest.mark.parametrize("given", ["outputs/stf", "sft=outputs/stf", "sft=outputs/sfft"])
+@pytest.mark.parametrize("program", [repl, serve])
+def test_two_letters_swapped_in_a_model_s_folder_are_recognised(home, capsys, program, given):
+    Path("outputs/sft").mkdir(parents=True)
+    assert program.main(["--model", given, *(["--port", "0"] if program is serve else [])]) == 2
+    assert " does not exist (did you mean sft?); give a run's folder" in capsys.readouterr().err
+
+
 # stage -> options that name files and folders, as given and as they must be
 OPTIONS = [
     (step1_sft, {"output_dir": "~/out", "resume": "~/out/checkpoints/step-1", "model.model_name_or_path": "~/m",
