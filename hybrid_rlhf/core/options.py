@@ -132,7 +132,8 @@ def in_words(kind: Any) -> str:
 
 def nearest_option(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' for the option that `name` stands for: of the same last name, or of what that is called
-    here, in the section given if there is one; otherwise for the one named most like it, or nothing."""
+    here, in the section given if there is one (else not of a judge's or a teacher's, whose options repeat names of the
+    policy's); otherwise for the one named most like it, or nothing."""
     known, (section, _, last) = list(known), name.rpartition(".")
     same = next((there for meant in (_ELSEWHERE.get(last, last), last)
                  if (there := [option for option in known if f".{option}".endswith(f".{meant}")])), [])

@@ -55,7 +55,7 @@ def test_halves_agree_on_held_out_pairs_where_pairs_are_clear_and_not_on_noise(p
         found[name] = json.loads((place / "runs" / name / "run.json").read_text())["facts"]["own_samples"]
         err = capfd.readouterr().err
         before, _, after = err.partition("reward.own_samples: two models of half the data each agreed in ")
-        assert "after step 24 two models learn from half of the pairs each, about 24 steps together" in before
+        assert "after step 24 two models are trained on half of the pairs each, about 24 steps together" in before
         assert ("this may be chance" in after) == may_be_chance(found[name]["agreement"], found[name]["pairs"])
     assert found["clear"]["held_out"] > 0.9 > 0.75 > found["noise"]["held_out"]
 

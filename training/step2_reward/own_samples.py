@@ -48,13 +48,13 @@ def agreement(opened: supervised.Opened, open_reward: Open, num_steps: int) -> d
 
 
 def announce(opened: supervised.Opened) -> None:
-    """One line on what comes after the last step: no limit and no estimate of the run holds it."""
+    """One line on what comes after the last step, in no limit and no estimate of the run."""
     config, steps = opened.config, opened.steps
     if config.reward.own_samples:
-        limited = ("; nor does train.max_seconds, which leaves it out where it ends the run earlier"
+        limited = (f"; not counted in train.max_seconds either, and skipped if that ends the run before step {steps}"
                    if config.train.max_seconds else "")
-        print_main(f"reward.own_samples {config.reward.own_samples}: after step {steps} two models learn from half of "
-                   f"the pairs each, about {steps} steps together, which the time said does not hold{limited}")
+        print_main(f"reward.own_samples {config.reward.own_samples}: after step {steps} two models are trained on half "
+                   f"of the pairs each, about {steps} steps together, not counted in the estimated time{limited}")
 
 
 def line(measured: dict) -> str:

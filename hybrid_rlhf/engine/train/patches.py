@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,7 +46,7 @@ def attention_by(ops: Ops) -> AbstractContextManager:
     return sdpa_replaced(partial(attend, ops.causal_attention) if ops.causal_attention else attend_without_groups)
 
 
-def attend_without_groups(original: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+def attend_without_groups(original: Callable, module: object, query: Tensor, key: Tensor, value: Tensor,
                           attention_mask: Tensor | None, *others: object, **named: object) -> tuple[Tensor, None]:
     """transformers' sdpa interface. It leaves groups to torch where there is no mask; where no fused kernel of the card
     takes them, each query head gets its keys and values here, as transformers does it under a mask."""
@@ -53,8 +54,7 @@ def attend_without_groups(original: Callable, module: nn.Module, query: Tensor, 
     if (attention_mask is None and repeats > 1 and query.shape[2] > 1 and query.device.type == "cuda"
             and not takes_groups(query, value)):
         key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
-        is_causal, module = getattr(module, "is_causal", True), nn.Module()  # without a number of groups
-        module.is_causal = is_causal
+        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # without a number of groups
     return original(module, query, key, value, attention_mask, *others, **named)
 
 
