@@ -59,7 +59,7 @@ class Step(NamedTuple):
 def _grpo(prompts: int, samples: int, prompt: int, response: int, *more: str) -> list[str]:
     return ["--stage=grpo", f"--train.per_device_train_batch_size={prompts}", f"--ppo.sampling.num_samples={samples}",
             f"--data.max_prompt_length={prompt}", f"--ppo.sampling.max_new_tokens={response}", "--ppo.num_ppo_epochs=1",
-            "--ppo.num_minibatches=1", "--reward.functions=builtin:format", *more]
+            "--ppo.num_minibatches=1", "--reward.functions=builtin:repetition_penalty", *more]
 
 
 _TRL = "TRL, a notebook"
