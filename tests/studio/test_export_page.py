@@ -18,6 +18,13 @@ ROWS = [{"id": "demo/ppo", "stage": "ppo", "status": "finished", "has_model": Tr
         {"id": "demo/sft", "stage": "sft", "status": "finished", "has_model": True},
         {"id": "demo/cut", "stage": "sft", "status": "stopped", "has_model": True}]
 
+LATE_POSTS = """const real = window.fetch;
+window.fetch = async (...args) => {
+  const answer = await real(...args);
+  if (args[1]?.method === "POST") await new Promise((resolve) => setTimeout(resolve, 2000));
+  return answer;
+};"""  # the news of a job that runs is there before the answer that says it waits
+
 
 @pytest.fixture
 def studio(tmp_path, monkeypatch):
@@ -101,6 +108,7 @@ def test_a_failed_export_says_why_and_one_that_runs_is_found_again(browser, stud
                                         f"while not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(.1)\n"
                                         "sys.exit(2)")
     open_page(browser, studio)
+    browser.execute_script(LATE_POSTS)
     find(browser, "form button").click()
     until(browser, lambda: find(browser, "section p").text.startswith("export of demo/ppo: running"))
     browser.refresh()

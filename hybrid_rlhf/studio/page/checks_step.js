@@ -5,7 +5,7 @@ import {goTo, inline} from "./fields.js";
 import {bytes, duration} from "./format.js";
 import {isOpen, makeJob} from "./jobs.js";
 import {written} from "./options.js";
-import {get, on, post} from "./server.js";
+import {get, on, paced, post} from "./server.js";
 import {same} from "./settings.js";
 
 const REWARDS = ["reward_functions", "reward_model", "judge"];
@@ -165,15 +165,15 @@ function followSignal(id, place) {
   const verdicts = make("div", {role: "status"});
   const job = makeJob(id, "Output of the check", (text) => verdicts.replaceChildren(
     ...[...text.matchAll(/^verdict: (.*)$/gm)].map(([, line]) => make("p.verdict", {}, line))));
-  const look = async () => {
-    const row = (await get("jobs").catch(() => ({jobs: []}))).jobs.find((other) => other.id === id);
+  const look = paced(async () => {
+    const row = (await get("jobs")).jobs.find((other) => other.id === id);
     if (!row) return;
     job.update(row);
     if (!isOpen(row)) job.output.open = true; // its verdict is read from there
-  };
+  });
   place.replaceChildren(make("p", {role: "status"}, "The check: ", job.state), job.error, verdicts, job.output,
     make("div.buttons", {}, job.stop));
   job.output.open = true;
   look();
-  return all(on("jobs open", look), job.end);
+  return all(on("jobs open", look), look.end, job.end);
 }

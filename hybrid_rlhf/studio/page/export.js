@@ -4,7 +4,7 @@
 import {all, copyButton, fold, list, make, onChange, select, tell, tellFault, textBlock} from "./dom.js";
 import {bytes, freeName} from "./format.js";
 import {isOpen, jobText, makeJob} from "./jobs.js";
-import {get, on, post} from "./server.js";
+import {get, on, paced, post} from "./server.js";
 
 const GGUF = [["", "no"], ["f16", "f16: as exact as the model"], ["q8_0", "q8_0: half the size"]];
 
@@ -20,11 +20,12 @@ export async function show(root, _rest, query) {
     make("p.quiet", {},
       "A trained model as files for other programs, compared with the model in memory before it is kept."),
     page.form, page.progress, make("h2", {}, "What is there"), page.list);
-  const loading = (...loads) => () => Promise.all(loads.map((load) => load(page))).catch(tellFault);
-  const loadAll = loading(loadRuns, loadJobs, loadExports);
-  const ends = all(on("runs", loading(loadRuns)), on("open", loadAll), on("jobs", loading(loadJobs, loadExports)),
-    () => page.job?.end());
-  await loadAll();
+  const loading = (load) => paced(() => load(page), {fail: tellFault}); // in order: an old answer is never the last
+  const runs = loading(loadRuns), exports = loading(loadExports);
+  page.look = loading(loadJobs);
+  const ends = all(on("runs open", runs), on("jobs open", page.look), on("jobs open", exports),
+    runs.end, exports.end, page.look.end, () => page.job?.end());
+  for (const load of [runs, exports, page.look]) load();
   return ends;
 }
 
@@ -91,7 +92,8 @@ async function submit(page, event) {
       gguf: page.gguf.value || null, ollama: page.ollama.checked});
     tell(`${job.title} was started`);
     page.hasName = false;
-    watch(page, job);
+    if (page.job?.id !== job.id) watch(page, job); // else the news of it came before this answer
+    page.look();
   } catch (fault) {
     page.fault.textContent = fault.message;
     if (fault.option === "name") {

@@ -8,7 +8,7 @@ import {address} from "./format.js";
 import {isOpen} from "./jobs.js";
 import {optionsStep} from "./options.js";
 import {rewardStep, rewardTitle} from "./reward_step.js";
-import {get, on, post} from "./server.js";
+import {get, on, paced, post} from "./server.js";
 import {fresh} from "./settings.js";
 import {dataStep, goalStep, modelStep} from "./start_steps.js";
 
@@ -195,18 +195,18 @@ async function begin(draft, start) {
 
 // Follow the jobs that are open, which make it a queue, and the runs whose names are taken.
 function followJobs(draft, start, waits, leaving) {
-  const look = async () => {
+  const look = paced(async () => {
     draft.jobs = (await get("jobs").catch(() => ({jobs: []}))).jobs;
     const busy = draft.jobs.filter(isOpen);
     start.textContent = busy.length ? "Add to the queue" : "Start training";
     waits.textContent = busy.length ? waitText(busy) : "";
     draft.emit("jobs");
-  };
+  });
   const list = async () => {
     const {folder, runs} = await get("runs").catch(() => ({folder: draft.runs.folder, runs: draft.runs.rows}));
     draft.runs = {folder, rows: runs};
   };
-  leaving.push(on("jobs open", look), on("runs", list));
+  leaving.push(on("jobs open", look), look.end, on("runs", list));
   look();
 }
 
