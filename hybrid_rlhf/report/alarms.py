@@ -29,6 +29,7 @@ MAX_KL_RISE, MAX_KL_RISE_PER_TOKEN, RISE_STEPS = 5.0, 0.1, 5  # the same for a r
 FREE = "memory/free"  # the metric; peaks of a step's phases are memory/ROLE/PHASE
 MIN_GROWTH_STEPS, MIN_GROWN = 50, 0.025  # steps before growth is reported; its share from each quarter to the next
 MAX_LOWERED = 0.2  # factor on the rate, in more than a quarter of the steps
+FEW_STEPS, MIN_KL, MIN_KL_PER_TOKEN = 20, 0.05, 0.005  # a policy hardly moved: after so many steps below both, in nats
 _FOOLED = "the reward no longer measures what is meant. Raise ppo.kl_coef, stop earlier, or fix the reward."
 History = Sequence[dict]
 
@@ -213,6 +214,20 @@ def spike(history: History) -> list[Alarm]:
     return []
 
 
+def unmoved(history: History) -> list[Alarm]:
+    """After many steps the policy is where it began, and the score has not risen."""
+    values = [series(history, name) for name in ("objective/kl", "completions/mean_length", "reward")]
+    if None in values or len((kl := values[0]).values) < FEW_STEPS:
+        return []
+    _, length, reward = values
+    if (kl.end >= min(MIN_KL, MIN_KL_PER_TOKEN * length.end) or reward.end - reward.start > 2 * reward.error()):
+        return []
+    return [Alarm("hardly trained", f"after {kl.steps[-1]} steps the policy is {kl.end:.2g} nats per response from the "
+                                    f"reference, and the score went from {reward.start:.3g} to {reward.end:.3g}, which "
+                                    "may be chance: the updates are too small or too few. Raise "
+                                    "roles.actor.learning_rate (3 times) or train.max_steps.")]
+
+
 def lowered(history: History) -> list[Alarm]:
     """ppo.update_kl kept the learning rate far below its schedule for more than a quarter of the steps."""
     factor = series(history, "policy/rate_factor")
@@ -362,7 +377,8 @@ CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
           "another difficulty, a finer reward, or ppo.max_refills."),
      Rule("zero reward variance", ("reward_std",), lambda spread: spread.end <= 0.01 * spread.start,
           "scores no longer differ (standard deviation {0.end:.2g}, {0.start:.2g} at the start), so they have no "
-          "gradient. The reward is at its bound, or the responses are all alike.")),
+          "gradient. The reward is at its bound, or the responses are all alike."),
+     unmoved),
     (Rule("responses left out", ("policy/masked_sequences",), lambda share: share.end > 0.5,
           "{0.end:.0%} of the responses ({0.start:.0%} at the start) are left out of the loss, for sampler and "
           "training disagree on them (engine/logprob_drift): little or nothing is learned. Raise "

@@ -76,6 +76,20 @@ def test_each_way_to_go_wrong_has_its_words(change, name, words) -> None:
     assert "\n" not in found[0].text
 
 
+def test_a_policy_that_stays_where_it_began_has_hardly_been_trained() -> None:
+    still = {"objective/kl": (0.0, 0.004), "reward": (1.0, 1.0), "rewards/model/mean": (1.0, 1.0)}
+    alarm, = find(history(**still))
+    assert alarm.name == "hardly trained"
+    assert "after 40 steps the policy is 0.0038 nats per response" in alarm.text
+    assert "roles.actor.learning_rate" in alarm.text
+    assert names(history(**still | {"reward": (1.0, 1.5)})) == []  # so little was enough
+    assert names(history(steps=19, **still)) == []
+    assert names(history(**still | {"objective/kl": (0.0, 0.048)})) == []  # 7 tokens: .0064 each
+    assert names(history(**still | {"objective/kl": (0.0, 0.045), "completions/mean_length": (90, 90)})) == [
+        "hardly trained"]
+    assert names(history(**still | {"reward_std": (0.0, 0.0)})) == ["zero reward variance"]  # the reason is told alone
+
+
 def test_a_long_response_may_move_far_in_all_and_a_short_one_per_token() -> None:
     assert names(history(**{"objective/kl": (0, 30), "completions/mean_length": (300, 290)})) == []
     assert names(history(**{"objective/kl": (0, 3), "completions/mean_length": (4, 4)})) == []
