@@ -23,13 +23,14 @@ _PIECE = 1 << 19  # elements: 2 MiB of each fp32 tensor
 _BATCH = 1 << 25  # elements that a card steps at once: 128 MiB of fp32 gradients
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _BUCKET = 1 << 24  # elements of one all-reduce
+_LOWER_BITS = {torch.bfloat16: 16, torch.float16: 13}  # those of an fp32 number that its rounding drops
 
 
 class MasterAdamW(torch.optim.Optimizer):
     """Decoupled AdamW (1711.05101) by torch's own kernels on an fp32 `master` of each 16-bit parameter.
 
     state[parameter]: master (16-bit parameters only; fp32 ones are their own), exp_avg and exp_avg_sq in fp32, step.
-    The parameter is its master, rounded. Call `expect` before each backward pass: where a minibatch has several, the
+    The parameter is its master, rounded; `scatter` has where it begins. Call `expect` before each backward pass: where a minibatch has several, the
     gradients are summed in fp32, in state[parameter]['sum'], so that the split changes nothing but rounding. On a CPU
     the sums stay allocated, for clearing new memory for them takes longer than the step itself; on a card they are
     freed after the step, to make room for the next rollout. Each of several processes has the full state, and `reduce`
@@ -42,10 +43,12 @@ class MasterAdamW(torch.optim.Optimizer):
         self._fused, self._factor, self._is_summing = fused, 1.0, False
         self._summed: set[nn.Parameter] = set()  # those whose sum is in use
         self._spare: dict[torch.device, Tensor] = {}  # on CPUs alone
+        generators: dict[torch.device, torch.Generator] = {}
         for parameter in self._parameters():
             if parameter.dtype != torch.float32:
                 # moments too, before the first activations: lasting memory between those would fragment the heap
-                self.state[parameter] |= {"master": parameter.detach().float(), **_fresh(parameter)}
+                self.state[parameter] |= {"master": scatter(parameter.detach().float(), parameter.dtype, generators),
+                                          **_fresh(parameter)}
                 parameter.register_post_accumulate_grad_hook(self._collect)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -221,6 +224,26 @@ class MasterAdamW(torch.optim.Optimizer):
         else:
             counts = [torch.full((), float(count)) for _ in masters]  # of the host, from which the others read them
             adamw(masters, gradients, averages, squares, [], counts, foreach=has_many, **rules)
+
+
+@torch.no_grad()
+def scatter(master: Tensor, dtype: torch.dtype, generators: dict[torch.device, torch.Generator]) -> Tensor:
+    """Move each fp32 weight, in place, to anywhere among the numbers that round to it in `dtype`, of 16 bits.
+
+    From the middle a weight would show no update before the sum of all is half the distance to its neighbour: for one
+    of .1 in bfloat16 that takes 25 updates of 1e-5, and a short run would train nothing. Scattered, as many weights
+    show an update as are due, and their mean is the masters': stochastic rounding (1502.02551, section 3), drawn once.
+    Zeros stay, near which numbers are as fine as any update. generators: by device; one that lacks is added, and always
+    gives the same.
+    """
+    most = (1 << _LOWER_BITS[dtype] - 1) - 1
+    if master.device not in generators:
+        generators[master.device] = torch.Generator(master.device).manual_seed(0)
+    for (piece,) in _pieces(_PIECE, master):
+        noise = torch.randint(-most, most + 1, piece.shape, dtype=torch.int32, device=master.device,
+                              generator=generators[master.device])
+        piece.view(torch.int32).add_(noise.mul_(piece != 0))
+    return master
 
 
 def _is_on_cpu(tensor: Tensor) -> bool:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.distributed import gather_over_ranks, init_process_group, is_main, world_size
 from hybrid_rlhf.engine.train import zero_state
-from hybrid_rlhf.engine.train.adamw_master import MasterAdamW
+from hybrid_rlhf.engine.train.adamw_master import MasterAdamW, scatter
 from hybrid_rlhf.engine.train.deepspeed_compat import (
     check_parts,
     discard_gradients,
+    flat_masters,
     flat_weights,
     is_loss_scale_exhausted,
     is_overflown,
@@ -127,6 +128,9 @@ class ZeroTraining:
         engine = _deepspeed_engine(settings, model=module, optimizer=self._optimizer,
                                    model_parameters=list(self.parameters.values()))
         check_parts(engine.optimizer, self.stage, self.parameters.values())
+        generators = {}
+        for master in flat_masters(engine.optimizer, self.stage) if self.stage and self._dtype != torch.float32 else ():
+            scatter(master.data, self._dtype, generators)
         return engine
 
     def set_learning_rate(self, learning_rate: float) -> None:

@@ -27,14 +27,19 @@ def trained(stage=0, pieces=(12,), module=None, **optimizer) -> tuple[HybridEngi
         engine, *piece)) for x, y in STEPS]
 
 
+def at_start() -> dict[str, torch.Tensor]:
+    """The masters of `net` before any step."""
+    return HybridEngine(net()).prepare_training(OptimizerConfig(), lambda step: 1.0, ZeroConfig(0)).training.state()["weights"]
+
+
 def loss(module, x, y):
     return ((module(x).float() - y) ** 2).sum() / 12
 
 
 def by_hand(pieces) -> tuple[nn.Module, dict, list[float]]:
     """bf16 forward and backward of each piece, gradients summed in fp32, torch's AdamW on fp32 weights."""
-    module = net()
-    own = {n: nn.Parameter(p.detach().float()) for n, p in module.named_parameters()}
+    module, masters = net(), at_start()
+    own = {n: nn.Parameter(masters[n]) for n, p in module.named_parameters()}
     groups = [{"params": [p for p in own.values() if p.ndim > 1], "weight_decay": 0.1},
               {"params": [p for p in own.values() if p.ndim <= 1], "weight_decay": 0.0}]
     optimizer, norms = torch.optim.AdamW(groups, lr=1), []
@@ -87,10 +92,43 @@ def test_zero_1_gives_the_same_state_to_the_rounding_of_its_gradients():
 
 
 def test_small_steps_add_up_in_the_masters_where_bfloat16_would_round_them_away():
-    before = {n: p.detach().float() for n, p in net().named_parameters()}
+    before = at_start()
     state = trained(learning_rate=1e-6, weight_decay=0.0)[0].training.state()
     moved = {n: (state["weights"][n] - before[n]).abs().max() for n in before}
     assert all(0 < float(m) < 3e-6 for m in moved.values()), moved
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scattered_masters_round_to_their_weights_and_small_updates_show_in_the_mean(dtype, monkeypatch):
+    monkeypatch.setattr(adamw_master, "_PIECE", 1000)
+    weights = (0.1 * torch.randn(400, 500, generator=torch.Generator().manual_seed(3))).to(dtype)
+    weights[0, :6] = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0**-9, torch.finfo(dtype).max])
+    masters = adamw_master.scatter(weights.float(), dtype, {})
+    assert torch.equal(masters.to(dtype), weights)
+    assert not masters[0, :2].any()
+    assert not (masters[0, 2:6] == weights[0, 2:6]).any()
+    assert torch.equal(adamw_master.scatter(weights.float(), dtype, {}), masters)  # at every start
+    for update in (1e-6, -1e-5, 1e-4):  # the distance of neighbours at .1 is 5e-4 in bfloat16
+        shown = ((masters + update).to(dtype).double() - weights.double())[1:].mean()
+        assert float(shown) == pytest.approx(update, rel=0.15 if abs(update) < 1e-5 else 0.05)
+        from_the_middle = ((weights.float() + update).to(dtype).double() - weights.double())[1:].mean()
+        assert dtype != torch.bfloat16 or abs(float(from_the_middle)) < 0.7 * abs(update)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_is_less_than_bfloat16_can_show_is_seen_in_a_part_of_the_weights(stage):
+    torch.manual_seed(1)
+    module = nn.Linear(300, 200, bias=False).to(torch.bfloat16)  # uniform to .058
+    before = module.weight.detach().clone()
+    engine = HybridEngine(module).prepare_training(
+        OptimizerConfig(learning_rate=2e-6, weight_decay=0.0), lambda step: 1.0, ZeroConfig(stage))
+    optimizer_step(engine, [torch.ones(1, 300, dtype=torch.bfloat16)], lambda x: engine(x).sum())  # Adam: all by -2e-6
+    with engine.active():
+        moved = engine.training.parameters["weight"]
+        full = engine.training.state()["weights"]["weight"].to(torch.bfloat16) if stage == 3 else moved.detach()
+    change = (full - before).double()
+    assert 0.001 < float((change != 0).double().mean()) < 0.1
+    assert float(change.mean()) == pytest.approx(-2e-6, rel=0.2)
 
 
 def test_a_failed_pass_leaves_no_sum_behind():
