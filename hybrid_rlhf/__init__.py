@@ -6,7 +6,8 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 _FROM_PYTHON = ("SFTTrainer", "RewardTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "PPOTrainer",
-                "DistillTrainer")
+                "DistillTrainer", "GKDTrainer")
+_CONFIGS = ("SFTConfig", "RewardConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "RLOOConfig", "PPOConfig", "GKDConfig")
 
 # An installed package holds training/ and inference/ as subpackages (setup.py maps them). In a checkout they stand
 # beside this folder, so that `python train.py` works without an install: let the import system look there too.
@@ -19,6 +20,8 @@ def __getattr__(name: str) -> object:
     """The trainers, on first use: importing the package loads neither torch nor transformers."""
     if name in _FROM_PYTHON:
         return getattr(importlib.import_module(f"{__name__}.api"), name)
+    if name in _CONFIGS:
+        return getattr(importlib.import_module(f"{__name__}.trl_configs"), name)
     if name == "UserError":
         return importlib.import_module(f"{__name__}.core.config").UserError
     if name.endswith(("Config", "Trainer")) and (instead := importlib.import_module(
@@ -28,4 +31,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_FROM_PYTHON, "UserError"])
+    return sorted([*globals(), *_FROM_PYTHON, *_CONFIGS, "UserError"])

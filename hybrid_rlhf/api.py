@@ -5,24 +5,31 @@ A thin layer over the recipes that `train.py --stage` runs, with the same folder
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import gc
 import importlib
 import os
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path, PurePath
 
 from hybrid_rlhf import trl_words
-from hybrid_rlhf.api_inputs import Rows, dotted, environments_of, rewards_of, rows_of, words
+from hybrid_rlhf.api_inputs import Rows, dotted, environments_of, formatted, rewards_of, rows_of, words
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
+from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.memory import bound_product_caches, grow_segments
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.startup import quiet_libraries
+from hybrid_rlhf.report.trackers import check_trackers
+from hybrid_rlhf.run.runfile import ROWS_FOLDER
+from hybrid_rlhf.run.watchers import watched_by
 from hybrid_rlhf.training import unread_options
 from hybrid_rlhf.training.registry import STAGES
-from hybrid_rlhf.trl_words import lora_options
+from hybrid_rlhf.trl_callbacks import Callbacks
+from hybrid_rlhf.trl_configs import TrlConfig, settings_of
 
 Reward = Callable | str | PurePath | list
 
@@ -30,45 +37,76 @@ Reward = Callable | str | PurePath | list
 class Training:
     """One run of a stage. Inputs are checked here, before anything is loaded.
 
-    model: a hub id, a folder, a run's folder, or an earlier Training. train_dataset: a path or a list of paths, a
-    datasets.Dataset, or any other iterable of rows (mappings). reward_funcs: one or a list of Python functions as TRL
-    calls them, path.py:name, builtin:name, or the folder of a reward model. tools: functions that the model may call;
-    environment_factory: a class, or a mapping of names to classes, as TRL takes them. settings: a mapping of the
-    stage's options; options: more of them by name, learning_rate=1e-5 as well as train__learning_rate=1e-5.
-    eval_dataset: rows that are only evaluated, given as train_dataset is; nothing of that is held out then, unless
-    eval_fraction says so. peft_config: a peft.LoraConfig.
+    model: a hub id, a folder, a run's folder, an earlier Training, or a transformers model, which is copied into the
+    run's folder and stays as it is. train_dataset: a path or a list of paths, a datasets.Dataset, or any other iterable
+    of rows (mappings). reward_funcs: one or a list of Python functions as TRL calls them, path.py:name, builtin:name, a
+    reward model or its folder. args: an SFTConfig or the like, by which everything has TRL's meaning and TRL's
+    defaults. tools: functions that the model may call; environment_factory: a class, or a mapping of names to classes,
+    as TRL takes them. settings: a mapping of the stage's options; options: more of them by name, learning_rate=1e-5 as
+    well as train__learning_rate=1e-5. eval_dataset: rows that are only evaluated, given as train_dataset is; nothing of
+    that is held out then, unless eval_fraction says so. peft_config: a peft.LoraConfig. processing_class: a tokenizer,
+    in place of the model's. callbacks: transformers.TrainerCallback objects. formatting_func: row -> its text. models:
+    argument -> the option that names it, and a further model.
+
+    Raises UserError with a line for each argument that is not taken.
     """
 
     def __init__(self, stage: str, model: object = None, train_dataset: object = None, reward_funcs: object = None,
                  output_dir: str | PurePath | None = None, settings: Mapping | None = None,
                  options: Mapping | None = None, tools: object = None, environment_factory: object = None,
-                 eval_dataset: object = None, peft_config: object = None) -> None:
+                 eval_dataset: object = None, peft_config: object = None, *, args: object = None,
+                 processing_class: object = None, callbacks: Sequence | None = None,
+                 formatting_func: Callable | None = None,
+                 models: Mapping[str, tuple[str, object]] | None = None) -> None:
         quiet_libraries()
         grow_segments()  # works only before anything is on the card
         bound_product_caches()  # and before the first product
         with _one_line():
-            check(int(os.environ.get("WORLD_SIZE", 1)) == 1,
-                  "a run in several processes needs its functions by name in each; use train.py --stage under torchrun")
-            trl_words.refuse(options or ())
+            train_dataset, reward_funcs, args = _by_kind(train_dataset, reward_funcs, args)
+            self.args = args or TrlConfig(output_dir)
+            rows, eval_rows = (formatted(data, formatting_func, self.args) for data in (train_dataset, eval_dataset))
+            self._saved = {}  # folder -> the object that is saved there before training
+            meant, faults = {}, trl_words.faults(options or {})
+            options = {name: value for name, value in (options or {}).items() if name not in trl_words.ARGUMENTS}
+            if args is not None:
+                stage = trl_words.stage_of(stage, args)
+                meant, refused = settings_of(args, rows, lambda: _configured(model, "max_position_embeddings"))
+                faults += refused
+            values, tied = trl_words.lora_options(peft_config, args and (lambda: _configured(model, "model_type")))
+            faults += tied
+            trl_words.raise_all(faults)
             self.stage, row = stage, STAGES[stage]
             self._recipe = importlib.import_module(row.module)
-            self.functions, sources = rewards_of(reward_funcs, _folder)
+            named = meant.pop("output_dir", None) or (settings or {}).get("output_dir") or options.get("output_dir")
+            self.output_dir = str(output_dir or named or f"outputs/{stage}")
+            self.functions, sources = rewards_of(reward_funcs, self._folder)
             callables, acting = environments_of(tools, environment_factory, self.functions)
             self.functions |= callables
-            values = dotted(self._recipe.Config, {**(settings or {}), **sources, **acting, **(options or {})})
-            folder = values.get("output_dir") if output_dir is None else str(output_dir)
-            self.output_dir = folder or f"outputs/{stage}"
-            self._rows = {"data.sources": rows_of(train_dataset),
-                          "data.eval_sources": rows_of(eval_dataset, "eval_dataset")}
-            if eval_dataset is not None:
-                values = {"data.eval_fraction": 0.0} | values
-            values = _merged(values, lora_options(peft_config), "peft_config")
-            values |= {"output_dir": self.output_dir} | self._model(model) | self._data()
-            self.config, _ = parse(self._recipe.Config, [*row.preset, *words(values)], prog=f"--stage {stage}",
+            chosen = dotted(self._recipe.Config, {**(settings or {}), **sources, **acting, **options})
+            self._rows = {"data.sources": rows_of(rows), "data.eval_sources": rows_of(eval_rows, "eval_dataset")}
+            if eval_dataset is not None or args is not None:
+                chosen = {"data.eval_fraction": 0.0} | chosen
+            chosen = _merged(chosen, values, "peft_config") | {"output_dir": self.output_dir}
+            chosen |= {option: self._folder(each, name) for name, (option, each) in (models or {}).items()
+                    if each is not None}
+            chosen |= self._model(model, meant) | self._tokenizer(processing_class) | self._data()
+            self.config, _ = parse(self._recipe.Config, [*row.preset, *words(meant | chosen)], prog=f"--stage {stage}",
                                    unused=unread_options.of_stage(stage))
             self.output_dir = self.config.output_dir  # ~ written out
+            trl_words.check_ending(self.args)
+            check_trackers(self.config.report_to)
+        self.callbacks = list(callbacks or ())
+        self._watcher = Callbacks(self.callbacks, self.args, processing_class) if callbacks else None
+        if args is not None:
+            print_main(*trl_words.told(args, stage, self.config))
+        _tell_of_one_process()
         self.metrics: dict[str, float] = {}
         self._loaded: dict[str, object] = {}
+
+    def __init_subclass__(cls, **named: object) -> None:
+        super().__init_subclass__(**named)
+        if cls.__module__ != __name__:
+            trl_words.check_overridden(cls, Training)
 
     def train(self, resume_from_checkpoint: bool | str | PurePath | None = None) -> dict[str, float]:
         """Train, or go on with an unfinished run of this folder; returns the final metrics. A run that finished with
@@ -77,21 +115,63 @@ class Training:
         resume_from_checkpoint: True for a run that must have something to go on from, False to begin again, or the
         path of a checkpoint of this run.
         """
+        from hybrid_rlhf.core import failure
         from hybrid_rlhf.core.accelerator import keep_within_card
+        from hybrid_rlhf.core.distributed import is_main, main_first, shutdown
         from hybrid_rlhf.report.notebook import stderr_in_cell
         from hybrid_rlhf.rewards.functions import handed_over
 
+        failure.join()  # of several processes, those of torchrun or accelerate launch
         keep_within_card()
-        with _one_line(), stderr_in_cell(), lasting_streams(), handed_over(self.functions):
+        with (_one_line(), stderr_in_cell(), lasting_streams(), handed_over(self.functions),
+              watched_by(self._watcher)):
             config = self.config if resume_from_checkpoint is None else dataclasses.replace(
                 self.config, resume=self._resume(resume_from_checkpoint))
-            for rows in self._rows.values():
-                if isinstance(rows, Rows):
-                    rows.write(self.output_dir)
+            with main_first():
+                self._write_inputs()
             self.metrics = FinalMetrics(self._recipe.run(config, command=f"from Python: stage {self.stage}"))
+            if getattr(self.args, "push_to_hub", False) and is_main():
+                self.push_to_hub()
+        atexit.unregister(shutdown)
+        atexit.register(shutdown)  # at exit: a second run in this process needs the group
         self._loaded = {}
         _free_memory()
         return self.metrics
+
+    def _write_inputs(self) -> None:
+        """Rows and models from memory, as files in the run's folder."""
+        if int(os.environ.get("LOCAL_RANK", 0)):
+            return
+        for rows in self._rows.values():
+            if isinstance(rows, Rows):
+                rows.write(self.output_dir)
+        for folder, item in self._saved.items():
+            item.save_pretrained(folder)
+
+    def add_callback(self, callback: object) -> None:
+        """One more transformers.TrainerCallback."""
+        with _one_line():
+            self.callbacks.append(callback)
+            self._watcher = Callbacks(self.callbacks, self.args, None)
+
+    @property
+    def state(self) -> object:
+        """transformers' TrainerState, as far as it is known: global_step and log_history."""
+        from transformers.trainer_callback import TrainerState
+
+        if self._watcher:
+            return self._watcher.state
+        rows = [{name.replace("eval/", "eval_"): value for name, value in row.items()} for row in self.history]
+        return TrainerState(global_step=max((row["step"] for row in rows), default=0), log_history=rows)
+
+    @property
+    def accelerator(self) -> object:
+        """accelerate's PartialState: is_main_process, print, wait_for_everyone."""
+        from accelerate import PartialState
+
+        from hybrid_rlhf.core.distributed import device
+
+        return PartialState(cpu=device().type == "cpu")
 
     @property
     def history(self) -> list[dict]:
@@ -115,8 +195,10 @@ class Training:
 
     def save_model(self, output_dir: str | PurePath | None = None) -> str:
         """The trained model and its tokenizer in a new folder, as `hybrid-rlhf export` writes it, or where they are
-        already; returns the folder."""
-        if output_dir is None:
+        already; returns the folder. The run's own folder has them in model/, which a line says."""
+        if output_dir is None or Path(output_dir).absolute() == Path(self.output_dir).absolute():
+            if output_dir is not None:
+                print_main(f"save_model: the model is in {self._model_folder()}")
             return self._model_folder()
         from hybrid_rlhf.commands import export
 
@@ -125,11 +207,15 @@ class Training:
             export.export(export.parse(["--model", self.output_dir, "--output_dir", str(output_dir)]))
         return str(output_dir)
 
-    def push_to_hub(self, repo_id: str, private: bool = True) -> str:
-        """Upload the trained model, its tokenizer and its card; returns the address. Needs a login."""
+    def push_to_hub(self, repo_id: str | None = None, private: bool | None = None, dataset_name: object = None) -> str:
+        """Upload the trained model, its tokenizer and its card; returns the address. Needs a login. repo_id: by default
+        hub_model_id of args, else the name of the run's folder; private: by default so, unless args say otherwise.
+        dataset_name is not used: the card names the data."""
         from hybrid_rlhf.commands import export
 
         folder = self._model_folder()
+        repo_id = repo_id or getattr(self.args, "hub_model_id", None) or Path(self.output_dir).name
+        private = getattr(self.args, "hub_private_repo", None) is not False if private is None else private
         with _one_line():
             return export.push(Path(folder), repo_id, is_public=not private)
 
@@ -196,14 +282,42 @@ class Training:
     def __repr__(self) -> str:
         return f"<stage {self.stage} in {self.output_dir}: {'trained' if self.metrics else 'not trained here yet'}>"
 
-    def _model(self, model: object) -> dict[str, str]:
-        """The settings that name the model to start from."""
+    def _model(self, model: object, meant: Mapping) -> dict[str, str]:
+        """The settings that name the model to start from. One of text and of nothing else in memory keeps its dtype."""
         if model is None:
             return {}
         from hybrid_rlhf.training.builders import model_folder
 
-        path = _path_of(model, "model")
-        return {"model.model_name_or_path": model_folder(path) if self.stage in ("sft", "conditional_sft") else path}
+        path = self._folder(model, "model")
+        named = {"model.model_name_or_path": model_folder(path) if self.stage in ("sft", "conditional_sft") else path}
+        if path in self._saved and "model.dtype" not in meant:
+            named["model.dtype"] = str(model.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+        return named
+
+    def _tokenizer(self, tokenizer: object) -> dict[str, str]:
+        if tokenizer is None:
+            return {}
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+        check(hasattr(tokenizer, "save_pretrained"),
+              f"processing_class is a {type(tokenizer).__name__}; give a tokenizer")
+        folder = str(Path(self.output_dir) / ROWS_FOLDER / "tokenizer")
+        self._saved[folder] = tokenizer
+        return {"model.tokenizer_name_or_path": folder}
+
+    def _folder(self, source: object, name: str = "reward_funcs") -> str:
+        """The path of a model: given as such, an earlier training's, or where a model from memory will be saved."""
+        if isinstance(source, Training):
+            return source.output_dir
+        if isinstance(source, (str, PurePath)):
+            return expanded(str(source))
+        check(hasattr(source, "save_pretrained") and hasattr(source, "config"),
+              f"{name} is a {type(source).__name__}; give a hub id, a folder, an earlier training or a transformers "
+              "model")
+        check(not hasattr(source, "peft_config"), f"{name} has an adapter of peft; give the model below it, and "
+                                                  "peft_config, or merge it first (merge_and_unload)")
+        folder = str(Path(self.output_dir) / ROWS_FOLDER / (name if name == "model" else f"{name}-{len(self._saved)}"))
+        self._saved[folder] = _WithTokenizer(source)
+        return folder
 
     def _data(self) -> dict[str, object]:
         return {name: [rows.path(self.output_dir)] if isinstance(rows, Rows) else rows
@@ -277,87 +391,166 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _folder(source: object) -> str:
-    return source.output_dir if isinstance(source, Training) else expanded(str(source))
+class _WithTokenizer:
+    """A model from memory, saved with the tokenizer of the place that it was loaded from."""
+
+    def __init__(self, model: object) -> None:
+        self._model = model
+
+    def save_pretrained(self, folder: str) -> None:
+        from transformers import AutoTokenizer
+
+        self._model.save_pretrained(folder)  # type: ignore[attr-defined]
+        if name := getattr(self._model.config, "_name_or_path", ""):  # type: ignore[attr-defined]
+            with suppress(OSError, ValueError):  # it has none: processing_class, or the error that none is there
+                AutoTokenizer.from_pretrained(name).save_pretrained(folder)
 
 
-def _path_of(model: object, name: str) -> str:
-    check(isinstance(model, (str, PurePath, Training)),
-          f"{name} is a {type(model).__name__}; give a hub id, a folder or an earlier training (save_pretrained "
-          "makes a folder)")
-    return _folder(model)
+@cache
+def _tell_of_one_process() -> None:
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        print_main("accelerate launch made one process; --num_processes 2 makes two")
+
+
+def _configured(model: object, name: str) -> object:
+    """A value of the model's configuration; None where it has none or cannot be read, which is told where it is
+    opened."""
+    from hybrid_rlhf.models.load import ModelConfig, configuration
+    from hybrid_rlhf.training.builders import model_folder
+
+    if hasattr(model, "config") and hasattr(model, "save_pretrained"):
+        return getattr(model.config, name, None)  # type: ignore[attr-defined]
+    path = model.output_dir if isinstance(model, Training) else str(model)
+    try:
+        return getattr(configuration(ModelConfig(model_folder(path))), name, None)
+    except UserError:
+        return None
+
+
+def _by_kind(data: object, rewards: object, args: object) -> tuple[object, object, object]:
+    """train_dataset, reward_funcs and args, also where they stand in TRL's order: model, reward_funcs, args."""
+    if isinstance(rewards, TrlConfig):
+        rewards, args = None, rewards
+    if isinstance(data, TrlConfig):
+        return None, rewards, data
+    if callable(data) and rewards is None:
+        return None, data, args
+    check(args is None or isinstance(args, TrlConfig),
+          f"args is a {type(args).__module__}.{type(args).__name__}; import {type(args).__name__} from hybrid_rlhf")
+    return data, rewards, args
 
 
 def _is_messages(prompt: list) -> bool:
     return bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
 
 
-def SFTTrainer(model: object, train_dataset: object = None, *, eval_dataset: object = None,  # noqa: N802
-               peft_config: object = None, output_dir: str | None = None, settings: Mapping | None = None,
-               **options: object) -> Training:
+class SFTTrainer(Training):
     """Supervised fine-tuning on demonstrations: --stage sft."""
-    return Training("sft", model, train_dataset, None, output_dir, settings, options, eval_dataset=eval_dataset,
-                    peft_config=peft_config)
+
+    def __init__(self, model: object = None, train_dataset: object = None, *, args: TrlConfig | None = None,
+                 eval_dataset: object = None, peft_config: object = None, processing_class: object = None,
+                 callbacks: Sequence | None = None, formatting_func: Callable | None = None,
+                 output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> None:
+        super().__init__("sft", model, train_dataset, None, output_dir, settings, options, eval_dataset=eval_dataset,
+                         peft_config=peft_config, args=args, processing_class=processing_class, callbacks=callbacks,
+                         formatting_func=formatting_func)
 
 
-def RewardTrainer(model: object = None, train_dataset: object = None, *, eval_dataset: object = None,  # noqa: N802
-                  peft_config: object = None, output_dir: str | None = None, settings: Mapping | None = None,
-                  **options: object) -> Training:
+class RewardTrainer(Training):
     """A reward model from preference pairs: --stage reward."""
-    return Training("reward", model, train_dataset, None, output_dir, settings, options, eval_dataset=eval_dataset,
-                    peft_config=peft_config)
+
+    def __init__(self, model: object = None, train_dataset: object = None, *, args: TrlConfig | None = None,
+                 eval_dataset: object = None, peft_config: object = None, processing_class: object = None,
+                 callbacks: Sequence | None = None, output_dir: str | None = None, settings: Mapping | None = None,
+                 **options: object) -> None:
+        super().__init__("reward", model, train_dataset, None, output_dir, settings, options,
+                         eval_dataset=eval_dataset, peft_config=peft_config, args=args,
+                         processing_class=processing_class, callbacks=callbacks)
 
 
-def DPOTrainer(model: object = None, train_dataset: object = None, *, loss_type: str | None = None,  # noqa: N802
-               eval_dataset: object = None, peft_config: object = None, output_dir: str | None = None,
-               settings: Mapping | None = None, **options: object) -> Training:
+class DPOTrainer(Training):
     """Direct preference optimisation on pairs: --stage dpo; loss_type: ipo, hinge, kto, orpo or simpo."""
-    return Training(_variant(loss_type, "dpo", "loss_type", ("sigmoid",)), model, train_dataset, None, output_dir,
-                    settings, options, eval_dataset=eval_dataset, peft_config=peft_config)
+
+    def __init__(self, model: object = None, train_dataset: object = None, *, loss_type: str | None = None,
+                 args: TrlConfig | None = None, eval_dataset: object = None, peft_config: object = None,
+                 processing_class: object = None, callbacks: Sequence | None = None, output_dir: str | None = None,
+                 settings: Mapping | None = None, **options: object) -> None:
+        super().__init__(_variant(loss_type, "dpo", "loss_type", ("sigmoid",)), model, train_dataset, None, output_dir,
+                         settings, options, eval_dataset=eval_dataset, peft_config=peft_config, args=args,
+                         processing_class=processing_class, callbacks=callbacks)
 
 
-def KTOTrainer(model: object = None, train_dataset: object = None, **options: object) -> Training:  # noqa: N802
-    """KTO, on answers labelled good or bad: DPOTrainer with loss_type kto."""
-    return DPOTrainer(model, train_dataset, loss_type="kto", **options)  # type: ignore[arg-type]
+class KTOTrainer(Training):
+    """KTO, on answers labelled good or bad: --stage kto."""
+
+    def __init__(self, model: object = None, train_dataset: object = None, *, args: TrlConfig | None = None,
+                 eval_dataset: object = None, peft_config: object = None, processing_class: object = None,
+                 callbacks: Sequence | None = None, output_dir: str | None = None, settings: Mapping | None = None,
+                 **options: object) -> None:
+        super().__init__("kto", model, train_dataset, None, output_dir, settings, options, eval_dataset=eval_dataset,
+                         peft_config=peft_config, args=args, processing_class=processing_class, callbacks=callbacks)
 
 
-def GRPOTrainer(model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None,  # noqa: N802
-                *, method: str | None = None, eval_dataset: object = None, peft_config: object = None,
-                tools: object = None, environment_factory: object = None, output_dir: str | None = None,
-                settings: Mapping | None = None, **options: object) -> Training:
+class GRPOTrainer(Training):
     """On-policy training without a critic: --stage grpo; method: dr_grpo, process_grpo, rloo, reinforce_pp,
     reinforce_pp_baseline, gspo or cispo."""
-    return Training(_variant(method, "grpo", "method", ()), model, train_dataset, reward_funcs, output_dir, settings,
-                    options, tools, environment_factory, eval_dataset, peft_config)
+
+    def __init__(self, model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None, *,
+                 method: str | None = None, args: TrlConfig | None = None, eval_dataset: object = None,
+                 peft_config: object = None, processing_class: object = None, callbacks: Sequence | None = None,
+                 tools: object = None, environment_factory: object = None, output_dir: str | None = None,
+                 settings: Mapping | None = None, **options: object) -> None:
+        super().__init__(_variant(method, "grpo", "method", ()), model, train_dataset, reward_funcs, output_dir,
+                         settings, options, tools, environment_factory, eval_dataset, peft_config, args=args,
+                         processing_class=processing_class, callbacks=callbacks)
 
 
-def RLOOTrainer(model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None,  # noqa: N802
-                **options: object) -> Training:
-    """REINFORCE leave-one-out: GRPOTrainer with method rloo."""
-    return GRPOTrainer(model, train_dataset, reward_funcs, method="rloo", **options)  # type: ignore[arg-type]
+class RLOOTrainer(Training):
+    """REINFORCE leave-one-out: --stage rloo."""
+
+    def __init__(self, model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None, *,
+                 args: TrlConfig | None = None, eval_dataset: object = None, peft_config: object = None,
+                 processing_class: object = None, callbacks: Sequence | None = None, tools: object = None,
+                 environment_factory: object = None, output_dir: str | None = None, settings: Mapping | None = None,
+                 **options: object) -> None:
+        super().__init__("rloo", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
+                         environment_factory, eval_dataset, peft_config, args=args, processing_class=processing_class,
+                         callbacks=callbacks)
 
 
-def PPOTrainer(model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None,  # noqa: N802
-               *, eval_dataset: object = None, peft_config: object = None, tools: object = None,
-               environment_factory: object = None, output_dir: str | None = None,
-               settings: Mapping | None = None, **options: object) -> Training:
-    """PPO with a critic, against a reward model, functions, or both: --stage ppo."""
-    return Training("ppo", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
-                    environment_factory, eval_dataset, peft_config)
+class PPOTrainer(Training):
+    """PPO with a critic, against a reward model, functions, or both: --stage ppo. reward_model, value_model, ref_model:
+    as TRL's trainer has them, each given as `model` is."""
+
+    def __init__(self, model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None, *,
+                 args: TrlConfig | None = None, eval_dataset: object = None, peft_config: object = None,
+                 processing_class: object = None, callbacks: Sequence | None = None, tools: object = None,
+                 environment_factory: object = None, reward_model: object = None, value_model: object = None,
+                 ref_model: object = None, output_dir: str | None = None, settings: Mapping | None = None,
+                 **options: object) -> None:
+        models = {f"{name}_model": (f"roles.{role}.model_name_or_path", each) for name, role, each in (
+            ("reward", "reward", reward_model), ("value", "critic", value_model), ("ref", "ref", ref_model))}
+        super().__init__("ppo", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
+                         environment_factory, eval_dataset, peft_config, args=args, processing_class=processing_class,
+                         callbacks=callbacks, models=models)
 
 
-def DistillTrainer(model: object = None, teacher_model: object = None, train_dataset: object = None,  # noqa: N802
-                   reward_funcs: Reward | None = None, *, eval_dataset: object = None, peft_config: object = None,
-                   tools: object = None, environment_factory: object = None, output_dir: str | None = None,
-                   settings: Mapping | None = None, **options: object) -> Training:
-    """On-policy distillation (TRL's DistillationTrainer): --stage distill. teacher_model: given as `model` is, and of
-    the same tokens. reward_funcs score the samples, for the report alone."""
-    named = {}
-    if teacher_model is not None:
-        with _one_line():
-            named["roles.teacher.model_name_or_path"] = _path_of(teacher_model, "teacher_model")
-    return Training("distill", model, train_dataset, reward_funcs, output_dir, {**(settings or {}), **named}, options,
-                    tools, environment_factory, eval_dataset, peft_config)
+class DistillTrainer(Training):
+    """On-policy distillation (TRL's GKDTrainer and DistillationTrainer): --stage distill. teacher_model: given as
+    `model` is, and of the same tokens. reward_funcs score the samples, for the report alone."""
+
+    def __init__(self, model: object = None, teacher_model: object = None, train_dataset: object = None,
+                 reward_funcs: Reward | None = None, *, args: TrlConfig | None = None, eval_dataset: object = None,
+                 peft_config: object = None, processing_class: object = None, callbacks: Sequence | None = None,
+                 tools: object = None, environment_factory: object = None, output_dir: str | None = None,
+                 settings: Mapping | None = None, **options: object) -> None:
+        super().__init__("distill", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
+                         environment_factory, eval_dataset, peft_config, args=args, processing_class=processing_class,
+                         callbacks=callbacks,
+                         models={"teacher_model": ("roles.teacher.model_name_or_path", teacher_model)})
+
+
+GKDTrainer = DistillTrainer
 
 
 def _variant(wanted: str | None, usual: str, name: str, same: tuple[str, ...]) -> str:

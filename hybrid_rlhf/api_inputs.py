@@ -15,7 +15,8 @@ from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.own_files import check_inside, write_file
 from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.run.runfile import ROWS_FOLDER, TRACKERS
-from hybrid_rlhf.trl_words import INSTEAD
+from hybrid_rlhf.trl_configs import TrlConfig
+from hybrid_rlhf.trl_fields import CONFIGS
 
 
 @dataclasses.dataclass
@@ -58,7 +59,20 @@ def _by_name(data: object) -> str:
     """A hint for arguments that stand second in TRL's trainers and are given by name here."""
     if callable(data):
         return "; functions are written by name, reward_funcs=..."
-    return f"; {INSTEAD['args']}" if type(data).__name__.endswith(("Config", "Arguments")) else ""
+    return f"; import {type(data).__name__} from hybrid_rlhf" if type(data).__name__ in CONFIGS else ""
+
+
+def formatted(data: object, formatting_func: Callable | None, config: TrlConfig) -> object:
+    """The rows with the column `text`, which formatting_func makes of a row, or which has another name there
+    (dataset_text_field)."""
+    name = getattr(config, "dataset_text_field", "text")
+    if data is None or (formatting_func is None and name == "text"):
+        return data
+    check(isinstance(data, Iterable) and not isinstance(data, (str, Mapping)),
+          "formatting_func and dataset_text_field need rows in memory, not a path")
+    if formatting_func is not None:
+        return [{"text": formatting_func(row)} for row in data]
+    return [{"text" if column == name else column: value for column, value in row.items()} for row in data]
 
 
 def _is_source(item: object) -> bool:
@@ -86,7 +100,7 @@ def rewards_of(rewards: object, folder: Callable[[object], str]) -> tuple[dict[s
     for item in items:
         if isinstance(item, str) and ":" in item:
             names.append(item)
-        elif callable(item):
+        elif callable(item) and not hasattr(item, "save_pretrained"):  # a model can be called too
             name = _free_name(item, functions)
             functions[name] = item
             names.append(f"python:{name}{_version(item)}")
@@ -186,6 +200,8 @@ def _meant(name: str, known: Mapping, is_alone: bool) -> str:
     close = [option for option in close if not option.startswith("reward.judge.")] or close  # the judge's own, last
     least = min((option.count(".") for option in close), default=0)
     best = [option for option in close if option.count(".") == least]
+    theirs = next((kind for kind, fields in CONFIGS.items() if name in fields), None) if is_alone and not best else None
+    check(theirs is None, f"{name} is not an option here; args={theirs}({name}=...) takes it as TRL does")
     short = nearest(name, [*known, *(option.rpartition(".")[2] for option in known)])
     check(bool(best), f"unknown option {name}{short}; train.py --stage NAME --help lists them")
     check(len(best) == 1, f"{name} may be {' or '.join(best)}; write {best[0].replace('.', '__') if best else ''}")

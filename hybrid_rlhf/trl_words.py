@@ -1,20 +1,23 @@
-"""Arguments of TRL's trainers as settings of a stage here; or what to write instead."""
+"""What TRL's users write beside a configuration: arguments of trainers, peft's settings, methods of subclasses."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+import sys
+from collections.abc import Callable, Iterable
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.options import value_of, with_value
+from hybrid_rlhf.models.peft_compat import usual_targets
+from hybrid_rlhf.training.defaults import resolve
+from hybrid_rlhf.training.registry import MAX_STEPS, STAGES
+from hybrid_rlhf.trl_configs import TrlConfig, updates_per_rollout
+from hybrid_rlhf.trl_fields import CONFIGS, LORA, LORA_IDLE
 
-# Arguments of TRL's trainers, and options of their configurations, that mean nothing here -> what to write.
-INSTEAD = {
-    "args": "write its options beside the model: learning_rate=1e-6, max_steps=20; docs/coming-from.md has the names",
-    "processing_class": "the tokenizer is the one in the model's folder; for another write "
-                        "model__tokenizer_name_or_path=FOLDER, for another template data__chat_template=FILE",
+# Arguments of TRL's trainers that are refused, if they are not None -> what to write.
+ARGUMENTS = {
     "reward_processing_classes": "a reward model brings its own tokenizer; leave it out",
-    "callbacks": "after training .history has every step; report_to=['wandb'] sends them while it runs, and save_best, "
-                 "eval_steps and max_seconds are options",
     "optimizers": "write optim='adamw_8bit' (or another), learning_rate=... and lr_scheduler_type='linear'",
     "optimizer_cls_and_kwargs": "write optim='adamw_8bit' (or another)",
     "data_collator": "rows are made into tokens here; leave it out, or write a step of your own as "
@@ -23,69 +26,121 @@ INSTEAD = {
                        "in reward_funcs, of weight 0 in reward_weights",
     "compute_loss_func": "write a step of your own as examples/custom_flow.py does",
     "preprocess_logits_for_metrics": "leave it out",
-    "formatting_func": "give rows of prompt and completion, of messages, or of text, such as "
-                       "[{'prompt': ..., 'completion': ...}]",
     "ref_model": "the reference is the model as it was before training; for another write "
                  "roles__ref__model_name_or_path=FOLDER",
-    "reward_model": "write reward_funcs=FOLDER (or an earlier RewardTrainer)",
-    "value_model": "the critic starts from the reward model; for another write "
-                   "roles__critic__model_name_or_path=FOLDER",
     "judge": "write reward__judge__model=FOLDER, or reward__judge__url=ADDRESS",
     "rollout_func": "write tools=[...] or environment_factory=..., or a step of your own as "
                     "examples/custom_flow.py does",
     "quantization_config": "write load_in_4bit=True (or load_in_8bit=True), and peft_config or model__lora__r=16",
-    "model_init_kwargs": "write dtype='bfloat16', attn_implementation='sdpa' and their like beside the model",
-    "bf16": "write dtype='bfloat16'",
-    "fp16": "write dtype='float16'",
-    "eval_strategy": "write eval_steps=10; with 0, the default, held-out rows are evaluated at the end",
-    "save_strategy": "write save_steps=10; a checkpoint is also made every save_minutes, and at the end",
-    "warmup_steps": "write warmup_ratio, the share of all steps",
-    "load_best_model_at_end": "write save_best='eval/loss' (or another held-out metric)",
-    "log_completions": "samples are always kept, in samples.jsonl and in the report; leave it out",
-    "use_vllm": "the model that is trained samples, and nothing is to be started; leave it out",
-    "push_to_hub": "call .push_to_hub(ID) after training",
 }
-# Classes of TRL that are imported beside its trainers, without those whose names are classes of ours.
-_CONFIGS = ("SFTConfig", "GRPOConfig", "RLOOConfig", "KTOConfig", "DistillationConfig", "GKDConfig")
-_TRAINERS = {"DistillationTrainer": "DistillTrainer", "GKDTrainer": "DistillTrainer", "PRMTrainer": "RewardTrainer",
-             "OnlineDPOTrainer": "train.py --stage online_dpo", "ORPOTrainer": "DPOTrainer(loss_type='orpo')",
-             "CPOTrainer": "DPOTrainer(loss_type='simpo')"}
-# Fields of peft.LoraConfig that are options here, and those without effect on what is trained.
-_LORA = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
-_NO_MATTER = ("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode",
-              "runtime_config", "megatron_core")
+# Classes of TRL that have another name here, or none.
+_OTHERS = {"DistillationConfig": "GKDConfig", "DistillationTrainer": "DistillTrainer", "PRMTrainer": "RewardTrainer",
+           "OnlineDPOTrainer": "train.py --stage online_dpo", "ORPOTrainer": "DPOTrainer(loss_type='orpo')",
+           "CPOTrainer": "DPOTrainer(loss_type='simpo')"}
+# Methods of transformers' and TRL's trainers that nothing here would call.
+_NEVER_CALLED = {
+    "compute_loss": "", "training_step": "", "prediction_step": "", "_compute_loss": "",
+    "_generate_and_score_completions": "", "_calculate_rewards": "write a function in reward_funcs",
+    "create_optimizer": "write optim=...", "create_optimizer_and_scheduler": "write optim=...",
+    "create_scheduler": "write lr_scheduler_type=...", "get_train_dataloader": "give rows in the order you want",
+    "get_eval_dataloader": "give eval_dataset", "evaluation_loop": "", "prediction_loop": "",
+    "log": "write a callback with on_log", "_prepare_dataset": "prepare the rows before", "tokenize_row":
+    "prepare the rows before", "concatenated_forward": "", "get_batch_loss_metrics": "", "dpo_loss": ""}
+_OWN_STEP = "write a step of your own as examples/custom_flow.py does"
 
 
-def refuse(options: Iterable[str]) -> None:
-    """UserError for an argument of TRL's trainers that has another form here, or none."""
-    for name in options:
-        check(name not in INSTEAD, f"{name} is not taken here; {INSTEAD.get(name)}")
+def faults(options: Iterable[str]) -> list[str]:
+    """A line for each argument of TRL's trainers that has another form here, or none."""
+    lines = []
+    for name, value in dict(options).items():
+        if name in ARGUMENTS and value is not None and value != (None, None):
+            lines.append(f"{name} is not taken here; {ARGUMENTS[name]}")
+    return lines
+
+
+def raise_all(lines: list[str]) -> None:
+    """UserError with all of them."""
+    check(not lines, lines[0] if len(lines) == 1 else "\n  ".join(["these are not taken here:", *lines]))
 
 
 def missing(name: str) -> str | None:
     """What to write in place of a class of TRL that this package does not have; None for any other name."""
-    if name in _CONFIGS:
-        return f"hybrid_rlhf has no {name}: {INSTEAD['args']}"
-    return f"hybrid_rlhf has no {name}; use {_TRAINERS[name]}" if name in _TRAINERS else None
+    return f"hybrid_rlhf has no {name}; use {_OTHERS[name]}" if name in _OTHERS else None
 
 
-def lora_options(peft_config: object) -> dict[str, object]:
-    """A peft.LoraConfig as the options model.lora.*, by dotted names; {} for None. UserError for anything else, and for
-    a changed field that is not an option here."""
+def check_overridden(kind: type, base: type) -> None:
+    """UserError for a subclass of a trainer with a method that nothing here would call."""
+    for name in vars(kind):
+        if name in _NEVER_CALLED and not hasattr(base, name):
+            raise UserError(f"{kind.__name__}.{name} would never be called; {_NEVER_CALLED[name] or _OWN_STEP}")
+
+
+def stage_of(stage: str, config: TrlConfig) -> str:
+    """The stage of a trainer by its configuration: some of GRPO's losses are stages of their own."""
+    theirs = type(config).__name__
+    fits = {"sft": "SFTConfig", "reward": "RewardConfig", "dpo": "DPOConfig", "kto": "KTOConfig", "ppo": "PPOConfig",
+            "rloo": "RLOOConfig", "distill": "GKDConfig"}.get(stage, "GRPOConfig")
+    usual = next((each for each in type(config).__mro__ if each.__name__ in CONFIGS), TrlConfig).__name__
+    check(usual == fits, f"args is a {theirs}; this trainer takes a {fits}")
+    return stage
+
+
+def lora_options(peft_config: object, model_type: Callable[[], str | None] | None = None
+                 ) -> tuple[dict[str, object], list[str]]:
+    """A peft.LoraConfig as the options model.lora.*, by dotted names ({} for None), and a line for each changed field
+    that is not an option here. model_type: in TRL's place, where peft chooses target_modules by the model's type, and
+    dropout is 0."""
     if peft_config is None:
-        return {}
+        return {}, []
     kind = type(peft_config)
-    check(kind.__name__ == "LoraConfig" and kind.__module__.split(".")[0] == "peft",
-          f"peft_config is a {kind.__name__}; give a peft.LoraConfig, or model__lora__r=16")
+    if kind.__name__ != "LoraConfig" or kind.__module__.split(".")[0] != "peft":
+        return {}, [f"peft_config is a {kind.__name__}; give a peft.LoraConfig, or model__lora__r=16"]
     usual = kind()
     values = {f.name: getattr(peft_config, f.name) for f in dataclasses.fields(peft_config)}  # type: ignore[arg-type]
-    for name, value in values.items():
-        if name not in _LORA and name not in _NO_MATTER and value != getattr(usual, name):
-            raise UserError(f"peft_config: {name}={value!r:.60} is not taken here; leave it out "
-                            f"(there are {', '.join(_LORA)})")
+    lines = [f"peft_config: {name}={value!r:.60} is not taken here; leave it out (there are {', '.join(LORA)})"
+             for name, value in values.items()
+             if name not in LORA and name not in LORA_IDLE and value != getattr(usual, name)]
     modules = values["target_modules"]
-    check(modules is not None, "peft_config leaves target_modules to peft's choice for the model; write "
-                               "target_modules='all-linear', or a list of names")
+    if modules is None and model_type is not None:
+        modules = usual_targets(model_type())
+    if modules is None:
+        lines.append("peft_config leaves target_modules to peft's choice for the model; write "
+                     "target_modules='all-linear', or a list of names")
     values["target_modules"] = sorted(modules) if isinstance(modules, set) else modules
-    return {f"model.lora.{ours}": values[theirs] for theirs, ours in _LORA.items()
-            if theirs != "lora_dropout" or values[theirs]}  # most stages have no such option, and 0 is its default
+    if model_type is not None and values["lora_dropout"]:
+        print("peft_config: lora_dropout is 0 here", file=sys.stderr)
+        values["lora_dropout"] = 0.0
+    return {f"model.lora.{ours}": values[theirs] for theirs, ours in LORA.items()
+            if theirs != "lora_dropout" or values[theirs]}, lines  # most stages have no such option; 0 is its default
+
+
+def check_ending(config: object) -> None:
+    """What is wanted at the end is tried now: UserError where there is no login for the hub."""
+    if not getattr(config, "push_to_hub", False):
+        return
+    import huggingface_hub
+
+    try:
+        huggingface_hub.HfApi().whoami()
+    except Exception as error:  # no network, no token, one that is no longer valid
+        raise UserError(f"push_to_hub: the hub does not know you ({type(error).__name__}); run `hf auth login`, or "
+                        "leave push_to_hub out") from error
+
+
+def told(config: TrlConfig, stage: str, settings: object) -> list[str]:
+    """Lines for the terminal: where TRL's defaults differ from the launcher's, and what has no effect here."""
+    lines, parts = [], []
+    for option in STAGES[stage].defaults:
+        if option == MAX_STEPS:  # how long the run is, its `run:` line says
+            continue
+        value, usual = value_of(settings, option), value_of(resolve(with_value(settings, option, None)), option)
+        if value is not None and usual is not None and value != usual:
+            parts.append(f"{option} {value:g} ({usual:g})")
+    if parts:
+        lines.append(f"{type(config).__name__}, as in TRL (in brackets train.py's default): {', '.join(parts)}")
+    per = updates_per_rollout(config)
+    if per > 1 and config.max_steps > 0:
+        lines.append(f"max_steps {config.max_steps} are updates: {math.ceil(config.max_steps / per)} rollouts of {per}")
+    if idle := config.idle():
+        lines.append(f"without effect here: {', '.join(idle)} (docs/coming-from.md#trl says why)")
+    return lines

@@ -11,15 +11,16 @@ import pytest
 import safetensors.torch
 import torch
 
-import hybrid_rlhf
 from hybrid_rlhf import (
     DPOTrainer,
     GRPOTrainer,
     KTOTrainer,
     RewardTrainer,
     RLOOTrainer,
+    SFTConfig,
     SFTTrainer,
     UserError,
+    trl_fields,
     trl_words,
 )
 from hybrid_rlhf.api_inputs import dotted
@@ -159,12 +160,15 @@ def test_a_lora_config_is_what_it_says_at_stages_with_and_without_dropout():
 
 
 @pytest.mark.parametrize(("make", "said"), [
-    (lambda: GRPOTrainer("my-model", ROWS, args=object()), "args is not taken here; write its options beside"),
-    (lambda: GRPOTrainer("my-model", ROWS, processing_class=1), "processing_class is not taken here; the tokenizer is"),
-    (lambda: SFTTrainer("my-model", ROWS, callbacks=[]), "callbacks is not taken here; after training .history"),
+    (lambda: GRPOTrainer("my-model", ROWS, args=object()), "args is a builtins.object; import object from hybrid_rlhf"),
+    (lambda: GRPOTrainer("my-model", ROWS, len, args=SFTConfig()), "args is a SFTConfig; this trainer takes a GRPO"),
+    (lambda: GRPOTrainer("my-model", ROWS, processing_class=1), "processing_class is a int; give a tokenizer"),
+    (lambda: SFTTrainer("my-model", ROWS, callbacks=[3]), "callbacks: 3 is not a transformers.TrainerCallback"),
+    (lambda: SFTTrainer("my-model", ROWS, bf16=True), r"bf16 is not an option here; args=SFTConfig\(bf16=...\) takes"),
+    (lambda: SFTTrainer("my-model", ROWS, args=SFTConfig(report_to="clearml")), "report_to clearml: its package is"),
+    (lambda: SFTTrainer("my-model", "rows.jsonl", args=SFTConfig(dataset_text_field="t")), "need rows in memory"),
     (lambda: DPOTrainer("my-model", ROWS, ref_model="x"), "another write roles__ref__model_name_or_path=FOLDER"),
-    (lambda: GRPOTrainer("my-model", len), "train_dataset is a builtin_function_or_method; .*by name, reward_funcs="),
-    (lambda: SFTTrainer("my-model", hybrid_rlhf.training.step1_sft.Config()), "train_dataset is a Config; .*max_steps"),
+    (lambda: SFTTrainer("my-model", trl_config()), "train_dataset is a SFTConfig; .*; import SFTConfig from hybrid"),
     (lambda: SFTTrainer("my-model", ROWS, eval_dataset={"a": ROWS}), "eval_dataset is a mapping of a; give one"),
     (lambda: SFTTrainer("my-model", ROWS, eval_dataset=[3]), "eval_dataset: row 1 is a int"),
     (lambda: SFTTrainer("my-model", ROWS, peft_config=3), "peft_config is a int; give a peft.LoraConfig"),
@@ -191,10 +195,10 @@ def test_a_run_without_held_out_rows_has_no_evaluation(place):
 
 
 def test_classes_of_trl_that_are_not_here_are_named_with_what_to_use():
-    with pytest.raises(ImportError, match="no GRPOConfig: write its options beside the model: learning_rate"):
-        from hybrid_rlhf import GRPOConfig  # noqa: F401
-    with pytest.raises(ImportError, match="no GKDTrainer; use DistillTrainer"):
-        from hybrid_rlhf import GKDTrainer  # noqa: F401
+    with pytest.raises(ImportError, match="no ORPOTrainer; use DPOTrainer.loss_type='orpo'"):
+        from hybrid_rlhf import ORPOTrainer  # noqa: F401
+    with pytest.raises(ImportError, match="no DistillationConfig; use GKDConfig"):
+        from hybrid_rlhf import DistillationConfig  # noqa: F401
 
 
 def test_every_argument_of_trl_s_trainers_is_taken_or_refused():
@@ -203,18 +207,40 @@ def test_every_argument_of_trl_s_trainers_is_taken_or_refused():
     for ours, theirs in ((SFTTrainer, trl.SFTTrainer), (RewardTrainer, trl.RewardTrainer), (DPOTrainer, trl.DPOTrainer),
                          (GRPOTrainer, trl.GRPOTrainer), (RLOOTrainer, trl.RLOOTrainer), (KTOTrainer, trl.KTOTrainer)):
         given = set(inspect.signature(theirs.__init__).parameters) - {"self"}
-        handed_on = {RLOOTrainer: GRPOTrainer, KTOTrainer: DPOTrainer}.get(ours, ours)
-        taken = {*inspect.signature(ours).parameters, *inspect.signature(handed_on).parameters}
-        assert given <= taken | set(trl_words.INSTEAD), (theirs, given - taken - set(trl_words.INSTEAD))
+        taken = {*inspect.signature(ours).parameters, *trl_words.ARGUMENTS}
+        assert given <= taken, (theirs, given - taken)
 
 
 def test_the_options_that_are_to_be_written_instead_exist():
     configs = [importlib.import_module(row.module).Config for row in STAGES.values()]
-    for text in trl_words.INSTEAD.values():
+    notes = [field.note for fields in trl_fields.CONFIGS.values() for field in fields.values()]
+    for text in (*trl_words.ARGUMENTS.values(), *notes):
         for name in re.findall(r"(\w+)=", text):
             if name in ("reward_funcs", "peft_config", "tools", "environment_factory"):
                 continue  # of the trainers themselves
-            assert any(fits(config, name) for config in configs), name
+            if name not in ("lmbda", "CUDA_VISIBLE_DEVICES"):
+                assert any(fits(config, name) for config in configs), name
+
+
+def test_a_subclass_with_a_method_that_nothing_would_call_is_refused():
+    with pytest.raises(UserError, match="Mine.compute_loss would never be called; write a step of your own"):
+        class Mine(SFTTrainer):
+            def compute_loss(self, model, inputs):
+                return 0.0
+
+    class Other(SFTTrainer):
+        """One that does something more."""
+
+        def train(self, *given, **named):
+            return {"mine": super().train(*given, **named)}
+
+    assert isinstance(Other("my-model", ROWS, output_dir="runs/other"), SFTTrainer)
+
+
+def trl_config():
+    import trl
+
+    return trl.SFTConfig(output_dir="runs/theirs", use_cpu=True, bf16=False)
 
 
 def fits(config, name) -> bool:

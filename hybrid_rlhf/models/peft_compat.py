@@ -42,3 +42,9 @@ def names_as_given() -> AbstractContextManager[None]:
     """Within the block peft does not rename targets from transformers 4's expert layers to those of 5: ours are names
     of the loaded model, and a shared expert's gate_proj would be taken for the fused experts'."""
     return PEFT.silenced("peft.utils.transformers_weight_conversion", "convert_peft_config_for_transformers")
+
+
+def usual_targets(model_type: str | None) -> list[str] | str | None:
+    """The modules that peft adapts in a model of this type where target_modules is not given; None for other types."""
+    table = PEFT.part(PEFT.module("peft.utils"), "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING")
+    return table.get(model_type)

@@ -32,6 +32,7 @@ from hybrid_rlhf.run.reporter import Reporter
 from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.run.signals import interruptible
 from hybrid_rlhf.run.train_config import TrainConfig
+from hybrid_rlhf.run.watchers import tell
 
 SAMPLED = 256  # rows whose lengths represent all
 NOT_FINITE = "not_finite"  # in output_dir: the batch that led to a loss or gradient that is not finite
@@ -101,24 +102,33 @@ def _train(saver: Saver, reporter: Reporter, interrupts: list[int],
     if is_cut or (saver.step < total_steps and _any(bool(interrupts))):
         raise Stopped(f"stopped after step {saver.step} of {total_steps}")
     _forecast(saver, reporter, bool(answers), guesses)
+    tell("begin", step=saver.step, total_steps=total_steps, trainer=saver.trainer)
     for step in range(saver.step + 1, total_steps + 1):
+        tell("step_begin", step=step)
         saver.observe(_step(saver, step, reporter) | {"epoch": step / len(loader)})
         reporter.step(step, saver.values, saver.trainer.samples)
+        asked = tell("step_end", step=step, values=saver.values)
         is_stopped, is_overdue = _requests(bool(interrupts), saver)
-        is_last = step == total_steps or _any(_over(started, config.max_seconds))
-        is_evaluated = saver.held_out is not None and (is_last or _is_due(step, config.eval_steps))
+        is_last = step == total_steps or _any(_over(started, config.max_seconds) or asked.stop)
+        is_evaluated = saver.held_out is not None and (is_last or asked.evaluate or _is_due(step, config.eval_steps))
         is_best = is_evaluated and not is_stopped and saver.evaluate(step, reporter, interrupts)
         is_stopped = is_stopped or is_best is None
-        if is_stopped or is_last or is_best or is_overdue or _is_due(step, config.save_steps):
+        if is_evaluated and not is_stopped:  # what it was told may make a watcher ask
+            told = tell("evaluate", step=step, values=saver.values)
+            is_last, asked = is_last or _any(told.stop), asked._replace(save=asked.save or told.save)
+        if is_stopped or is_last or is_best or is_overdue or asked.save or _is_due(step, config.save_steps):
             path = saver.save(step, reporter, owes_evaluation=is_evaluated and is_stopped)
             if is_best and path:
                 saver.keep_best(path, reporter)
+            if path:
+                tell("save", step=step)
             if path and not (is_stopped or is_last):
                 reporter.checkpointed(step)
         if is_stopped:
             raise Stopped(f"stopped after step {step} of {total_steps}")
         if is_last:
             break
+    tell("end", step=saver.step)
 
 
 def _announce_stop(saver: Saver, reporter: Reporter) -> None:

@@ -21,6 +21,7 @@ from hybrid_rlhf.report.summary import ANSWERS, METRICS, SAMPLES, conclude, firs
 from hybrid_rlhf.report.terminal import forecast_line, one_line
 from hybrid_rlhf.report.trackers import start_trackers
 from hybrid_rlhf.run.runfile import TRACKERS, RunRecord
+from hybrid_rlhf.run.watchers import tell
 
 REPORTS_AT_MOST, FIRST_REPORT = 0.05, 3.0  # share of the run's time; seconds assumed for the first report
 
@@ -188,6 +189,7 @@ class Reporter:
 
     def _track(self, step: int, values: dict[str, float]) -> None:
         self._each_tracker(lambda tracker: tracker.log(values, step=step))
+        tell("log", step=step, values=values)
 
     def _each_tracker(self, act: Callable) -> None:
         """Call each tracker; one that fails (no network, full disk) is dropped with a warning, and training goes on."""

@@ -1,0 +1,79 @@
+"""transformers' TrainerCallback objects as a watcher of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.distributed import rank
+from hybrid_rlhf.run.watchers import Asked
+
+_EVENTS = {"step_begin": "on_step_begin", "step_end": "on_step_end", "log": "on_log", "evaluate": "on_evaluate",
+           "save": "on_save"}
+
+
+class Callbacks:
+    """Calls each callback as transformers does: on_train_begin and _end, on_epoch_begin and _end, on_step_begin and
+    _end, on_log, on_evaluate, on_save, with args, state, control, model and processing_class. A control of
+    should_training_stop, should_save or should_evaluate is followed after the step. Metrics are those of metrics.jsonl,
+    eval/loss as eval_loss."""
+
+    def __init__(self, callbacks: Sequence, args: object, tokenizer: object) -> None:
+        from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+
+        made = [each() if isinstance(each, type) else each for each in callbacks]
+        for each in made:
+            check(isinstance(each, TrainerCallback), f"callbacks: {each!r:.60} is not a transformers.TrainerCallback; give one, or its class")
+        self._callbacks, self._args, self._tokenizer, self._model = made, args, tokenizer, None
+        self.state, self.control, self._epochs = TrainerState(), TrainerControl(), 0
+        self.state.is_world_process_zero = self.state.is_local_process_zero = rank() == 0
+
+    def __call__(self, event: str, facts: dict) -> Asked:
+        state = self.state
+        state.global_step = facts["step"] - (event == "step_begin")
+        values = {name.replace("eval/", "eval_"): value for name, value in facts.get("values", {}).items()}
+        state.epoch = values.get("epoch", state.epoch)
+        if event == "begin":
+            state.max_steps, self._model = facts["total_steps"], _model_of(facts["trainer"])
+            self._call("on_train_begin")
+            self._call("on_epoch_begin")
+        elif event == "end":
+            self._call("on_epoch_end")
+            self._call("on_train_end")
+        elif event == "log":
+            state.log_history.append({**values, "step": facts["step"]})
+            self._call("on_log", logs=values)
+        elif event == "evaluate":
+            self._call("on_evaluate", metrics={name: value for name, value in values.items() if name[:5] == "eval_"})
+            self._note_best(values)
+        else:
+            self._call(_EVENTS[event])
+            if event == "step_end" and int(state.epoch or 0) > self._epochs and state.global_step < state.max_steps:
+                self._epochs = int(state.epoch)
+                self._call("on_epoch_end")
+                self._call("on_epoch_begin")
+        control = self.control
+        asked = Asked(control.should_training_stop, control.should_save, control.should_evaluate)
+        control.should_save = control.should_evaluate = False
+        return asked
+
+    def _call(self, name: str, **facts: object) -> None:
+        for each in self._callbacks:
+            self.control = getattr(each, name)(self._args, self.state, self.control, model=self._model,
+                                               processing_class=self._tokenizer, **facts) or self.control
+
+    def _note_best(self, values: dict) -> None:
+        """Keep the best value of metric_for_best_model, by which EarlyStoppingCallback goes."""
+        metric = getattr(self._args, "metric_for_best_model", None) or "loss"
+        value, best = values.get(f"eval_{metric.removeprefix('eval_')}"), self.state.best_metric
+        is_larger = getattr(self._args, "greater_is_better", None)
+        is_larger = not metric.endswith("loss") if is_larger is None else is_larger
+        if value is not None and (best is None or (value > best if is_larger else value < best)):
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+
+
+def _model_of(trainer: object) -> object:
+    """The module that a stage's trainer trains."""
+    role = getattr(trainer, "policy", None) or getattr(trainer, "reward", None)
+    role = role or trainer.roles.actor  # type: ignore[attr-defined]
+    return role.engine.module

@@ -1,0 +1,281 @@
+"""TRL's configurations: the same names and defaults, as settings of a stage here. trl_fields.py has the table."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sized
+from typing import ClassVar
+
+from hybrid_rlhf import trl_fields
+from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.trl_fields import IDLE, REFUSED, TAKEN, Field
+
+_OPTIMIZERS = {"adamw_torch_fused": "adamw", "adamw_torch": "adamw", "adamw_8bit": "adamw_8bit", "sgd": "sgd",
+               "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit", "paged_adamw_32bit": "adamw"}
+_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
+_LOADING = {"dtype": "model.dtype", "torch_dtype": "model.dtype", "attn_implementation": "model.attn_implementation",
+            "trust_remote_code": "model.trust_remote_code", "load_in_4bit": "model.load_in_4bit",
+            "load_in_8bit": "model.load_in_8bit"}
+_LOADING_IDLE = ("device_map", "use_cache", "low_cpu_mem_usage")
+LONGEST_PROMPT = 2048  # tokens, where the model has the positions: TRL has no limit
+
+
+class TrlConfig:
+    """Settings by TRL's names, with TRL's defaults; each is an attribute. The trainer tells what it does not take, all
+    of a call at once."""
+
+    FIELDS: ClassVar[Mapping[str, Field]] = {}
+
+    def __init__(self, output_dir: str | None = None, **values: object) -> None:
+        self.given = ({} if output_dir is None else {"output_dir": str(output_dir)}) | values
+        vars(self).update({name: field.default for name, field in self.FIELDS.items()} | self.given)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+
+    def to_dict(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.FIELDS}
+
+    def idle(self) -> list[str]:
+        """The names that were given another value than the default, which has no effect here."""
+        return [name for name, value in self.given.items() if (field := self.FIELDS.get(name))
+                and field.kind == IDLE and value != field.default]
+
+    def faults(self) -> list[str]:
+        """A line for each name that TRL's class does not have, and for each value that is not taken here."""
+        lines = []
+        for name, value in self.given.items():
+            field = self.FIELDS.get(name)
+            if field is None:
+                lines.append(f"{name}: {type(self).__name__} has no such field{nearest(name, self.FIELDS)}")
+            elif field.kind == REFUSED and value != field.default and str(value) != str(field.default):
+                lines.append(f"{name}={value!r:.60}: {field.note}")
+        return lines
+
+
+SFTConfig, DPOConfig, KTOConfig, RewardConfig, GRPOConfig, RLOOConfig, PPOConfig, GKDConfig = (
+    type(name, (TrlConfig,), {"FIELDS": fields, "__module__": __name__, "__doc__": f"TRL's {name}."})
+    for name, fields in trl_fields.CONFIGS.items())
+
+
+def settings_of(config: TrlConfig, rows: object, positions: Callable[[], int | None]) -> tuple[dict, list[str]]:
+    """The options that a configuration means, and a line for each value that is not taken.
+
+    rows: the training rows, whose number and first columns some of TRL's defaults depend on. positions: gives the
+    model's positions, None where they are unknown.
+    """
+    faults, values = config.faults(), {}
+    for name, field in config.FIELDS.items():
+        if field.kind == TAKEN and name not in _TOGETHER and (value := getattr(config, name)) is not None:
+            values[field.option] = value
+    first = _first(rows)
+    parts = [lambda: _schedule(config, rows), lambda: _saving(config, rows),
+             lambda: _loading(config), lambda: _data(config, first, positions), lambda: _losses(config)]
+    if "num_generations" in config.FIELDS:
+        parts += [lambda: _rollouts(config), lambda: _longest(config.max_completion_length, positions())]
+    elif "response_length" in config.FIELDS:
+        parts += [lambda: _ppo(config, rows), lambda: _longest(config.response_length, positions())]
+    elif "lmbda" in config.FIELDS:
+        parts += [lambda: _distillation(config), lambda: _longest(config.max_new_tokens, positions())]
+    for part in parts:
+        try:
+            values |= part()
+        except UserError as error:
+            faults.append(str(error))
+    return values, faults
+
+
+def _first(rows: object) -> Mapping:
+    """The first row, where rows are in memory."""
+    row = rows[0] if isinstance(rows, Sized) and hasattr(rows, "__getitem__") and not isinstance(
+        rows, (str, Mapping)) and len(rows) else None
+    return row if isinstance(row, Mapping) else {}
+
+
+def _word(value: object) -> str:
+    """A setting that may be one of transformers' enumerations, as its name."""
+    return str(getattr(value, "value", value))
+
+
+def updates_per_rollout(config: TrlConfig) -> int:
+    """How many of TRL's steps, which are updates, one step here makes: a rollout may be used several times."""
+    if "num_generations" not in config.FIELDS:
+        return 1
+    return _minibatches(config) * config.num_iterations
+
+
+def _minibatches(config: TrlConfig) -> int:
+    answers = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    size = _answers(config)
+    check(size % answers == 0, f"generation_batch_size: {size} answers of a process are not a multiple of the "
+                               f"{answers} of an update; give one that is")
+    return size // answers
+
+
+def _answers(config: TrlConfig) -> int:
+    """Answers of one rollout in one process."""
+    if config.generation_batch_size:
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        check(config.steps_per_generation is None, "steps_per_generation and generation_batch_size are both given; "
+                                                   "leave one of them out")
+        check(config.generation_batch_size % world == 0,
+              f"generation_batch_size is {config.generation_batch_size}; give a multiple of the {world} processes")
+        return config.generation_batch_size // world
+    return config.per_device_train_batch_size * (config.steps_per_generation or config.gradient_accumulation_steps)
+
+
+def _num_updates(config: TrlConfig, rows: object) -> int | None:
+    """All updates of the run; None where the number of rows is unknown."""
+    if config.max_steps > 0:
+        return config.max_steps
+    if not isinstance(rows, Sized) or isinstance(rows, str):
+        return None
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    of_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * world
+    answers = len(rows) * getattr(config, "num_generations", 1) * getattr(config, "num_iterations", 1)
+    return max(1, math.ceil(answers / of_step * config.num_train_epochs))
+
+
+def _schedule(config: TrlConfig, rows: object) -> dict:
+    schedule, optim, per = _word(config.lr_scheduler_type), _word(config.optim), updates_per_rollout(config)
+    check(schedule in _SCHEDULES, f"lr_scheduler_type={schedule!r}: there are {', '.join(_SCHEDULES)}")
+    check(optim in _OPTIMIZERS, f"optim={optim!r}: there are {', '.join(_OPTIMIZERS)}")
+    warmup = config.warmup_steps
+    if warmup >= 1:
+        total = _num_updates(config, rows)
+        check(total is not None, f"warmup_steps={warmup}: the number of rows is not known here; give max_steps, or a "
+                                 "share such as warmup_steps=0.1")
+        warmup = min(1.0, warmup / total)
+    values = {"train.lr_scheduler_type": schedule, "train.optim": _OPTIMIZERS[optim], "train.warmup_ratio": warmup,
+              "train.logging_steps": _every(config.logging_steps, "logging_steps", config, rows)}
+    if config.max_steps > 0:
+        values["train.max_steps"] = math.ceil(config.max_steps / per)
+    if schedule == "constant" and warmup:
+        values["train.lr_scheduler_type"] = "constant_with_warmup"
+    when, every = _word(config.eval_strategy), config.eval_steps or config.logging_steps
+    if when == "steps":
+        values["train.eval_steps"] = _every(every, "eval_steps", config, rows)
+    elif when == "epoch":
+        values["train.eval_steps"] = _epoch("eval_strategy", config, rows)
+    return values
+
+
+def _every(steps: float, name: str, config: TrlConfig, rows: object) -> int:
+    """Steps here of a number of updates, or of a share of all."""
+    if steps < 1:
+        total = _num_updates(config, rows)
+        check(total is not None, f"{name}={steps}: the number of rows is not known here; give a number of steps")
+        steps = steps * total
+    return max(1, round(steps / updates_per_rollout(config)))
+
+
+def _epoch(name: str, config: TrlConfig, rows: object) -> int:
+    total = _num_updates(config, rows) if config.max_steps <= 0 else None
+    check(total is not None, f"{name}='epoch': the number of rows or epochs is not known here; write 'steps' and a "
+                             "number")
+    return max(1, round(total / config.num_train_epochs / updates_per_rollout(config)))
+
+
+def _saving(config: TrlConfig, rows: object) -> dict:
+    values: dict[str, object] = {}
+    when = _word(config.save_strategy)
+    if when == "steps":
+        values["train.save_steps"] = _every(config.save_steps, "save_steps", config, rows)
+    elif when == "epoch":
+        values["train.save_steps"] = _epoch("save_strategy", config, rows)
+    if config.load_best_model_at_end or when == "best":
+        metric = config.metric_for_best_model or "loss"
+        values["train.save_best"] = f"eval/{metric.removeprefix('eval_').removeprefix('eval/')}"
+    trackers = config.report_to if isinstance(config.report_to, (list, tuple)) else [config.report_to]
+    check("all" not in trackers, "report_to='all'; write their names, such as report_to=['wandb']")
+    values["report_to"] = [name for name in trackers if name not in (None, "none")]
+    resume = config.resume_from_checkpoint
+    if resume is not None:
+        values["resume"] = "auto" if resume is True or str(resume) == "True" else str(resume)
+    return values
+
+
+def _precision(config: TrlConfig) -> dict:
+    check(not (config.bf16 and config.fp16), "bf16 and fp16 are both True; leave one of them out")
+    if config.bf16 or config.fp16:
+        return {"model.dtype": "bfloat16" if config.bf16 else "float16"}
+    return {"model.dtype": "float32"} if "bf16" in config.given else {}
+
+
+def _loading(config: TrlConfig) -> dict:
+    values: dict[str, object] = {}
+    if config.given.get("gradient_checkpointing"):
+        values["model.gradient_checkpointing"] = True
+    for name, value in (getattr(config, "model_init_kwargs", None) or {}).items():
+        check(name in _LOADING or name in _LOADING_IDLE, f"model_init_kwargs: {name} is not taken here; there are "
+                                                         f"{', '.join(_LOADING)}")
+        if name in _LOADING and value is not None:
+            values[_LOADING[name]] = str(value).removeprefix("torch.") if "dtype" in name else value
+    if getattr(config, "activation_offloading", False):
+        values["engine.offload"] = ["activations"]
+    return values | _precision(config)
+
+
+def _data(config: TrlConfig, first: Mapping, positions: Callable[[], int | None]) -> dict:
+    """TRL keeps strings as they are, and trains all of a text and of a conversation."""
+    values: dict[str, object] = {"data.raw": True}
+    if "max_length" in config.FIELDS and config.max_length is None:
+        values["data.max_length"] = positions() or _UNBOUNDED
+    if "completion_only_loss" in config.FIELDS:
+        is_apart = "completion" in first or not first
+        only = config.completion_only_loss is not False if is_apart else config.assistant_only_loss
+        values["data.train_on"] = "response" if only or config.assistant_only_loss else "all"
+    return values
+
+
+def _losses(config: TrlConfig) -> dict:
+    if isinstance(config, DPOConfig):
+        named = config.loss_type if isinstance(config.loss_type, (list, tuple)) else [config.loss_type]
+        check(len(named) == 1 and named[0] in ("sigmoid", "ipo", "hinge"),
+              f"loss_type={config.loss_type!r}: there are sigmoid, ipo and hinge, one at a time")
+        return {"dpo.loss_type": named[0]}
+    if isinstance(config, RLOOConfig):
+        return {"ppo.policy_loss": "ppo_sequence"}
+    if isinstance(config, RewardConfig):
+        return {"reward.center_coef": config.center_rewards_coefficient or 0.0}
+    return {}
+
+
+def _rollouts(config: TrlConfig) -> dict:
+    """TRL counts answers and updates; here prompts and rollouts are counted."""
+    answers, size = _answers(config), config.num_generations
+    check(answers % size == 0, f"per_device_train_batch_size: {answers} answers of a process are not a multiple of "
+                               f"num_generations={size}; give one that is")
+    return {"train.per_device_train_batch_size": answers // size, "train.gradient_accumulation_steps": 1,
+            "ppo.num_minibatches": _minibatches(config), "ppo.missing_eos_penalty": 0.0, "ppo.normalise_scores": False,
+            "ppo.score_clip": None}
+
+
+def _ppo(config: TrlConfig, rows: object) -> dict:
+    answers = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.num_mini_batches
+    values = {"train.per_device_train_batch_size": answers, "train.gradient_accumulation_steps": 1,
+              "roles.critic.learning_rate": config.learning_rate, "ppo.normalise_scores": False, "ppo.score_clip": None,
+              "ppo.missing_eos_penalty": config.missing_eos_penalty or 0.0}
+    if config.total_episodes:
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        values["train.max_steps"] = math.ceil(config.total_episodes / (answers * world))
+    return values
+
+
+def _distillation(config: TrlConfig) -> dict:
+    return {"distill.divergence": "jsd", "distill.temperature": config.temperature}
+
+
+def _longest(sampled: int, positions: int | None) -> dict:
+    return {"data.max_prompt_length": max(2, min(LONGEST_PROMPT, (positions or 2 * LONGEST_PROMPT) - sampled))}
+
+
+# Fields that the functions above read together with others, or in other words than their option's.
+_TOGETHER = frozenset((
+    "lr_scheduler_type", "warmup_steps", "optim", "logging_steps", "max_steps", "eval_strategy", "eval_steps",
+    "save_strategy", "save_steps", "load_best_model_at_end", "metric_for_best_model", "bf16", "fp16", "report_to",
+    "gradient_checkpointing", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_private_repo",
+    "model_init_kwargs", "activation_offloading", "dataset_text_field", "completion_only_loss", "assistant_only_loss",
+    "loss_type", "scale_rewards", "importance_sampling_level", "steps_per_generation", "generation_batch_size",
+    "total_episodes", "missing_eos_penalty", "center_rewards_coefficient"))

@@ -1,0 +1,263 @@
+"""Every field of TRL 1.16's configurations: the option here that it is, or why it has no effect here, or what to do
+instead. trl_configs.py reads it, and docs/coming-from.md's table is made of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TAKEN, IDLE, REFUSED = "taken", "no effect", "refused"
+
+
+class Field(NamedTuple):
+    """kind: TAKEN (option: the one here; note: how the meaning differs), IDLE (note: why no value has an effect), or
+    REFUSED (note: what to do instead of a value that is not the default)."""
+
+    default: object
+    kind: str
+    note: str = ""
+    option: str = ""
+
+
+def _taken(default: object, option: str, note: str = "") -> Field:
+    return Field(default, TAKEN, note, option)
+
+
+def _idle(note: str, **defaults: object) -> dict[str, Field]:
+    return {name: Field(default, IDLE, note) for name, default in defaults.items()}
+
+
+def _refused(note: str, **defaults: object) -> dict[str, Field]:
+    return {name: Field(default, REFUSED, note) for name, default in defaults.items()}
+
+
+_RATE = "train.learning_rate"
+# transformers.TrainingArguments, with TRL's defaults. {} stands for the stage's own name of the option.
+_COMMON = {
+    "output_dir": _taken(None, "output_dir", "the model is in its folder model/"),
+    "per_device_train_batch_size": _taken(8, "train.per_device_train_batch_size"),
+    "gradient_accumulation_steps": _taken(1, "train.gradient_accumulation_steps", "micro-batches are chosen by memory; "
+                                          "it multiplies the rows of a step"),
+    "learning_rate": _taken(1e-6, _RATE),
+    "weight_decay": _taken(0.0, "train.weight_decay"),
+    "adam_beta1": _taken(0.9, "train.adam_beta1"), "adam_beta2": _taken(0.999, "train.adam_beta2"),
+    "adam_epsilon": _taken(1e-8, "train.adam_epsilon"),
+    "max_grad_norm": _taken(1.0, "train.max_grad_norm"),
+    "num_train_epochs": _taken(3.0, "train.num_train_epochs"),
+    "max_steps": _taken(-1, "train.max_steps", "counts updates there; one rollout here may make several"),
+    "lr_scheduler_type": _taken("linear", "train.lr_scheduler_type", "linear, cosine, constant, constant_with_warmup"),
+    "warmup_steps": _taken(0, "train.warmup_ratio", "as a share of the steps; the first update has a rate above 0"),
+    "optim": _taken("adamw_torch_fused", "train.optim", "AdamW, AdamW of 8 bits, SGD"),
+    "per_device_eval_batch_size": _taken(8, "train.per_device_eval_batch_size"),
+    "logging_steps": _taken(10, "train.logging_steps", "metrics.jsonl has every step"),
+    "eval_strategy": _taken("no", "train.eval_steps", "no: held-out rows are evaluated at the end only"),
+    "eval_steps": _taken(None, "train.eval_steps"),
+    "save_strategy": _taken("steps", "train.save_steps", "a checkpoint is made every save_minutes and at the end, too"),
+    "save_steps": _taken(500, "train.save_steps"),
+    "save_total_limit": _taken(None, "train.save_total_limit", "None: 2"),
+    "load_best_model_at_end": _taken(False, "train.save_best", "the best checkpoint is kept in checkpoints/best"),
+    "metric_for_best_model": _taken(None, "train.save_best"),
+    "seed": _taken(42, "seed"),
+    "bf16": _taken(None, "model.dtype", "bfloat16 weights with fp32 masters; False: fp32"),
+    "fp16": _taken(False, "model.dtype"),
+    "gradient_checkpointing": _taken(True, "model.gradient_checkpointing", "off here unless it is given"),
+    "report_to": _taken("none", "report_to"),
+    "full_determinism": _taken(False, "train.deterministic"),
+    "resume_from_checkpoint": _taken(None, "resume", "auto: an unfinished run goes on by itself"),
+    "push_to_hub": _taken(False, "push_to_hub", "after training; the login is tried before it"),
+    "hub_model_id": _taken(None, "push_to_hub", "without it the name of output_dir"),
+    "hub_private_repo": _taken(None, "push_to_hub", "private unless False"),
+    **_idle("the trainer decides", do_train=False, do_eval=False, do_predict=False, prediction_loss_only=False,
+            batch_eval_metrics=False, eval_do_concat_batches=True, eval_use_gather_object=False,
+            eval_accumulation_steps=None, include_for_metrics=(), include_num_input_tokens_seen="no",
+            remove_unused_columns=True, label_names=None, use_cache=False, skip_memory_metrics=True, debug="",
+            restore_callback_states_from_checkpoint=False, enable_jit_checkpoint=False),
+    **_idle("rows are read, batched and dealt to processes here", dataloader_drop_last=False,
+            dataloader_num_workers=0, dataloader_pin_memory=True, dataloader_persistent_workers=False,
+            dataloader_prefetch_factor=None, dataloader_in_order=True, dataloader_multiprocessing_context=None,
+            length_column_name="length", ignore_data_skip=False, data_seed=None, average_tokens_across_devices=True),
+    **_idle("the first step, warnings and the time left are always shown", logging_strategy="steps",
+            logging_first_step=False, logging_nan_inf_filter=True, disable_tqdm=None, log_level="passive",
+            log_level_replica="warning", log_on_each_node=True, run_name=None, project="huggingface",
+            trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
+    **_idle("evaluations are made by eval_steps and after the last step", eval_on_start=False, eval_delay=0),
+    **_idle("losses and metrics decide by themselves which way is better", greater_is_better=None),
+    **_idle("kernels and micro-batches are chosen by the machine", torch_compile=False, torch_compile_backend=None,
+            torch_compile_mode=None, use_liger_kernel=False, liger_kernel_config=None, tf32=None,
+            auto_find_batch_size=False, torch_empty_cache_steps=None, gradient_checkpointing_kwargs=None,
+            activation_checkpointing=None, activation_checkpointing_kwargs=None, bf16_full_eval=False,
+            fp16_full_eval=False),
+    **_idle("processes come from torchrun or accelerate launch and speak through one group", local_rank=-1,
+            ddp_backend=None, ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None, ddp_broadcast_buffers=None,
+            ddp_timeout=1800, ddp_static_graph=None, save_on_each_node=False),
+    **_idle("of the hub, only the model, its tokenizer and its card are uploaded, after training",
+            hub_strategy="every_save", hub_always_push=False, hub_revision=None),
+    **_refused("log in by `hf auth login`, or set HF_TOKEN", hub_token=None),
+    **_refused("set engine__zero_stage=1, 2 or 3 under torchrun, or engine__offload=['optimizer']", deepspeed=None,
+               fsdp=None, fsdp_config=None, parallelism_config=None, accelerator_config=None),
+    **_refused("a checkpoint holds all that exact resuming needs; leave it out", save_only_model=False),
+    **_refused("leave it out; label_smoothing of DPOConfig is taken", label_smoothing_factor=0.0),
+    **_refused("it is not offered; leave it out", neftune_noise_alpha=None, optim_args=None, optim_target_modules=None,
+               lr_scheduler_kwargs=None),
+    **_refused("rows come in an order drawn from the seed; leave it out", train_sampling_strategy="random"),
+    **_refused("hide the card from the process: CUDA_VISIBLE_DEVICES= python script.py", use_cpu=False),
+}
+_MODEL = {
+    "model_init_kwargs": _taken(None, "model.dtype", "dtype, attn_implementation, trust_remote_code, load_in_4bit; "
+                                                     "others are refused"),
+    "trust_remote_code": _taken(False, "model.trust_remote_code"),
+    **_idle("padding has no effect", pad_to_multiple_of="auto"),
+}
+_EXPERTS = _idle("an expert model's own coefficient is used", router_aux_loss_coef=None)
+_CACHED = _idle("tokenized rows are cached", dataset_num_proc=None)
+_PAD = _idle("padding has no effect", pad_token=None)
+_FREE = _idle("padding has no effect", padding_free=False)
+_EOS = _refused("the tokenizer's own end is used; give a processing_class that has another", eos_token=None)
+_LENGTH = {"max_length": _taken(1024, "data.max_length", "longer demonstrations lose their end, longer pairs are "
+                                                         "dropped and counted"),
+           "activation_offloading": _taken(False, "engine.offload")}
+_CUT = _refused("only the end of a row can be cut off", truncation_mode="keep_start")
+_NO_DROPOUT = _idle("dropout is off where two forwards are compared", disable_dropout=True)
+_REFERENCE = {**_refused("the reference is the start; write roles__ref__model_name_or_path=FOLDER for another",
+                         sync_ref_model=False), **_idle("sync_ref_model is off", ref_model_mixup_alpha=0.6,
+                                                        ref_model_sync_steps=512)}
+_PRECOMPUTED = _idle("the reference's log-probabilities are computed with each batch, by the same weights",
+                     precompute_ref_log_probs=False, precompute_ref_batch_size=None)
+
+SFT = _COMMON | _MODEL | _EXPERTS | _CACHED | _PAD | _FREE | _EOS | _LENGTH | _CUT | {
+    "learning_rate": _taken(2e-5, _RATE),
+    "chat_template_path": _taken(None, "data.chat_template"),
+    "dataset_text_field": _taken("text", "data.sources", "the column is renamed"),
+    "packing": _taken(False, "data.packing", "within each batch of rows; theirs packs first, and counts packed rows"),
+    "completion_only_loss": _taken(None, "data.train_on", "of rows with prompt and completion; None: True"),
+    "assistant_only_loss": _taken(False, "data.train_on", "of rows with messages"),
+    **_idle("rows are shuffled", shuffle_dataset=False),
+    **_idle("evaluated rows are never packed", eval_packing=None),
+    **_refused("rows are packed by best fit", packing_strategy="bfd"),
+    **_refused("rows are made into tokens here", dataset_kwargs=None),
+    **_refused("only the negative log-likelihood is offered (chunked_nll is the same)", loss_type="nll"),
+}
+_BETA = "null: the usual value of each loss"
+_PREFERENCES = _COMMON | _MODEL | _EXPERTS | _CACHED | _LENGTH | _NO_DROPOUT | _REFERENCE | _PRECOMPUTED
+DPO = _PREFERENCES | _PAD | _FREE | _CUT | {
+    "learning_rate": _taken(1e-6, _RATE),
+    "loss_type": _taken("sigmoid", "dpo.loss_type", "sigmoid, ipo, hinge; one of them"),
+    "beta": _taken(0.1, "dpo.beta", _BETA),
+    "label_smoothing": _taken(0.0, "dpo.label_smoothing"),
+    **_refused("one loss at a time", loss_weights=None),
+    **_refused("only the reverse KL of the paper is offered", f_divergence_type="reverse_kl", ld_alpha=None,
+               use_weighting=False),
+    **_idle("it belongs to losses that are not offered", f_alpha_divergence_coef=0.5, discopop_tau=0.05),
+}
+KTO = _PREFERENCES | {
+    "learning_rate": _taken(1e-6, _RATE),
+    "beta": _taken(0.1, "dpo.beta", _BETA),
+    "desirable_weight": _taken(1.0, "dpo.desirable_weight"),
+    "undesirable_weight": _taken(1.0, "dpo.undesirable_weight"),
+    **_refused("only the loss of KTO is offered", loss_type="kto"),
+    **_idle("rows come in an order drawn from the seed", train_sampling_strategy="sequential"),
+}
+REWARD = _COMMON | _MODEL | _CACHED | _PAD | _EOS | _LENGTH | {
+    "learning_rate": _taken(1e-4, _RATE),
+    "chat_template_path": _taken(None, "data.chat_template"),
+    "center_rewards_coefficient": _taken(None, "reward.center_coef", "None: 0"),
+    **_idle("dropout is as the model's configuration says", disable_dropout=True),
+}
+_SAMPLED = {
+    "learning_rate": _taken(1e-6, "roles.actor.learning_rate"),
+    "per_device_train_batch_size": _taken(8, "train.per_device_train_batch_size", "counts answers there, prompts here"),
+    "num_generations": _taken(8, "ppo.sampling.num_samples"),
+    "max_completion_length": _taken(512, "ppo.sampling.max_new_tokens"),
+    "steps_per_generation": _taken(None, "ppo.num_minibatches", "divided by gradient_accumulation_steps"),
+    "generation_batch_size": _taken(None, "train.per_device_train_batch_size"),
+    "temperature": _taken(1.0, "ppo.sampling.temperature"), "top_p": _taken(1.0, "ppo.sampling.top_p"),
+    "top_k": _taken(0, "ppo.sampling.top_k"), "min_p": _taken(None, "ppo.sampling.min_p"),
+    "repetition_penalty": _taken(1.0, "ppo.sampling.repetition_penalty"),
+    "chat_template_kwargs": _taken(None, "data.chat_template_kwargs"),
+    "num_iterations": _taken(1, "ppo.num_ppo_epochs"),
+    "epsilon": _taken(0.2, "ppo.cliprange"),
+    "epsilon_high": _taken(None, "ppo.cliprange_high", "for cispo theirs is the bound itself, ours + 1"),
+    "reward_weights": _taken(None, "reward.weights"),
+    "mask_truncated_completions": Field(False, REFUSED, "write ppo__overlong_penalty=1.0, a penalty for them"),
+    **_idle("dropout is off where two forwards are compared", disable_dropout=False),
+    **_idle("rows are shuffled", shuffle_dataset=True),
+    **_idle("columns are handed to the reward functions", remove_unused_columns=False),
+    **_idle("held-out prompts are answered once", num_generations_eval=None),
+    **_idle("the model that is trained samples", use_vllm=False, vllm_mode="colocate", vllm_model_impl="vllm",
+            vllm_enable_sleep_mode=False, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000,
+            vllm_server_timeout=240.0, vllm_group_port=51216, vllm_gpu_memory_utilization=0.3,
+            vllm_max_model_length=None, vllm_tensor_parallel_size=1, cache_implementation=None,
+            use_transformers_continuous_batching=False, transformers_continuous_batching_config=None,
+            use_transformers_paged=False, ds3_gather_for_generation=True),
+    **_refused("answers of a given form are not offered", vllm_structured_outputs_regex=None),
+    **_refused("write ppo__sampling__min_new_tokens=... and its like", generation_kwargs=None),
+    **_idle("samples are always kept, in samples.jsonl and in the report", log_completions=False, log_multimodal=True,
+            num_completions_to_print=None, log_unique_prompts=False),
+}
+GRPO = _COMMON | _MODEL | _EXPERTS | _REFERENCE | _SAMPLED | {
+    "beta": _taken(0.0, "ppo.kl_coef"),
+    "delta": _taken(None, "ppo.dual_clip", "the same bound, for negative advantages"),
+    "importance_sampling_level": _taken("token", "ppo.policy_loss", "sequence: gspo"),
+    "loss_type": _taken("dapo", "ppo.aggregation", "dapo and bnpo: token; grpo: sequence; dr_grpo, cispo: the stages"),
+    "scale_rewards": _taken("group", "ppo.estimator", "group; none: dr_grpo"),
+    "entropy_coef": _taken(0.0, "ppo.entropy_coef"),
+    "max_tool_calling_iterations": _taken(None, "environment.max_turns", "None: 10; turns of the model"),
+    **_refused("rewards are added up by their weights", multi_objective_aggregation="sum_then_normalize"),
+    **_refused("every token is trained", top_entropy_quantile=1.0),
+    **_refused("write entropy_coef=0.01", use_adaptive_entropy=False),
+    **_idle("use_adaptive_entropy is off", entropy_coef_min=0.0, entropy_coef_max=1.0, entropy_coef_delta=0.005,
+            entropy_target=0.2),
+    **_idle("it belongs to a loss_type that is not offered", sapo_temperature_neg=1.05, sapo_temperature_pos=1.0,
+            vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0),
+    **_idle("the sampler's log-probabilities are the model's own, see ppo.importance",
+            vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="sequence_mask",
+            vllm_importance_sampling_clip_max=3.0, vllm_importance_sampling_clip_min=None,
+            vllm_importance_sampling_cap=None),
+    **_refused("write ppo__importance='masked'", off_policy_mask_threshold=None),
+    **_idle("samples are on-policy, where it is 1", use_bias_correction_kl=True),
+    **_idle("logits are computed in fp32", cast_lm_head_to_fp32=False),
+    **_refused("samples stay on this machine", log_completions_hub_repo=None),
+}
+RLOO = _COMMON | _MODEL | _EXPERTS | _REFERENCE | _SAMPLED | {
+    "num_generations": _taken(2, "ppo.sampling.num_samples"),
+    "beta": _taken(0.05, "ppo.kl_coef"),
+    "normalize_advantages": _taken(False, "ppo.whiten_advantages"),
+    "reward_clip_range": Field(None, REFUSED, "clip the scores in the reward function"),
+}
+PPO = _COMMON | {
+    "learning_rate": _taken(3e-6, "roles.actor.learning_rate", "the critic's too: roles.critic.learning_rate"),
+    "total_episodes": _taken(None, "train.max_steps", "divided by the answers of a step"),
+    "num_mini_batches": _taken(1, "ppo.num_minibatches"), "num_ppo_epochs": _taken(4, "ppo.num_ppo_epochs"),
+    "response_length": _taken(53, "ppo.sampling.max_new_tokens"),
+    "temperature": _taken(0.7, "ppo.sampling.temperature"),
+    "missing_eos_penalty": _taken(None, "ppo.missing_eos_penalty", "None: 0"),
+    "kl_coef": _taken(0.05, "ppo.kl_coef"), "kl_estimator": _taken("k1", "ppo.kl_estimator"),
+    "cliprange": _taken(0.2, "ppo.cliprange"), "cliprange_value": _taken(0.2, "ppo.cliprange_value"),
+    "gamma": _taken(1.0, "ppo.gamma"), "lam": _taken(0.95, "ppo.lam"),
+    "sft_model_path": _taken(None, "model.model_name_or_path"),
+    "reward_model_path": _taken(None, "roles.reward.model_name_or_path"),
+    **_idle("actor and critic have an optimizer each", vf_coef=0.1),
+    **_idle("the trainer decides", exp_name="ppo_config", dataset_num_proc=None, local_rollout_forward_batch_size=64,
+            num_sample_generations=10, ds3_gather_for_generation=True, stop_token="eos", stop_token_id=None),
+    **_refused("advantages are whitened instead (ppo__whiten_advantages)", whiten_rewards=False),
+    **_refused("write peft_config, or model__lora__r=16", model_adapter_name=None, ref_adapter_name=None),
+}
+_DEMONSTRATIONS = "what is not sampled (lmbda below 1) is trained as SFTConfig does by default"
+GKD = SFT | {
+    **_idle(_DEMONSTRATIONS, packing=False, completion_only_loss=None, assistant_only_loss=False),
+    "temperature": _taken(0.9, "distill.sampling.temperature", "distill.temperature too"),
+    "lmbda": _taken(0.5, "distill.lmbda"),
+    "beta": _taken(0.5, "distill.beta", "of the divergence jsd"),
+    "max_new_tokens": _taken(128, "distill.sampling.max_new_tokens"),
+    "learning_rate": _taken(2e-5, "roles.actor.learning_rate"),
+    "teacher_model_name_or_path": _taken(None, "roles.teacher.model_name_or_path"),
+    **_refused("write roles__teacher__dtype='bfloat16' and its like", teacher_model_init_kwargs=None),
+    **_refused("write lmbda=0.0, or SFTTrainer on the teacher's answers", seq_kd=False),
+    **_idle("dropout is off where two forwards are compared", disable_dropout=True),
+}
+CONFIGS = {"SFTConfig": SFT, "DPOConfig": DPO, "KTOConfig": KTO, "RewardConfig": REWARD, "GRPOConfig": GRPO,
+           "RLOOConfig": RLOO, "PPOConfig": PPO, "GKDConfig": GKD}
+# peft.LoraConfig: fields that are options here, and those without effect on what is trained.
+LORA = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
+LORA_IDLE = ("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode",
+             "runtime_config", "megatron_core")

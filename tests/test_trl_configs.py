@@ -1,0 +1,272 @@
+"""TRL's scripts with the import changed: their classes, fields, defaults and losses, with TRL itself as the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hybrid_rlhf
+from hybrid_rlhf import GKDConfig, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer, UserError, trl_fields
+from hybrid_rlhf.core.options import value_of
+from tests.factories.processes import TORCHRUN
+from tests.factories.tiny import save_tiny
+from tests.project import trl_page
+
+trl = pytest.importorskip("trl")
+WORDS = "red big old sad fun new hot wet".split()
+TOLD = [{"prompt": f"The {w} dog", "completion": f" ran to the {w} tree{' again' * i}."} for i, w in enumerate(WORDS)]
+TEXTS = [{"text": row["prompt"] + row["completion"]} for row in TOLD]
+PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": f" is a cat{' no' * i}."}
+         for i, row in enumerate(TOLD)]
+LABELLED = [{**row, "label": i % 2 == 0} for i, row in enumerate(TOLD)]
+TALKS = [{"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]}
+         for row in TOLD]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("door")
+    save_tiny(folder / "model")
+    return folder
+
+
+def theirs_of(name: str):
+    module = {"GKDConfig": "trl.experimental.gkd"}.get(name, "trl")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", [name for name in trl_fields.CONFIGS if name != "PPOConfig"])  # gone since TRL 1.0
+def test_every_field_of_trl_is_classified_and_has_its_default(name):
+    fields = trl_fields.CONFIGS[name]
+    for each in dataclasses.fields(theirs_of(name)):
+        assert each.name in fields, each.name
+        if each.default is not dataclasses.MISSING and each.name != "include_for_metrics":
+            default = getattr(each.default, "value", each.default)
+            assert fields[each.name].default == default, (each.name, default)
+    assert not fields.keys() - {each.name for each in dataclasses.fields(theirs_of(name))}
+
+
+def test_the_page_has_the_table_of_fields():
+    page = trl_page.PAGE.read_text(encoding="utf-8")
+    assert page == trl_page.written(page), "python -m tests.project.trl_page writes it anew"
+
+
+def test_an_option_that_a_field_names_exists():
+    stages = {"SFTConfig": "sft", "DPOConfig": "dpo", "KTOConfig": "kto", "RewardConfig": "reward",
+              "GRPOConfig": "grpo", "RLOOConfig": "rloo", "PPOConfig": "ppo", "GKDConfig": "distill"}
+    for name, fields in trl_fields.CONFIGS.items():
+        row = hybrid_rlhf.training.registry.STAGES[stages[name]]
+        config = importlib.import_module(row.module).Config()
+        for field in fields.values():
+            if field.option not in ("", "push_to_hub"):
+                value_of(config, field.option)
+
+
+def losses(place, capsys, trainer: str, rows: list, **given) -> tuple[list[float], list[float]]:
+    """Of four steps on all of eight rows: TRL's and ours, both with TRL's other defaults."""
+    from datasets import Dataset
+
+    config, model = trainer.replace("Trainer", "Config"), str(place / "model")
+    given = {"max_steps": 4, "logging_steps": 1, "bf16": False, "report_to": "none", "save_strategy": "no", **given}
+    data = Dataset.from_list(rows)
+    oracle = getattr(trl, trainer)(model, args=getattr(trl, config)(
+        str(place / "theirs"), use_cpu=True, gradient_checkpointing=False, **given), train_dataset=data)
+    oracle.train()
+    capsys.readouterr()
+    ours = getattr(hybrid_rlhf, trainer)(model, args=getattr(hybrid_rlhf, config)(
+        str(place / f"ours{len(list(place.iterdir()))}"), **given), train_dataset=data)
+    ours.train()
+    return ([row["loss"] for row in oracle.state.log_history if "loss" in row],
+            [row["loss"] for row in ours.history if "loss" in row])
+
+
+@pytest.mark.parametrize(("trainer", "rows", "given"), [
+    ("SFTTrainer", TOLD, {}), ("SFTTrainer", TEXTS, {"learning_rate": 1e-3}),
+    ("SFTTrainer", TOLD, {"completion_only_loss": False, "warmup_steps": 2, "weight_decay": 0.1}),
+    ("SFTTrainer", TOLD, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
+    ("DPOTrainer", PAIRS, {"learning_rate": 1e-3}), ("DPOTrainer", PAIRS, {"loss_type": ["ipo"], "beta": 0.3}),
+    ("KTOTrainer", LABELLED, {"learning_rate": 1e-3, "desirable_weight": 1.3})])
+def test_losses_are_trl_s_step_by_step(place, capsys, trainer, rows, given):
+    theirs, ours = losses(place, capsys, trainer, rows, **given)
+    first = 1 if "warmup_steps" in given else 4  # TRL's warm-up begins with an update at rate 0
+    assert len(ours) == 4
+    assert ours[:first] == pytest.approx(theirs[:first], rel=1e-3, abs=2e-5)
+
+
+def test_a_conversation_is_trained_whole_unless_only_the_assistant_is_asked_for(place):
+    for given, expected in (({}, "all"), ({"assistant_only_loss": True}, "response")):
+        trainer = SFTTrainer(str(place / "model"), args=SFTConfig("x", **given), train_dataset=TALKS)
+        assert trainer.config.data.train_on == expected
+    assert SFTTrainer("m", args=SFTConfig("x"), train_dataset=TOLD).config.data.train_on == "response"
+    assert SFTTrainer("m", args=SFTConfig("x"), train_dataset=TEXTS).config.data.train_on == "all"
+
+
+def test_defaults_are_trl_s_and_a_line_has_the_launcher_s(place, capsys):
+    trainer = SFTTrainer(str(place / "model"), args=SFTConfig("x", dataloader_num_workers=4), train_dataset=TOLD)
+    train, data = trainer.config.train, trainer.config.data
+    assert (train.learning_rate, train.num_train_epochs, train.per_device_train_batch_size) == (2e-5, 3.0, 8)
+    assert (train.lr_scheduler_type, train.warmup_ratio, train.weight_decay) == ("linear", 0, 0)
+    assert (data.raw, data.eval_fraction, data.max_length, trainer.config.seed) == (True, 0.0, 1024, 42)
+    told = capsys.readouterr().err
+    assert "SFTConfig, as in TRL (in brackets train.py's default): train.learning_rate 2e-05 (0.0002)" in told
+    assert "without effect here: dataloader_num_workers (docs/coming-from.md#trl says why)" in told
+
+
+def grpo(place, **given) -> GRPOTrainer:
+    return GRPOTrainer(str(place / "model"), reward_funcs=len, args=GRPOConfig("x", **given),
+                       train_dataset=[{"prompt": "a"}] * 16)
+
+
+@pytest.mark.parametrize(("given", "prompts", "minibatches", "steps"), [
+    ({}, 1, 1, -1), ({"per_device_train_batch_size": 16, "max_steps": 5}, 2, 1, 5),
+    ({"gradient_accumulation_steps": 4, "max_steps": 6, "num_iterations": 2}, 4, 1, 3),
+    ({"steps_per_generation": 4, "max_steps": 9}, 4, 4, 3),
+    ({"generation_batch_size": 32, "num_generations": 4, "max_steps": 8}, 8, 4, 2)])
+def test_answers_and_updates_are_counted_as_trl_does(place, given, prompts, minibatches, steps):
+    train = (config := grpo(place, **given).config).train
+    assert (train.per_device_train_batch_size, config.ppo.num_minibatches, train.max_steps) == (
+        prompts, minibatches, steps)
+    theirs = trl.GRPOConfig("x", use_cpu=True, bf16=False, **given)  # its own arithmetic
+    assert prompts == theirs.generation_batch_size / theirs.num_generations
+    updates = theirs.num_iterations * theirs.steps_per_generation / theirs.gradient_accumulation_steps
+    assert steps == -1 or steps == math.ceil(theirs.max_steps / updates)
+
+
+def test_grpo_has_no_penalty_that_trl_does_not_have(place):
+    config = grpo(place).config
+    assert (config.ppo.kl_coef, config.ppo.missing_eos_penalty, config.ppo.normalise_scores, config.ppo.score_clip) == (
+        0, 0, False, None)
+    assert config.ppo.aggregation == "token" and config.roles.actor.learning_rate == 1e-6
+    assert config.ppo.sampling.max_new_tokens == 512 and config.data.max_prompt_length > 256
+
+
+def test_all_that_is_not_taken_is_told_at_once():
+    with pytest.raises(UserError) as caught:
+        SFTTrainer("m", args=SFTConfig("x", deepspeed="z.json", lerning_rate=1, loss_type="dft", optim="lion",
+                                       model_init_kwargs={"revision": "b"}), train_dataset=TOLD, compute_metrics=len)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "these are not taken here:" and len(lines) == 7
+    for said in ("compute_metrics is not taken here; held-out rows", "deepspeed='z.json': set engine__zero_stage",
+                 "lerning_rate: SFTConfig has no such field (did you mean learning_rate?)",
+                 "loss_type='dft': only the negative", "optim='lion': there are adamw",
+                 "model_init_kwargs: revision is"):
+        assert any(said in line for line in lines), said
+
+
+def test_a_model_and_a_tokenizer_from_memory_are_trained_and_stay_as_they_are(place):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (kind.from_pretrained(place / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    given = {"max_steps": 2, "report_to": [], "learning_rate": 1e-3}
+    trainer = SFTTrainer(model=model, args=SFTConfig(place / "memory", **given), train_dataset=TOLD,
+                         processing_class=tokenizer)
+    trainer.train()
+    path = SFTTrainer(str(place / "model"), args=SFTConfig(place / "path", bf16=False, **given), train_dataset=TOLD)
+    path.train()
+    assert [row["loss"] for row in trainer.history] == [row["loss"] for row in path.history]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not torch.equal(trainer.model.state_dict()["lm_head.weight"], before["lm_head.weight"])
+    assert trainer.save_model(str(place / "memory")).endswith("model")
+
+
+def test_peft_chooses_the_modules_as_it_does_for_trl(place):
+    import peft
+
+    trainer = SFTTrainer(str(place / "model"), args=SFTConfig("x"), train_dataset=TOLD,
+                         peft_config=peft.LoraConfig(r=4, lora_dropout=0.1))
+    assert trainer.config.model.lora.target_modules == ["q_proj", "v_proj"]
+    assert trainer.config.model.lora.dropout == 0
+
+
+def test_callbacks_are_called_as_by_transformers_and_may_stop_the_run(place):
+    from transformers import EarlyStoppingCallback, TrainerCallback
+
+    class Notes(TrainerCallback):
+        def __init__(self):
+            self.events = []
+
+        def __getattribute__(self, name):
+            if not name.startswith("on_"):
+                return super().__getattribute__(name)
+
+            def note(args, state, control, **facts):
+                self.events.append((name, state.global_step))
+                assert args.per_device_train_batch_size == 4 and facts["model"].training in (True, False)
+                if name == "on_step_end" and state.global_step == 3:
+                    control.should_training_stop = True
+                if name == "on_step_end":
+                    control.should_save = state.global_step == 2
+                if name == "on_evaluate":
+                    assert "eval_loss" in facts["metrics"]
+                return control
+            return note
+
+    notes = Notes()
+    trainer = SFTTrainer(str(place / "model"), args=SFTConfig(
+        place / "noted", max_steps=9, per_device_train_batch_size=4, eval_strategy="steps", eval_steps=2,
+        logging_steps=2, save_strategy="no"), train_dataset=TOLD, eval_dataset=TOLD[:2], callbacks=[notes])
+    trainer.train()
+    assert [event for event in notes.events if event[0] != "on_log"] == [
+        ("on_train_begin", 0), ("on_epoch_begin", 0), ("on_step_begin", 0), ("on_step_end", 1), ("on_step_begin", 1),
+        ("on_step_end", 2), ("on_epoch_end", 2), ("on_epoch_begin", 2), ("on_evaluate", 2), ("on_save", 2),
+        ("on_step_begin", 2), ("on_step_end", 3), ("on_evaluate", 3), ("on_save", 3), ("on_epoch_end", 3),
+        ("on_train_end", 3)]
+    assert trainer.state.global_step == 3 and any("eval_loss" in row for row in trainer.state.log_history)
+    stopping = SFTTrainer(str(place / "model"), args=SFTConfig(
+        place / "early", max_steps=20, learning_rate=1e-9, eval_strategy="steps", eval_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss"), train_dataset=TOLD, eval_dataset=TOLD[:2],
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.5)])
+    stopping.train()
+    assert stopping.state.global_step == 3
+
+
+def test_a_text_column_of_another_name_and_a_formatting_function(place):
+    named = SFTTrainer(str(place / "model"), args=SFTConfig("x", dataset_text_field="words"),
+                       train_dataset=[{"words": "a b"}])
+    assert json.loads(named._rows["data.sources"].text) == {"text": "a b"}
+    made = SFTTrainer(str(place / "model"), args=SFTConfig("x"), train_dataset=[{"q": "a"}],
+                      formatting_func=lambda row: f"<{row['q']}>")
+    assert json.loads(made._rows["data.sources"].text) == {"text": "<a>"}
+
+
+def test_push_to_hub_without_a_login_is_said_before_training():
+    with pytest.raises(UserError, match="push_to_hub: the hub does not know you .*; run `hf auth login`"):
+        SFTTrainer("m", args=SFTConfig("x", push_to_hub=True), train_dataset=TOLD)
+
+
+def test_gkd_is_distillation_by_the_jensen_shannon_divergence(place):
+    trainer = hybrid_rlhf.GKDTrainer(str(place / "model"), teacher_model=str(place / "model"), train_dataset=TOLD,
+                                     args=GKDConfig("x", lmbda=1.0))
+    distill = trainer.config.distill
+    assert (distill.divergence, distill.beta, distill.lmbda, distill.sampling.max_new_tokens) == ("jsd", 0.5, 1.0, 128)
+
+
+SCRIPT = """from hybrid_rlhf import GRPOConfig, GRPOTrainer
+trainer = GRPOTrainer(model={model!r}, reward_funcs=lambda completions, **rest: [len(c) / 9 for c in completions],
+                      args=GRPOConfig({out!r}, max_steps=2, max_completion_length=4),
+                      train_dataset=[{{"prompt": "a"}}] * 8)
+print("steps", len([row for row in trainer.train() and trainer.history if "reward" in row]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_script_trains_in_several_processes_and_says_when_there_is_one(place):
+    (place / "script.py").write_text(SCRIPT.format(model=str(place / "model"), out=str(place / "two")))
+    done = subprocess.run([*TORCHRUN, "--nproc_per_node", "2", str(place / "script.py")], capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("steps 2") == 2 and "run: 2 steps of 2 prompts with 8 responses each" in done.stderr
+    (place / "script.py").write_text(SCRIPT.format(model=str(place / "model"), out=str(place / "one")))
+    done = subprocess.run([sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu",
+                           str(place / "script.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("accelerate launch made one process; --num_processes 2 makes two") == 1
