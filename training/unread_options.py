@@ -23,7 +23,12 @@ _SECTIONS = {"online": "online_dpo", "stages": "all", "rejection": "rejection", 
 _COLUMNS = 'columns belong to a source: --data.sources "{path: FILE, columns: {prompt: question}}"'
 
 
-def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type: str | None = None) -> dict[str, str]:
+_CLIPS = {"both": {}, "above": {"ppo.cliprange_low": "has no lower bound; set ppo.cliprange_high"},
+          "none": dict.fromkeys(("ppo.cliprange", "ppo.cliprange_low", "ppo.cliprange_high"), "does not clip")}
+
+
+def of_method(estimator: str | None = None, policy_loss: str | None = None,
+              loss_type: str | None = None) -> dict[str, str]:
     """The options of its stage that a method does not read -> why. None: any method may be chosen."""
     unread: dict[str, str] = {}
     if loss_type is not None:
@@ -36,8 +41,11 @@ def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type:
                                "ppo.critic_warmup_steps"), f"ppo.estimator {estimator} has no critic; that of gae has")
         if not ESTIMATORS[estimator].discounts:
             unread["ppo.gamma"] = f"ppo.estimator {estimator} does not discount"
-    if not POLICY_LOSSES[policy_loss].is_bounded_below:
-        unread["ppo.cliprange_low"] = f"ppo.policy_loss {policy_loss} has no lower bound; set ppo.cliprange_high"
+    if policy_loss is not None:
+        row = POLICY_LOSSES[policy_loss]
+        unread |= {option: f"ppo.policy_loss {policy_loss} {text}" for option, text in _CLIPS[row.clips].items()}
+        unread |= {f"ppo.{option}": f"it is for ppo.policy_loss {name}" for name, other in POLICY_LOSSES.items()
+                   for option in other.options if option not in row.options}
     return unread
 
 

@@ -260,7 +260,8 @@ class PPOTrainer:
         weights, weighed = self._importance(rows, owner, old)
         loss, observed = policy_loss(tokens.logprobs, old, rows.of_actions(rows.advantages), owner=owner,
                                      kind=config.policy_loss, cliprange=config.clipranges, dual_clip=config.dual_clip,
-                                     denominator=denominator, weights=weights, num_rows=len(rows))
+                                     denominator=denominator, weights=weights, num_rows=len(rows),
+                                     **config.loss_options)
         size, observed = len(owner), observed | weighed
         if not config.kl_in_reward and self.roles.ref:
             reference = rows.of_actions(present(rows.ref_logprobs, "ref_logprobs"))

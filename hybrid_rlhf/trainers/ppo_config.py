@@ -25,9 +25,11 @@ class PPOConfig:
             steps or turns, gae, reinforce_pp and process_grpo give a token the rewards that follow it; the others sum
             those of a response.
         policy_loss: ppo (clipped ratio of each token), gspo (of each sequence, geometric mean), ppo_sequence (of each
-            sequence, product) or cispo (clipped ratio as a weight).
+            sequence, product), cispo (clipped ratio as a weight), sapo (a sigmoid in place of the clip) or vespo (a
+            weight of each sequence that fades as its ratio, a product, leaves 1).
         aggregation: How the loss is averaged: token (over all tokens of the minibatch), sequence (over each response,
-            then over responses) or constant (each response's sum over max_new_tokens); null takes the method's own.
+            then over responses), constant (each response's sum over max_new_tokens) or sum (each response's sum; with
+            gspo this is LUSPO, and a rate for it is smaller by the length); null takes the method's own.
         max_refills: Rounds of further prompts, at most, whose responses replace groups with equal scores (dynamic
             sampling, DAPO); 0 trains on such groups too.
         num_ppo_epochs: Passes over each rollout; null goes by the method.
@@ -42,6 +44,12 @@ class PPOConfig:
         cliprange: Clip range of the probability ratio.
         cliprange_low: Of ratios below 1; null takes cliprange.
         cliprange_high: Of ratios above 1; null takes cliprange.
+        sapo_temperature_pos: How fast sapo's sigmoid closes for tokens with a positive advantage.
+        sapo_temperature_neg: For the others.
+        vespo_k_pos: Exponent of the ratio in vespo's weight for advantages of 0 or more: fades ratios below 1.
+        vespo_lambda_pos: Its decay there: fades ratios above 1.
+        vespo_k_neg: The exponent for negative advantages.
+        vespo_lambda_neg: The decay for negative advantages.
         dual_clip: Bound of the loss of tokens with a negative advantage, in advantages (3, say); null has none.
         cliprange_value: Clip range of the value's change.
         vf_coef: Factor of the value loss.
@@ -108,6 +116,12 @@ class PPOConfig:
     cliprange: float = within(0.2, "(0,")
     cliprange_low: float | None = within(None, "(0,")
     cliprange_high: float | None = within(None, "(0,")
+    sapo_temperature_pos: float = within(1.0, "(0,")
+    sapo_temperature_neg: float = within(1.05, "(0,")
+    vespo_k_pos: float = within(2.0, "[0,")
+    vespo_lambda_pos: float = within(3.0, "(0,")
+    vespo_k_neg: float = within(3.0, "[0,")
+    vespo_lambda_neg: float = within(2.0, "(0,")
     dual_clip: float | None = None
     cliprange_value: float = within(0.2, "(0,")
     vf_coef: float = 1.0
@@ -160,9 +174,9 @@ class PPOConfig:
         check(row.needs_values or not self.critic_warmup_steps,
               f"ppo.critic_warmup_steps is {self.critic_warmup_steps}, and ppo.estimator {self.estimator} has no "
               "critic; choose gae")
-        check(self.dual_clip is None or (self.dual_clip > 1 and self.policy_loss != "cispo"),
+        check(self.dual_clip is None or (self.dual_clip > 1 and POLICY_LOSSES[self.policy_loss].clips == "both"),
               f"ppo.dual_clip is {self.dual_clip} with ppo.policy_loss {self.policy_loss}; it must be above 1, and "
-              "cispo has no clipped ratio to bound")
+              "cispo, sapo and vespo have no clipped ratio to bound")
         longest = self.sampling.max_new_tokens
         check(not self.overlong_penalty or 1 <= self.overlong_buffer <= longest,
               f"ppo.overlong_buffer is {self.overlong_buffer}; it must lie in [1, ppo.sampling.max_new_tokens "
@@ -174,6 +188,9 @@ class PPOConfig:
         check(self.importance == "none" or self.old_logprobs != "sampler",
               f"ppo.importance {self.importance} weighs a training forward against the sampler; "
               "ppo.old_logprobs sampler has none; choose recompute")
+        check(self.importance == "none" or self.policy_loss != "vespo",
+              f"ppo.importance {self.importance} weighs the ratio to the sampler, and so does ppo.policy_loss vespo; "
+              "leave it out, and choose ppo.old_logprobs sampler")
         low, high = self.importance_band
         check(self.importance != "masked" or low < high,
               f"ppo.importance masked keeps responses whose ratio lies in [{low:g}, {high:g}], where there is none; "
@@ -194,10 +211,14 @@ class PPOConfig:
 
     @property
     def averaging(self) -> str:
-        """aggregation, or the method's default: ratios of sequences are averaged over sequences."""
-        is_of_tokens = POLICY_LOSSES[self.policy_loss].level == "token"
-        default = ESTIMATORS[self.estimator].aggregation if self.policy_loss == "ppo" else "token"
-        return self.aggregation or (default if is_of_tokens else "sequence")
+        """aggregation, or the policy loss's default, or the estimator's."""
+        return (self.aggregation or POLICY_LOSSES[self.policy_loss].aggregation
+                or ESTIMATORS[self.estimator].aggregation)
+
+    @property
+    def loss_options(self) -> dict[str, float]:
+        """The options that this policy loss alone reads."""
+        return {name: getattr(self, name) for name in POLICY_LOSSES[self.policy_loss].options}
 
     @property
     def old_logprobs_from(self) -> str:

@@ -35,6 +35,8 @@ from tests.factories.trl_rows import PAD, TOLERANCE, VOCABULARY, pair_rows, sft_
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
+from trl import GRPOConfig
+
 from tests.factories.trl_oracle import trl_reward_loss, trl_sft_loss
 
 
@@ -148,9 +150,10 @@ def test_elsewhere_they_differ_by_the_supervised_terms_alone() -> None:
 
 # --- Our losses without a critic against TRL's own `_compute_loss`, on the same log-probabilities, with its gradients
 
-pytest.importorskip("trl")
 MASK = length_mask([5, 1, 3, 7])
 LENGTH = 9  # max_new_tokens
+SAPO, VESPO = ({name: f.default for name, f in GRPOConfig.__dataclass_fields__.items() if name.startswith(kind)}
+               for kind in ("sapo_", "vespo_"))  # TRL's defaults
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -165,13 +168,15 @@ def trl_loss(trainer_class: type, given: dict, advantages: torch.Tensor, **setti
     new = given["new"].clone().requires_grad_()
     options = {"loss_type": "grpo", "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "delta": None,
                "importance_sampling_level": "token"} | settings
+    args = {"delta": options["delta"], "steps_per_generation": 1, "use_bias_correction_kl": False} | {
+        name: options.pop(name) for name in [*options] if name.startswith(("sapo", "vespo", "use_"))}
     accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
     trainer = SimpleNamespace(
         **options, accelerator=accelerator, _metrics=defaultdict(lambda: defaultdict(list)), top_entropy_quantile=1.0,
         aux_loss_enabled=False, off_policy_mask_threshold=None, use_vllm=False, max_completion_length=LENGTH,
         vllm_importance_sampling_correction=False, current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
-        model=SimpleNamespace(training=True), args=SimpleNamespace(delta=options["delta"], steps_per_generation=1,
-                                                                   use_bias_correction_kl=False),
+        model=SimpleNamespace(training=True), args=SimpleNamespace(**args),
+        get_gamma_weights=getattr(trainer_class, "get_gamma_weights", None),
         _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None))
     ids = torch.zeros_like(MASK, dtype=torch.long)
     loss = trainer_class._compute_loss(trainer, None, {
@@ -230,7 +235,24 @@ def group_relative(scores: torch.Tensor, is_scaled: bool) -> torch.Tensor:
     # TRL's epsilon_high is the bound of the ratio itself, ours how far above 1 it lies
     ({"estimator": "grpo", "policy_loss": "cispo", "cliprange_high": 0.1}, {"loss_type": "cispo", "epsilon_high": 1.1},
      True),
-], ids=["grpo", "grpo_kl", "dapo", "dr_grpo_kl", "gspo", "cispo"])
+    ({"estimator": "grpo", "aggregation": "token"}, {"loss_type": "bnpo"}, True),  # theirs on one micro-batch
+    ({"estimator": "grpo", "policy_loss": "sapo"}, {"loss_type": "sapo"} | SAPO, True),
+    ({"estimator": "grpo", "policy_loss": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 0.5,
+      "kl_coef": 0.1}, {"loss_type": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 0.5, "beta": 0.1},
+     True),
+    ({"estimator": "grpo", "policy_loss": "vespo"}, {"loss_type": "vespo"} | VESPO, True),
+    ({"estimator": "dr_grpo", "policy_loss": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5,
+      "vespo_k_neg": 0.25, "vespo_lambda_neg": 0.75},
+     {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.25,
+      "vespo_lambda_neg": 0.75}, False),
+    ({"estimator": "grpo", "policy_loss": "gspo", "aggregation": "sum", "cliprange_low": 0.03, "cliprange_high": 0.04},
+     {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04}, True),
+    ({"estimator": "grpo", "aggregation": "sum", "kl_coef": 0.1}, {"loss_type": "luspo", "beta": 0.1}, True),
+    ({"estimator": "grpo", "dual_clip": 1.3}, {"delta": 1.3}, True),
+    ({"estimator": "grpo", "dual_clip": 1.25, "policy_loss": "gspo"},
+     {"delta": 1.25, "importance_sampling_level": "sequence"}, True),
+], ids=["grpo", "grpo_kl", "dapo", "dr_grpo_kl", "gspo", "cispo", "bnpo", "sapo", "sapo_other_kl", "vespo",
+        "vespo_other", "luspo", "luspo_token_kl", "delta", "delta_gspo"])
 def test_losses_and_gradients_are_trl_s(ours, theirs, is_scaled) -> None:
     from trl import GRPOTrainer
 

@@ -14,7 +14,7 @@ SLACK = 25  # lines that a mended fault may add to a package, or that a row may 
 H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
-    "hybrid_rlhf/algorithms": (1258, 10),
+    "hybrid_rlhf/algorithms": (1293, 10),
     "hybrid_rlhf/commands": (2016, 9),
     "hybrid_rlhf/core": (3120, 22),
     "hybrid_rlhf/data": (3850, 17),
@@ -30,10 +30,10 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/rollout": (1148, 8),
     "hybrid_rlhf/run": (2120, 12),
     "hybrid_rlhf/studio": (8014, 44),
-    "hybrid_rlhf/trainers": (1397, 10),
-    "training": (5233, 29),
+    "hybrid_rlhf/trainers": (1419, 10),
+    "training": (5241, 29),
     "inference": (3682, 27),
-    "tests": (56725, 336),
+    "tests": (56783, 336),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (1173, 8),
 }

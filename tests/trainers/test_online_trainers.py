@@ -37,6 +37,9 @@ def same(before, engine) -> bool:
 
 @pytest.mark.parametrize("changes", [{"estimator": "grpo"}, {"estimator": "dr_grpo"},
                                      {"estimator": "grpo", "policy_loss": "gspo"},
+                                     {"estimator": "grpo", "policy_loss": "gspo", "aggregation": "sum"},
+                                     {"estimator": "grpo", "policy_loss": "sapo"},
+                                     {"estimator": "grpo", "policy_loss": "vespo"},
                                      {"estimator": "rloo", "importance": "token", "old_logprobs": "recompute"}],
                          ids=lambda c: "-".join(c.values()))
 def test_a_step_without_a_critic_is_the_same_whatever_the_token_budget(changes):
@@ -102,7 +105,8 @@ def test_the_method_s_rows_decide_where_nothing_is_given_and_what_is_given_wins(
     assert of(estimator="grpo") == (False, False, "k3", "sequence", False)
     assert of(estimator="dr_grpo") == (False, False, "k3", "constant", False)
     assert of(estimator="rloo", policy_loss="ppo_sequence") == (False, True, "k1", "sequence", False)
-    assert of(estimator="grpo", policy_loss="cispo")[3] == "token"
+    assert of(estimator="grpo", policy_loss="cispo")[3] == of(estimator="grpo", policy_loss="vespo")[3] == "token"
+    assert of(estimator="dr_grpo", policy_loss="sapo")[3] == "sequence"
     assert of(estimator="grpo", kl_in="reward", aggregation="token", whiten_advantages=True) == (
         False, True, "k1", "token", True)
     with pytest.raises(UserError, match=r"num_samples is 1; give 2 or more"):
