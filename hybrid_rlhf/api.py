@@ -325,8 +325,8 @@ def GRPOTrainer(model: object = None, train_dataset: object = None, reward_funcs
                 *, method: str | None = None, eval_dataset: object = None, peft_config: object = None,
                 tools: object = None, environment_factory: object = None, output_dir: str | None = None,
                 settings: Mapping | None = None, **options: object) -> Training:
-    """On-policy training without a critic: --stage grpo; method: dr_grpo, process_grpo, rloo, reinforce_pp,
-    reinforce_pp_baseline, gspo or cispo."""
+    """On-policy training without a critic: --stage grpo; method: dr_grpo, batch_grpo, gdpo, process_grpo, rloo,
+    reinforce_pp, reinforce_pp_baseline, gspo or cispo."""
     return Training(_variant(method, "grpo", "method", ()), model, train_dataset, reward_funcs, output_dir, settings,
                     options, tools, environment_factory, eval_dataset, peft_config)
 

@@ -41,6 +41,9 @@ def of_method(estimator: str | None = None, policy_loss: str | None = None,
                                "ppo.critic_warmup_steps"), f"ppo.estimator {estimator} has no critic; that of gae has")
         if not ESTIMATORS[estimator].discounts:
             unread["ppo.gamma"] = f"ppo.estimator {estimator} does not discount"
+        if ESTIMATORS[estimator].by_source:
+            unread |= dict.fromkeys(("ppo.min_score", "ppo.max_score"),
+                                    f"ppo.estimator {estimator} normalises each source; clip it in the source")
     if policy_loss is not None:
         row = POLICY_LOSSES[policy_loss]
         unread |= {option: f"ppo.policy_loss {policy_loss} {text}" for option, text in _CLIPS[row.clips].items()}
@@ -176,6 +179,8 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
         (("ppo.kl_horizon",), lambda c: c.ppo.kl_target is not None,
          "ppo.kl_coef is fixed; give ppo.kl_target"),
         (("ppo.kl_in", "ppo.kl_estimator"), lambda c: c.ppo.kl_coef != 0, "ppo.kl_coef is 0; give one, such as 0.05"),
+        (("ppo.kl_bias_correction",), lambda c: c.ppo.kl_coef != 0 and not c.ppo.kl_in_reward,
+         "there is no KL penalty in the loss; give ppo.kl_in loss, and a ppo.kl_coef such as 0.05"),
         (("ppo.importance_cap",), lambda c: c.ppo.importance != "none", "ppo.importance is none; choose token"),
         (("ppo.importance_low",), lambda c: c.ppo.importance == "masked",
          "it is the masked one's; choose ppo.importance masked"),

@@ -118,6 +118,17 @@ def sequences_within(old_logprobs: Tensor, sampled_logprobs: Tensor, owner: Tens
     return (ratio >= low) & (ratio <= high)
 
 
+def near_sampler(new_logprobs: Tensor, sampled_logprobs: Tensor, advantages: Tensor, owner: Tensor, *, max_kl: float,
+                 num_rows: int | None = None) -> Tensor:
+    """(N,) bool: the actions that off-policy sequence masking keeps (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
+
+    Those with an advantage of 0 or more, and those of sequences whose KL(sampler || policy), the mean of sampled - new
+    over their actions, is at most `max_kl` nats. Vectors (N,).
+    """
+    log_ratio = sampled_logprobs.float() - new_logprobs.detach().float()
+    return (advantages >= 0) | (_of_level(log_ratio, owner, "mean", num_rows) <= max_kl)
+
+
 def _counts(owner: Tensor, num_rows: int | None) -> Tensor:
     """(num_rows,) long: how many actions each row has. (bincount would compute the largest row first.)"""
     size = _num_rows(owner, num_rows)

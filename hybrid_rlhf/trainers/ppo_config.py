@@ -21,7 +21,9 @@ class PPOConfig:
     Attributes:
         sampling: How responses are drawn.
         estimator: Advantage estimator: gae (with a critic), reinforce_pp, reinforce_pp_baseline, rloo, grpo,
-            process_grpo or dr_grpo (all but the first two need sampling.num_samples > 1). With rewards at
+            batch_grpo (the spread of the whole batch), gdpo (each reward source normalised on its own, penalties for
+            length and for not ending as one more), process_grpo or dr_grpo (all but the first two need
+            sampling.num_samples > 1). With rewards at
             steps or turns, gae, reinforce_pp and process_grpo give a token the rewards that follow it; the others sum
             those of a response.
         policy_loss: ppo (clipped ratio of each token), gspo (of each sequence, geometric mean), ppo_sequence (of each
@@ -39,6 +41,8 @@ class PPOConfig:
             reference is loaded; null goes by the method.
         kl_in: Whether the KL penalty is in the reward or in the loss; null takes the estimator's own.
         kl_estimator: k1, k2 or k3; null takes k1 in the reward and k3 in the loss.
+        kl_bias_correction: Whether each token's KL in the loss is multiplied by its ratio, with the ratio's gradient:
+            that of k3 is then unbiased (DeepSeek-V3.2; TRL's use_bias_correction_kl).
         kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.
         kl_horizon: Sequences over which the adaptive coefficient moves.
         cliprange: Clip range of the probability ratio.
@@ -51,6 +55,12 @@ class PPOConfig:
         vespo_k_neg: The exponent for negative advantages.
         vespo_lambda_neg: The decay for negative advantages.
         dual_clip: Bound of the loss of tokens with a negative advantage, in advantages (3, say); null has none.
+        max_off_policy_kl: Tokens with a negative advantage, of responses whose KL of the sampler to the policy (a mean
+            over their tokens, in nats) is larger, are left out of the policy loss (DeepSeek-V3.2); null keeps all.
+        top_entropy_quantile: Share of a minibatch's tokens, those of the largest entropy, that stay in the policy loss
+            (arXiv 2506.01939; 0.2, say). Below 1 a further forward of each minibatch finds them.
+        mask_truncated: Whether responses that did not end by themselves are left out of the losses (their scores stay
+            in the baseline of their group, and they count where a loss is averaged over responses).
         cliprange_value: Clip range of the value's change.
         vf_coef: Factor of the value loss.
         entropy_coef: Factor of the entropy bonus, a mean over all tokens of the minibatch whatever `aggregation` is, as
@@ -71,6 +81,8 @@ class PPOConfig:
             on both answers of held-out pairs.
         score_clip: Bound of a normalised score, in standard deviations; scores of functions, services and other models
             are never clipped. null has none.
+        min_score: Least score of a response, all sources together, before penalties; null has none.
+        max_score: Largest score, in the same way.
         missing_eos_penalty: Subtracted from the score of a response that did not end by itself; null takes 1 where a
             reward model scores, else 0.
         overlong_penalty: Subtracted from the score of a response of max_new_tokens (answers of tools included);
@@ -111,6 +123,7 @@ class PPOConfig:
     kl_coef: float | None = within(None, "[0,")
     kl_in: str | None = one_of(None, ("reward", "loss"))
     kl_estimator: str | None = one_of(None, kl.KL_ESTIMATORS)
+    kl_bias_correction: bool = False
     kl_target: float | None = within(None, "(0,")
     kl_horizon: int = within(10000, "(0,")
     cliprange: float = within(0.2, "(0,")
@@ -123,6 +136,9 @@ class PPOConfig:
     vespo_k_neg: float = within(3.0, "[0,")
     vespo_lambda_neg: float = within(2.0, "(0,")
     dual_clip: float | None = None
+    max_off_policy_kl: float | None = within(None, "(0,")
+    top_entropy_quantile: float = within(1.0, "[0, 1]")
+    mask_truncated: bool = False
     cliprange_value: float = within(0.2, "(0,")
     vf_coef: float = 1.0
     entropy_coef: float = within(0.0, "[0,")
@@ -134,6 +150,8 @@ class PPOConfig:
     update_kl: float | None = within(None, "[0,")
     normalise_scores: bool = True
     score_clip: float | None = 5.0
+    min_score: float | None = None
+    max_score: float | None = None
     missing_eos_penalty: float | None = None
     overlong_penalty: float = within(0.0, "[0,")
     overlong_buffer: int = 16
@@ -177,6 +195,9 @@ class PPOConfig:
         check(self.dual_clip is None or (self.dual_clip > 1 and POLICY_LOSSES[self.policy_loss].clips == "both"),
               f"ppo.dual_clip is {self.dual_clip} with ppo.policy_loss {self.policy_loss}; it must be above 1, and "
               "cispo, sapo and vespo have no clipped ratio to bound")
+        least, most = self.min_score, self.max_score
+        check(least is None or most is None or least < most,
+              f"ppo.min_score is {least} and ppo.max_score {most}; the first must be less")
         longest = self.sampling.max_new_tokens
         check(not self.overlong_penalty or 1 <= self.overlong_buffer <= longest,
               f"ppo.overlong_buffer is {self.overlong_buffer}; it must lie in [1, ppo.sampling.max_new_tokens "

@@ -70,7 +70,7 @@ def test_sapo_fades_by_a_sigmoid_whose_temperature_goes_by_the_sign():
     assert seen["policy/clip_fraction"] == seen["clip_ratio/low_mean"] == 0
 
 
-def test_vespo_weighs_a_response_by_its_product_of_ratios_and_the_weight_has_no_gradient():
+def test_vespo_weighs_a_response_by_its_product_of_ratios_without_gradient():
     options = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 0.5, "vespo_lambda_neg": 1.5}
     loss, gradient, seen = loss_of("vespo", [1.0, 1.0, -2.0], cliprange=(1e-3, 1e-3), **options)
     pos, neg = 1.35 ** 2 * math.exp(3 * (1 - 1.35)), 0.5 ** 0.5 * math.exp(1.5 * (1 - 0.5))

@@ -101,7 +101,8 @@ def test_every_offline_loss_has_a_row(models, tmp_path, loss) -> None:
 @pytest.mark.parametrize(("estimator", "policy_loss", "method"), [
     ("gae", "ppo", "ppo"), ("gae", "gspo", "ppo"), ("grpo", "ppo", "grpo"), ("grpo", "gspo", "gspo"),
     ("grpo", "cispo", "cispo"), ("rloo", "ppo_sequence", "rloo"), ("dr_grpo", "ppo", "dr_grpo"),
-    ("process_grpo", "ppo", "process_grpo"), ("reinforce_pp", "ppo", "reinforce_pp"),
+    ("process_grpo", "ppo", "process_grpo"), ("gdpo", "ppo", "gdpo"), ("batch_grpo", "sapo", "batch_grpo"),
+    ("reinforce_pp", "ppo", "reinforce_pp"),
     ("reinforce_pp_baseline", "ppo", "reinforce_pp_baseline")])
 def test_every_method_that_samples_has_a_row_however_it_was_chosen(models, tmp_path, estimator, policy_loss,
                                                                    method) -> None:
@@ -209,9 +210,12 @@ def test_an_option_of_another_stage_is_one_line_that_names_the_one_meant(stage, 
     (["grpo", "--ppo.policy_loss=vespo", "--ppo.cliprange=0.1"],
      "ppo.cliprange is not used by --stage grpo; ppo.policy_loss vespo does not clip"),
     (["cispo", "--ppo.cliprange_low=0.1"],
-     "ppo.cliprange_low is not used by --stage cispo; ppo.policy_loss cispo has no lower bound; set ppo.cliprange_high"),
+     "cliprange_low is not used by --stage cispo; ppo.policy_loss cispo has no lower bound; set ppo.cliprange_high"),
     (["grpo", "--ppo.policy_loss=vespo", "--ppo.importance=token"], "choose ppo.old_logprobs sampler"),
     (["grpo", "--ppo.policy_loss=sapo", "--ppo.dual_clip=3"], "cispo, sapo and vespo have no clipped ratio to bound"),
+    (["ppo", "--ppo.kl_bias_correction=true"], "ppo.kl_bias_correction is set; there is no KL penalty in the loss"),
+    (["gdpo", "--ppo.max_score=1"], "ppo.estimator gdpo normalises each source; clip it in the source"),
+    (["grpo", "--ppo.max_score=1", "--ppo.min_score=2"], "ppo.min_score is 2.0 and ppo.max_score 1.0"),
     (["ppo", "--reward.timeout=5"], "reward.timeout is set; it is for functions and services"),
     (["ppo", "--reward.isolate=true", "--reward.url=http://localhost:1"],
      "reward.isolate is set; it is for functions; give reward.functions")])
