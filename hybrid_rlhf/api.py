@@ -492,8 +492,8 @@ class KTOTrainer(Training):
 
 
 class GRPOTrainer(Training):
-    """On-policy training without a critic: --stage grpo; method: dr_grpo, process_grpo, rloo, reinforce_pp,
-    reinforce_pp_baseline, gspo or cispo."""
+    """On-policy training without a critic: --stage grpo; method: dr_grpo, batch_grpo, gdpo, process_grpo, rloo,
+    reinforce_pp, reinforce_pp_baseline, gspo or cispo."""
 
     def __init__(self, model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None, *,
                  method: str | None = None, args: TrlConfig | None = None, eval_dataset: object = None,

@@ -23,7 +23,8 @@ class Callbacks:
 
         made = [each() if isinstance(each, type) else each for each in callbacks]
         for each in made:
-            check(isinstance(each, TrainerCallback), f"callbacks: {each!r:.60} is not a transformers.TrainerCallback; give one, or its class")
+            check(isinstance(each, TrainerCallback),
+                  f"callbacks: {each!r:.60} is not a transformers.TrainerCallback; give one, or its class")
         self._callbacks, self._args, self._tokenizer, self._model = made, args, tokenizer, None
         self.state, self.control, self._epochs = TrainerState(), TrainerControl(), 0
         self.state.is_world_process_zero = self.state.is_local_process_zero = rank() == 0

@@ -17,6 +17,9 @@ _SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 _LOADING = {"dtype": "model.dtype", "torch_dtype": "model.dtype", "attn_implementation": "model.attn_implementation",
             "trust_remote_code": "model.trust_remote_code", "load_in_4bit": "model.load_in_4bit",
             "load_in_8bit": "model.load_in_8bit"}
+_AGGREGATIONS = {"dapo": "token", "bnpo": "token", "grpo": "sequence", "dr_grpo": "constant", "luspo": "sum"}
+_GATED = ("cispo", "sapo", "vespo")  # losses without a clipped ratio, each with the average of its paper
+_SCALES = {"group": "grpo", "true": "grpo", "batch": "batch_grpo", "none": "dr_grpo", "false": "dr_grpo"}
 _LOADING_IDLE = ("device_map", "use_cache", "low_cpu_mem_usage")
 LONGEST_PROMPT = 2048  # tokens, where the model has the positions: TRL has no limit
 
@@ -235,11 +238,44 @@ def _losses(config: TrlConfig) -> dict:
         check(len(named) == 1 and named[0] in ("sigmoid", "ipo", "hinge"),
               f"loss_type={config.loss_type!r}: there are sigmoid, ipo and hinge, one at a time")
         return {"dpo.loss_type": named[0]}
+    if isinstance(config, GRPOConfig):
+        return _policy_losses(config)
     if isinstance(config, RLOOConfig):
-        return {"ppo.policy_loss": "ppo_sequence"}
+        least, most = config.reward_clip_range or (None, None)
+        return {"ppo.policy_loss": "ppo_sequence", "ppo.cliprange": config.epsilon, "ppo.min_score": least,
+                "ppo.max_score": most}
     if isinstance(config, RewardConfig):
         return {"reward.center_coef": config.center_rewards_coefficient or 0.0}
     return {}
+
+
+def stage_of(config: TrlConfig) -> str:
+    """The stage of a GRPOConfig: how it scales rewards is a stage of its own here."""
+    if config.multi_objective_aggregation == "normalize_then_sum":
+        return "gdpo"
+    scale = str(config.scale_rewards).lower()
+    check(scale in _SCALES, f"scale_rewards={config.scale_rewards!r}: there are group, batch and none")
+    return _SCALES[scale]
+
+
+def _policy_losses(config: TrlConfig) -> dict:
+    """The loss of a GRPOConfig, with the options that it reads."""
+    loss, of_sequence = config.loss_type, config.importance_sampling_level == "sequence"
+    check(loss in _AGGREGATIONS or loss in _GATED,
+          f"loss_type={loss!r}: there are {', '.join((*_AGGREGATIONS, *_GATED))}")
+    values: dict[str, object] = {"ppo.kl_bias_correction": config.use_bias_correction_kl} if config.beta else {}
+    if loss in _AGGREGATIONS:
+        values["ppo.cliprange"] = config.epsilon
+        if config.epsilon_high is not None:
+            values["ppo.cliprange_high"] = config.epsilon_high
+        return values | {"ppo.aggregation": _AGGREGATIONS[loss], "ppo.policy_loss": "gspo" if of_sequence else "ppo"}
+    check(not of_sequence, f"importance_sampling_level='sequence': loss_type={loss!r} has its own; leave it out")
+    if loss == "cispo":
+        check((config.epsilon_high or 0) > 1,
+              "loss_type='cispo': epsilon_high is the bound of the ratio; give one above 1, such as 5.0")
+        values["ppo.cliprange_high"] = config.epsilon_high - 1
+    options = {f"ppo.{name}": getattr(config, name) for name in config.FIELDS if name.startswith(f"{loss}_")}
+    return values | options | {"ppo.policy_loss": loss}
 
 
 def _rollouts(config: TrlConfig) -> dict:
@@ -268,7 +304,8 @@ def _distillation(config: TrlConfig) -> dict:
 
 
 def _longest(sampled: int, positions: int | None) -> dict:
-    return {"data.max_prompt_length": max(2, min(LONGEST_PROMPT, (positions or 2 * LONGEST_PROMPT) - sampled))}
+    room = LONGEST_PROMPT if positions is None else min(LONGEST_PROMPT, positions - sampled)
+    return {"data.max_prompt_length": room} if room >= 2 else {}  # else the run says that the answers are too long
 
 
 # Fields that the functions above read together with others, or in other words than their option's.
@@ -278,4 +315,6 @@ _TOGETHER = frozenset((
     "gradient_checkpointing", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_private_repo",
     "model_init_kwargs", "activation_offloading", "dataset_text_field", "completion_only_loss", "assistant_only_loss",
     "loss_type", "scale_rewards", "importance_sampling_level", "steps_per_generation", "generation_batch_size",
+    "multi_objective_aggregation", "use_bias_correction_kl", "epsilon", "epsilon_high", "sapo_temperature_pos",
+    "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "reward_clip_range",
     "total_episodes", "missing_eos_penalty", "center_rewards_coefficient"))

@@ -178,7 +178,8 @@ _SAMPLED = {
     "epsilon": _taken(0.2, "ppo.cliprange"),
     "epsilon_high": _taken(None, "ppo.cliprange_high", "for cispo theirs is the bound itself, ours + 1"),
     "reward_weights": _taken(None, "reward.weights"),
-    "mask_truncated_completions": Field(False, REFUSED, "write ppo__overlong_penalty=1.0, a penalty for them"),
+    "mask_truncated_completions": _taken(False, "ppo.mask_truncated", "out of the loss, still in their group's "
+                                                                      "baseline"),
     **_idle("dropout is off where two forwards are compared", disable_dropout=False),
     **_idle("rows are shuffled", shuffle_dataset=True),
     **_idle("columns are handed to the reward functions", remove_unused_columns=False),
@@ -196,33 +197,37 @@ _SAMPLED = {
 }
 GRPO = _COMMON | _MODEL | _EXPERTS | _REFERENCE | _SAMPLED | {
     "beta": _taken(0.0, "ppo.kl_coef"),
-    "delta": _taken(None, "ppo.dual_clip", "the same bound, for negative advantages"),
+    "delta": _taken(None, "ppo.dual_clip", "for a negative advantage; theirs also clips positive ones where it is "
+                                           "below 1 + epsilon_high"),
     "importance_sampling_level": _taken("token", "ppo.policy_loss", "sequence: gspo"),
-    "loss_type": _taken("dapo", "ppo.aggregation", "dapo and bnpo: token; grpo: sequence; dr_grpo, cispo: the stages"),
-    "scale_rewards": _taken("group", "ppo.estimator", "group; none: dr_grpo"),
+    "loss_type": _taken("dapo", "ppo.aggregation", "dapo, bnpo: token, over all tokens of the update; grpo: sequence; "
+                        "dr_grpo: constant; luspo: sum; cispo, sapo, vespo: ppo.policy_loss"),
+    "scale_rewards": _taken("group", "ppo.estimator", "group: grpo, batch: batch_grpo, none: dr_grpo"),
+    "multi_objective_aggregation": _taken("sum_then_normalize", "ppo.estimator", "normalize_then_sum: gdpo"),
+    "top_entropy_quantile": _taken(1.0, "ppo.top_entropy_quantile", "of the whole update, theirs of each micro-batch"),
+    "off_policy_mask_threshold": _taken(None, "ppo.max_off_policy_kl"),
+    "use_bias_correction_kl": _taken(True, "ppo.kl_bias_correction", "where beta is not 0"),
+    "sapo_temperature_pos": _taken(1.0, "ppo.sapo_temperature_pos"),
+    "sapo_temperature_neg": _taken(1.05, "ppo.sapo_temperature_neg"),
+    "vespo_k_pos": _taken(2.0, "ppo.vespo_k_pos"), "vespo_lambda_pos": _taken(3.0, "ppo.vespo_lambda_pos"),
+    "vespo_k_neg": _taken(3.0, "ppo.vespo_k_neg"), "vespo_lambda_neg": _taken(2.0, "ppo.vespo_lambda_neg"),
     "entropy_coef": _taken(0.0, "ppo.entropy_coef"),
     "max_tool_calling_iterations": _taken(None, "environment.max_turns", "None: 10; turns of the model"),
-    **_refused("rewards are added up by their weights", multi_objective_aggregation="sum_then_normalize"),
-    **_refused("every token is trained", top_entropy_quantile=1.0),
     **_refused("write entropy_coef=0.01", use_adaptive_entropy=False),
     **_idle("use_adaptive_entropy is off", entropy_coef_min=0.0, entropy_coef_max=1.0, entropy_coef_delta=0.005,
             entropy_target=0.2),
-    **_idle("it belongs to a loss_type that is not offered", sapo_temperature_neg=1.05, sapo_temperature_pos=1.0,
-            vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0),
     **_idle("the sampler's log-probabilities are the model's own, see ppo.importance",
             vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="sequence_mask",
             vllm_importance_sampling_clip_max=3.0, vllm_importance_sampling_clip_min=None,
             vllm_importance_sampling_cap=None),
-    **_refused("write ppo__importance='masked'", off_policy_mask_threshold=None),
-    **_idle("samples are on-policy, where it is 1", use_bias_correction_kl=True),
     **_idle("logits are computed in fp32", cast_lm_head_to_fp32=False),
     **_refused("samples stay on this machine", log_completions_hub_repo=None),
 }
 RLOO = _COMMON | _MODEL | _EXPERTS | _REFERENCE | _SAMPLED | {
     "num_generations": _taken(2, "ppo.sampling.num_samples"),
     "beta": _taken(0.05, "ppo.kl_coef"),
-    "normalize_advantages": _taken(False, "ppo.whiten_advantages"),
-    "reward_clip_range": Field(None, REFUSED, "clip the scores in the reward function"),
+    "normalize_advantages": _taken(False, "ppo.whiten_advantages", "over tokens, theirs over responses"),
+    "reward_clip_range": _taken(None, "ppo.min_score", "and ppo.max_score"),
 }
 PPO = _COMMON | {
     "learning_rate": _taken(3e-6, "roles.actor.learning_rate", "the critic's too: roles.critic.learning_rate"),

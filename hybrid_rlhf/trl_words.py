@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 
+from hybrid_rlhf import trl_configs
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.options import value_of, with_value
 from hybrid_rlhf.models.peft_compat import usual_targets
@@ -82,7 +83,7 @@ def stage_of(stage: str, config: TrlConfig) -> str:
             "rloo": "RLOOConfig", "distill": "GKDConfig"}.get(stage, "GRPOConfig")
     usual = next((each for each in type(config).__mro__ if each.__name__ in CONFIGS), TrlConfig).__name__
     check(usual == fits, f"args is a {theirs}; this trainer takes a {fits}")
-    return stage
+    return trl_configs.stage_of(config) if stage == "grpo" else stage
 
 
 def lora_options(peft_config: object, model_type: Callable[[], str | None] | None = None

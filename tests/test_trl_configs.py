@@ -143,8 +143,43 @@ def test_grpo_has_no_penalty_that_trl_does_not_have(place):
     config = grpo(place).config
     assert (config.ppo.kl_coef, config.ppo.missing_eos_penalty, config.ppo.normalise_scores, config.ppo.score_clip) == (
         0, 0, False, None)
-    assert config.ppo.aggregation == "token" and config.roles.actor.learning_rate == 1e-6
-    assert config.ppo.sampling.max_new_tokens == 512 and config.data.max_prompt_length > 256
+    assert (config.ppo.aggregation, config.ppo.policy_loss, config.ppo.estimator) == ("token", "ppo", "grpo")
+    assert config.roles.actor.learning_rate == 1e-6
+    assert config.ppo.sampling.max_new_tokens == 512
+    positions = json.loads((place / "model" / "config.json").read_text())["max_position_embeddings"]
+    assert grpo(place, max_completion_length=20).config.data.max_prompt_length == positions - 20
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"loss_type": "grpo"}, ("grpo", "grpo", "ppo", "sequence")),
+    ({"loss_type": "bnpo", "scale_rewards": "batch"}, ("batch_grpo", "batch_grpo", "ppo", "token")),
+    ({"loss_type": "dr_grpo", "scale_rewards": False}, ("dr_grpo", "dr_grpo", "ppo", "constant")),
+    ({"scale_rewards": "none", "epsilon_high": 0.28}, ("dr_grpo", "dr_grpo", "ppo", "token")),
+    ({"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4},
+     ("grpo", "grpo", "gspo", "sequence")),
+    ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, ("grpo", "grpo", "gspo", "sum")),
+    ({"loss_type": "cispo", "epsilon_high": 5.0}, ("grpo", "grpo", "cispo", None)),
+    ({"loss_type": "sapo", "sapo_temperature_neg": 1.2}, ("grpo", "grpo", "sapo", None)),
+    ({"loss_type": "vespo", "vespo_k_neg": 2.5}, ("grpo", "grpo", "vespo", None)),
+    ({"multi_objective_aggregation": "normalize_then_sum", "mask_truncated_completions": True},
+     ("gdpo", "gdpo", "ppo", "token")),
+    ({"beta": 0.1, "top_entropy_quantile": 0.2, "off_policy_mask_threshold": 0.3, "delta": 4.0},
+     ("grpo", "grpo", "ppo", "token"))])
+def test_each_loss_of_grpo_is_a_setting(place, given, expected):
+    trainer = grpo(place, **given)
+    ppo = trainer.config.ppo
+    assert (trainer.stage, ppo.estimator, ppo.policy_loss, ppo.aggregation) == expected
+    assert ppo.kl_bias_correction == ("beta" in given) and ppo.mask_truncated == ("mask_truncated_completions" in given)
+    for theirs, ours in (("sapo_temperature_neg", ppo.sapo_temperature_neg), ("vespo_k_neg", ppo.vespo_k_neg),
+                         ("top_entropy_quantile", ppo.top_entropy_quantile), ("delta", ppo.dual_clip)):
+        assert given.get(theirs, ours) == ours
+
+
+def test_rloo_has_trl_s_ratio_bounds_and_number_of_answers(place):
+    ppo = hybrid_rlhf.RLOOTrainer(str(place / "model"), reward_funcs=len, args=hybrid_rlhf.RLOOConfig(
+        "x", reward_clip_range=(-1.0, 2.0)), train_dataset=[{"prompt": "a"}] * 16).config.ppo
+    assert (ppo.policy_loss, ppo.sampling.num_samples, ppo.kl_coef) == ("ppo_sequence", 2, 0.05)
+    assert (ppo.min_score, ppo.max_score, ppo.kl_in_reward) == (-1, 2, True)
 
 
 def test_all_that_is_not_taken_is_told_at_once():

@@ -154,6 +154,8 @@ STAGES |= {
     "grpo": _online("grpo", "group-relative advantages, no critic"),
     "dr_grpo": _online("dr_grpo", "GRPO without the two biases, no critic"),
     "process_grpo": _online("process_grpo", "GRPO with rewards of steps (process supervision), no critic"),
+    "batch_grpo": _online("batch_grpo", "GRPO with the spread of the whole batch, no critic"),
+    "gdpo": _online("gdpo", "GRPO with each reward source normalised on its own, no critic"),
     "rloo": _online("rloo", "REINFORCE leave-one-out, no critic"),
     "reinforce_pp": _online("reinforce_pp", "REINFORCE++, no critic", defaults=_SINGLE, num_samples=1),
     "reinforce_pp_baseline": _online("reinforce_pp_baseline", "REINFORCE++ with the group's mean as baseline"),

@@ -23,7 +23,12 @@ _SECTIONS = {"online": "online_dpo", "stages": "all", "rejection": "rejection", 
 _COLUMNS = 'columns belong to a source: --data.sources "{path: FILE, columns: {prompt: question}}"'
 
 
-def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type: str | None = None) -> dict[str, str]:
+_CLIPS = {"both": {}, "above": {"ppo.cliprange_low": "has no lower bound; set ppo.cliprange_high"},
+          "none": dict.fromkeys(("ppo.cliprange", "ppo.cliprange_low", "ppo.cliprange_high"), "does not clip")}
+
+
+def of_method(estimator: str | None = None, policy_loss: str | None = None,
+              loss_type: str | None = None) -> dict[str, str]:
     """The options of its stage that a method does not read -> why. None: any method may be chosen."""
     unread: dict[str, str] = {}
     if loss_type is not None:
@@ -36,8 +41,14 @@ def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type:
                                "ppo.critic_warmup_steps"), f"ppo.estimator {estimator} has no critic; that of gae has")
         if not ESTIMATORS[estimator].discounts:
             unread["ppo.gamma"] = f"ppo.estimator {estimator} does not discount"
-    if not POLICY_LOSSES[policy_loss].is_bounded_below:
-        unread["ppo.cliprange_low"] = f"ppo.policy_loss {policy_loss} has no lower bound; set ppo.cliprange_high"
+        if ESTIMATORS[estimator].by_source:
+            unread |= dict.fromkeys(("ppo.min_score", "ppo.max_score"),
+                                    f"ppo.estimator {estimator} normalises each source; clip it in the source")
+    if policy_loss is not None:
+        row = POLICY_LOSSES[policy_loss]
+        unread |= {option: f"ppo.policy_loss {policy_loss} {text}" for option, text in _CLIPS[row.clips].items()}
+        unread |= {f"ppo.{option}": f"it is for ppo.policy_loss {name}" for name, other in POLICY_LOSSES.items()
+                   for option in other.options if option not in row.options}
     return unread
 
 
@@ -168,6 +179,8 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
         (("ppo.kl_horizon",), lambda c: c.ppo.kl_target is not None,
          "ppo.kl_coef is fixed; give ppo.kl_target"),
         (("ppo.kl_in", "ppo.kl_estimator"), lambda c: c.ppo.kl_coef != 0, "ppo.kl_coef is 0; give one, such as 0.05"),
+        (("ppo.kl_bias_correction",), lambda c: c.ppo.kl_coef != 0 and not c.ppo.kl_in_reward,
+         "there is no KL penalty in the loss; give ppo.kl_in loss, and a ppo.kl_coef such as 0.05"),
         (("ppo.importance_cap",), lambda c: c.ppo.importance != "none", "ppo.importance is none; choose token"),
         (("ppo.importance_low",), lambda c: c.ppo.importance == "masked",
          "it is the masked one's; choose ppo.importance masked"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,8 @@ class Estimator(NamedTuple):
     kl_in, aggregation: where the method's paper puts the KL penalty (reward or loss) and how it averages the loss
     (a row of policy.AGGREGATIONS): the defaults of ppo.kl_in and ppo.aggregation. With kl_in loss the rewards are the
     scores alone, at the last action. discounts: whether it uses gamma. sums: whether the rewards of a response are
-    summed first, so that all of its tokens have the same advantage.
+    summed first, so that all of its tokens have the same advantage. by_source: whether the scores of each reward source
+    are normalised on their own, by `decoupled`, before they are summed.
     """
 
     fn: Callable[..., tuple[Tensor, Tensor]]
@@ -38,6 +39,7 @@ class Estimator(NamedTuple):
     aggregation: str = "token"
     discounts: bool = False
     sums: bool = True
+    by_source: bool = False
 
 
 @torch.no_grad()
@@ -107,10 +109,45 @@ def grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, 
          step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (arXiv 2402.03300): (R_i - mean R) / (std R + 1e-4), std over n - 1 as in TRL."""
     totals, is_scored = _group_totals(rewards, action_mask, group_size)
+    return _at_actions(_standardised(totals, is_scored), totals, action_mask)
+
+
+@torch.no_grad()
+def batch_grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0,
+               lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1,
+               step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """GRPO with the spread of the batch (arXiv 2508.08221): R_i - mean R of its group, over std R + 1e-4 of all
+    responses of all ranks (n - 1). Every rank must call it."""
+    totals, is_scored = _group_totals(rewards, action_mask, group_size)
     centred = (totals - _mean(totals, is_scored)).masked_fill(~is_scored, 0)
-    spread = (centred.square().sum(1, keepdim=True) / (is_scored.sum(1, keepdim=True) - 1).clamp(min=1)).sqrt()
-    spread = torch.where(is_scored.all(1, keepdim=True), totals.std(1, keepdim=True), spread)
-    return _at_actions(centred / (spread + 1e-4), totals, action_mask)
+    return _at_actions(centred / (_of_batch(totals, is_scored, reduce)[1] + 1e-4), totals, action_mask)
+
+
+@torch.no_grad()
+def gdpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0, lam: float = 0.95,
+         reduce: Reduce = identity, group_size: int = 1,
+         step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Group reward-decoupled normalisation (arXiv 2601.05242), of scores that `decoupled` has summed: R_i - mean R, over
+    std R + 1e-4, both of all responses of all ranks (n - 1). Every rank must call it."""
+    totals, is_scored = _group_totals(rewards, action_mask, group_size)
+    mean, spread = _of_batch(totals, is_scored, reduce)
+    return _at_actions(((totals - mean) / (spread + 1e-4)).masked_fill(~is_scored, 0), totals, action_mask)
+
+
+@torch.no_grad()
+def decoupled(sources: Sequence[tuple[Tensor, float]], group_size: int) -> Tensor:
+    """Scores (B,) of GDPO: sum_k weight_k * (s_k - mean s_k) / (std s_k + 1e-4), mean and spread (n - 1) those of the
+    group and of source k. sources: (scores (B,), weight), NaN where a source skipped a response, which adds 0; a
+    response that all of them skipped is NaN. Raises ValueError for rows that do not divide into groups."""
+    total = torch.zeros(len(sources[0][0]), dtype=torch.double)
+    is_scored = torch.zeros(len(total), dtype=torch.bool)
+    for scores, weight in sources:
+        _check_groups(scores, group_size)
+        known = ~scores.isnan()
+        grouped = scores.double().masked_fill(~known, 0).view(-1, group_size)
+        total += weight * _standardised(grouped, known.view(-1, group_size)).flatten()
+        is_scored |= known
+    return total.masked_fill(~is_scored, torch.nan).float()
 
 
 @torch.no_grad()
@@ -169,6 +206,22 @@ def _group_totals(rewards: Tensor, action_mask: Tensor, group_size: int) -> tupl
     return totals.view(-1, group_size), action_mask.any(1).view(-1, group_size)
 
 
+def _standardised(totals: Tensor, is_scored: Tensor) -> Tensor:
+    """(groups, group_size): less the mean of the group, over its spread (n - 1) + 1e-4; 0 without a score."""
+    centred = (totals - _mean(totals, is_scored)).masked_fill(~is_scored, 0)
+    spread = (centred.square().sum(1, keepdim=True) / (is_scored.sum(1, keepdim=True) - 1).clamp(min=1)).sqrt()
+    spread = torch.where(is_scored.all(1, keepdim=True), totals.std(1, keepdim=True), spread)
+    return centred / (spread + 1e-4)
+
+
+def _of_batch(totals: Tensor, is_scored: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
+    """Mean and spread (n - 1) of all scored responses of all ranks, scalars."""
+    total, count = reduce(torch.stack([totals.sum(), is_scored.sum().double()])).unbind()  # the others' totals are 0
+    mean = total / count.clamp(min=1)
+    squares = reduce((totals - mean).masked_fill(~is_scored, 0).square().sum())
+    return mean, (squares / (count - 1).clamp(min=1)).sqrt()
+
+
 def _mean(totals: Tensor, is_scored: Tensor) -> Tensor:
     """(groups, 1): over those that are scored; the others' totals are 0."""
     return totals.sum(1, keepdim=True) / is_scored.sum(1, keepdim=True).clamp(min=1)
@@ -185,6 +238,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_pp_baseline": Estimator(reinforce_pp_baseline, needs_values=False, needs_group=True, kl_in="loss"),
     "rloo": Estimator(rloo, needs_values=False, needs_group=True),
     "grpo": Estimator(grpo, needs_values=False, needs_group=True, kl_in="loss", aggregation="sequence"),
+    "batch_grpo": Estimator(batch_grpo, needs_values=False, needs_group=True, kl_in="loss", aggregation="sequence"),
+    "gdpo": Estimator(gdpo, needs_values=False, needs_group=True, kl_in="loss", aggregation="sequence", by_source=True),
     "process_grpo": Estimator(process_grpo, needs_values=False, needs_group=True, kl_in="loss", aggregation="sequence",
                               sums=False),
     "dr_grpo": Estimator(dr_grpo, needs_values=False, needs_group=True, kl_in="loss", aggregation="constant"),

@@ -7,6 +7,7 @@ for each action (`denominators`): micro-batch losses then sum to the minibatch's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,20 +15,24 @@ import torch
 from torch import Tensor
 
 Observed = dict[str, tuple[Tensor, int]]
-AGGREGATIONS = ("token", "sequence", "constant")
+AGGREGATIONS = ("token", "sequence", "constant", "sum")
 
 
 class PolicyLoss(NamedTuple):
     """A policy loss as a function of ratios.
 
-    fn(ratio, advantages, new_logprobs, low, high), vectors (N,) -> (N,). level: what the ratio is of: an action
-    ("token"), or a whole sequence, as the geometric mean of its actions' ("mean") or as their product ("sum").
-    is_bounded_below: whether ratios below 1 - low are clipped too.
+    fn(ratio, advantages, new_logprobs, low, high, **options), vectors (N,) -> (N,). level: what the ratio is of: an
+    action ("token"), or a whole sequence, as the geometric mean of its actions' ("mean") or as their product ("sum").
+    clips: the ratios that the clip range bounds: "both" (below 1 - low and above 1 + high), "above" or "none".
+    aggregation: how the method's paper averages it (a row of AGGREGATIONS); None: as the estimator's. options: numbers
+    that this loss alone reads, by their names in PPOConfig.
     """
 
     fn: Callable[..., Tensor]
     level: str = "token"
-    is_bounded_below: bool = True
+    clips: str = "both"
+    aggregation: str | None = None
+    options: tuple[str, ...] = ()
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, new_logprobs: Tensor, low: float, high: float) -> Tensor:
@@ -38,11 +43,36 @@ def _truncated(ratio: Tensor, advantages: Tensor, new_logprobs: Tensor, low: flo
     return -ratio.detach().clamp(max=high) * advantages * new_logprobs
 
 
+def _soft_gated(ratio: Tensor, advantages: Tensor, new_logprobs: Tensor, low: float, high: float, *,
+                sapo_temperature_pos: float, sapo_temperature_neg: float) -> Tensor:
+    """-A (4 / tau) sigmoid(tau (ratio - 1)), tau by the sign of A: its slope in the ratio is A at 1, and fades away
+    from it (arXiv 2511.20347)."""
+    temperature = torch.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg)
+    return -advantages * torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+
+
+def _gamma_weighted(ratio: Tensor, advantages: Tensor, new_logprobs: Tensor, low: float, high: float, *,
+                    vespo_k_pos: float, vespo_lambda_pos: float, vespo_k_neg: float,
+                    vespo_lambda_neg: float) -> Tensor:
+    """-w^k exp(lambda (1 - w)) A new, w the ratio without gradient, k and lambda by the sign of A: the weight is 1 at
+    w = 1 and fades on both sides (arXiv 2602.10693). w is at least 1e-8, as in TRL."""
+    ratio = ratio.detach().clamp(min=1e-8)
+    k = torch.where(advantages >= 0, vespo_k_pos, vespo_k_neg)
+    decay = torch.where(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg)
+    return -(k * ratio.log() + decay * (1 - ratio)).exp() * advantages * new_logprobs
+
+
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo": PolicyLoss(_clipped),  # arXiv 1707.06347
-    "gspo": PolicyLoss(_clipped, level="mean"),  # arXiv 2507.18071
-    "ppo_sequence": PolicyLoss(_clipped, level="sum"),  # the response is one action, as in TRL's RLOO
-    "cispo": PolicyLoss(_truncated, is_bounded_below=False),  # arXiv 2506.13585: every action keeps its gradient
+    "gspo": PolicyLoss(_clipped, level="mean", aggregation="sequence"),  # arXiv 2507.18071
+    # the response is one action, as in TRL's RLOO
+    "ppo_sequence": PolicyLoss(_clipped, level="sum", aggregation="sequence"),
+    # arXiv 2506.13585: every action keeps its gradient
+    "cispo": PolicyLoss(_truncated, clips="above", aggregation="token"),
+    "sapo": PolicyLoss(_soft_gated, clips="none", aggregation="sequence",
+                       options=("sapo_temperature_pos", "sapo_temperature_neg")),
+    "vespo": PolicyLoss(_gamma_weighted, level="sum", clips="none", aggregation="token", options=(
+        "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")),
 }
 
 
@@ -51,7 +81,8 @@ def denominators(aggregation: str, owner: Tensor, *, num_actions: Tensor | float
     """The divisor of each action's loss, so that the sum over the minibatch is its mean loss.
 
     token: mean over all actions; sequence: over each sequence's actions, then over sequences; constant: each sequence's
-    sum divided by `length`, the same for all (Dr. GRPO). owner (N,) long: the row that each action belongs to.
+    sum divided by `length`, the same for all (Dr. GRPO); sum: each sequence's sum, then over sequences (LUSPO, arXiv
+    2602.05261). owner (N,) long: the row that each action belongs to.
     num_actions, num_sequences: of the minibatch over all ranks. num_rows: see policy_loss. Raises ValueError for
     another aggregation.
     """
@@ -61,6 +92,8 @@ def denominators(aggregation: str, owner: Tensor, *, num_actions: Tensor | float
         return num_sequences * _counts(owner, num_rows)[owner]
     if aggregation == "constant":
         return num_sequences * length
+    if aggregation == "sum":
+        return num_sequences
     raise ValueError(f"aggregation {aggregation!r}: there are {', '.join(AGGREGATIONS)}")
 
 
@@ -85,6 +118,17 @@ def sequences_within(old_logprobs: Tensor, sampled_logprobs: Tensor, owner: Tens
     return (ratio >= low) & (ratio <= high)
 
 
+def near_sampler(new_logprobs: Tensor, sampled_logprobs: Tensor, advantages: Tensor, owner: Tensor, *, max_kl: float,
+                 num_rows: int | None = None) -> Tensor:
+    """(N,) bool: the actions that off-policy sequence masking keeps (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
+
+    Those with an advantage of 0 or more, and those of sequences whose KL(sampler || policy), the mean of sampled - new
+    over their actions, is at most `max_kl` nats. Vectors (N,).
+    """
+    log_ratio = sampled_logprobs.float() - new_logprobs.detach().float()
+    return (advantages >= 0) | (_of_level(log_ratio, owner, "mean", num_rows) <= max_kl)
+
+
 def _counts(owner: Tensor, num_rows: int | None) -> Tensor:
     """(num_rows,) long: how many actions each row has. (bincount would compute the largest row first.)"""
     size = _num_rows(owner, num_rows)
@@ -107,13 +151,14 @@ def _of_level(log_ratio: Tensor, owner: Tensor | None, level: str, num_rows: int
 
 def policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, cliprange: tuple[float, float],
                 denominator: Tensor | float, dual_clip: float | None = None, kind: str = "ppo",
-                owner: Tensor | None = None, weights: Tensor | None = None,
-                num_rows: int | None = None) -> tuple[Tensor, Observed]:
+                owner: Tensor | None = None, weights: Tensor | None = None, num_rows: int | None = None,
+                **options: float) -> tuple[Tensor, Observed]:
     """Surrogate of row `kind` of POLICY_LOSSES, vectors (N,); ppo: max(-A ratio, -A clip(ratio, 1 - low, 1 + high)).
 
     ratio = exp(clamp(new - old, +-20)), of the action or of its sequence; cispo: -min(ratio, 1 + high) A new, the
     factor without gradient. cliprange = (low, high). owner (N,) long: the row of each action, for ratios of sequences.
     num_rows: the number of rows (None: up to the last one with an action, for which the host waits for the device).
+    options: those of the row, all of them.
     weights (N,): factors of the losses, such as importance_weights. dual_clip c > 1 (arXiv 1912.09729) bounds the loss
     of actions with A < 0 by -c A, so that one extreme ratio cannot dominate. Observed: policy/loss, policy/approx_kl
     (k3 of KL(old || new), nats), policy/clip_fraction, policy/ratio; clip_ratio/low_mean (ratio below 1 - low while
@@ -127,8 +172,9 @@ def policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, 
     old, advantages = old_logprobs.float().detach(), advantages.float().detach()
     log_ratio = (new - old).clamp(-20, 20)
     ratio = _of_level(new - old, owner, row.level, num_rows).clamp(-20, 20).exp()
-    low, high = 1 - cliprange[0] if row.is_bounded_below else 0.0, 1 + cliprange[1]
-    loss = row.fn(ratio, advantages, new, low, high)
+    low = 1 - cliprange[0] if row.clips == "both" else 0.0
+    high = math.inf if row.clips == "none" else 1 + cliprange[1]
+    loss = row.fn(ratio, advantages, new, low, high, **options)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
     if weights is not None:

@@ -220,6 +220,18 @@ class Rollout:
         grouped, is_skipped = (x.view(-1, group_size) for x in (self.shaped_scores, self.shaped_scores.isnan()))
         return grouped.masked_fill(is_skipped, -torch.inf).amax(1) > grouped.masked_fill(is_skipped, torch.inf).amin(1)
 
+    def objectives(self) -> list[tuple[Tensor, float]]:
+        """The scores (B,) and the weight of each reward source; a judge's items count within the judge."""
+        names = [n for n in self.source_weights if not any(n.startswith(f"{other}/") for other in self.source_weights)]
+        return [(self.source_scores[n], self.source_weights[n]) for n in names] or [(self.scores, 1.0)]
+
+    def without_truncated(self) -> Rollout:
+        """The same sequences, those that did not end by themselves without an action: no loss has a part of them, and a
+        mean over sequences counts them."""
+        kept = self.kept and KeptSets(*([x if ended else x[:0] for x, ended in zip(
+            part, self.has_eos.tolist(), strict=True)] for part in (self.kept.ids, self.kept.sizes)))
+        return replace(self, action_mask=self.action_mask & self.has_eos[:, None], kept=kept)
+
     def scored(self) -> Rollout:
         """The responses that have a score, renumbered over all processes; self if all have one. Every process calls
         it."""
@@ -254,9 +266,9 @@ class Rollout:
             yield self.rows(rows[piece][rows[piece] >= 0])
 
     def totals(self) -> Totals:
-        """The divisors of a minibatch's losses. Every process calls it."""
+        """The divisors of a minibatch's losses, 1 at least: it may have no action. Every process calls it."""
         counts = sum_over_ranks(torch.stack([self.action_mask.sum(), torch.tensor(len(self))]))
-        return Totals(*counts.unbind())
+        return Totals(*counts.clamp(min=1).unbind())
 
     def mean_kl(self) -> float:
         """Mean over sequences of sum_t (logprobs - ref_logprobs), in nats: the estimate of KL(actor || ref)."""

@@ -5,26 +5,29 @@ Related methods without a critic are the same loop with another row of ESTIMATOR
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, whiten
+from hybrid_rlhf.algorithms.advantages import ESTIMATORS, decoupled, explained_variance, whiten
 from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, UpdateRate, kl_estimate, kl_loss
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
 from hybrid_rlhf.algorithms.policy import (
     denominators,
     entropy_loss,
     importance_weights,
+    near_sampler,
     policy_loss,
     sequences_within,
     value_loss,
 )
 from hybrid_rlhf.algorithms.shaping import missing_eos, overlong, shape_rewards
 from hybrid_rlhf.core import activity
-from hybrid_rlhf.core.distributed import mean_over_ranks, place_over_ranks, sum_over_ranks
+from hybrid_rlhf.core.distributed import gather_over_ranks, mean_over_ranks, place_over_ranks, sum_over_ranks
 from hybrid_rlhf.core.errors import CRITIC_CURE, NotFinite, present
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import SequenceBatch, masked_mean
@@ -65,7 +68,7 @@ class PPOTrainer:
             present(roles.teacher, "the teacher of distill.coef").check(self.distill.top_k)
         self.scale, self.extra_prompts, self.ptx = scale, extra_prompts, ptx
         self.roles, self.source, self.config, self.seed = roles, source, config, seed
-        self.estimator = ESTIMATORS[config.estimator].fn
+        self.estimator = ESTIMATORS[config.estimator]
         kl_coef = present(config.kl_coef, "ppo.kl_coef")
         self.kl_coef = FixedKL(kl_coef) if config.kl_target is None else AdaptiveKL(
             kl_coef, config.kl_target, config.kl_horizon)
@@ -87,11 +90,12 @@ class PPOTrainer:
             measure_values(rollout, self.roles, metrics)
         self.last_rollout = rollout
         self.estimate(rollout, metrics)
+        trained = rollout.without_truncated() if self.config.mask_truncated else rollout
         if self.distill.coef and not self.is_warming_up:
-            self._ask_teacher(rollout, metrics)
+            self._ask_teacher(trained, metrics)
         with metrics.timer("train"):
-            updated = self.update(rollout.scored())
-        rollout.teacher = None  # last_rollout is kept for its samples, and this is gigabytes
+            updated = self.update(trained.scored())
+        trained.teacher = None  # last_rollout is kept for its samples, and this is gigabytes
         metrics.add("kl_coef", self.kl_coef.value)
         if self.roles.ref and not self.is_warming_up:  # in warm-up the KL is 0 and must not change kl_coef
             self.kl_coef.update(*mean_over_ranks(rollout.mean_kl(), len(rollout)))
@@ -152,7 +156,7 @@ class PPOTrainer:
         kl = kl_estimate(rollout.logprobs, reference, config.kl_kind)
         kl_coef = self.kl_coef.value if config.kl_in_reward else 0.0
         rollout.rewards = shape_rewards(rollout.shaped_scores, kl, kl_coef, mask, rollout.token_scores)
-        rollout.advantages, rollout.returns = self.estimator(
+        rollout.advantages, rollout.returns = self.estimator.fn(
             rollout.rewards, mask, values=rollout.values, group_size=config.sampling.num_samples,
             gamma=config.gamma, lam=config.lam, reduce=sum_over_ranks, step_ends=rollout.step_ends)
         if config.whitens:
@@ -165,15 +169,28 @@ class PPOTrainer:
         metrics.add("objective/non_score_reward", penalty.mean(), len(rollout))
 
     def shape(self, rollout: Rollout) -> None:
-        """Fill in the shaped scores: each response's score on `scale`, less penalties for length and for not ending."""
+        """Fill in the shaped scores: each response's score on `scale`, less penalties for length and for not ending. An
+        estimator that normalises each source takes the penalties as one more, of weight 1."""
         config, scores = self.config, rollout.scores
         if self.scale is not None:
             scores, rollout.is_clipped = self.scale(scores)
+        if self.estimator.by_source:
+            sources = [*rollout.objectives(), (self._penalised(torch.zeros_like(scores), rollout), 1.0)]
+            shaped = decoupled(sources, config.sampling.num_samples)
+            rollout.shaped_scores = shaped.masked_fill(scores.isnan(), math.nan)
+            return
+        if config.min_score is not None or config.max_score is not None:
+            scores = scores.clamp(config.min_score, config.max_score)
+        rollout.shaped_scores = self._penalised(scores, rollout)
+
+    def _penalised(self, scores: Tensor, rollout: Rollout) -> Tensor:
+        """Scores (B,) less the penalties for length and for not ending."""
+        config = self.config
         if config.overlong_penalty:
             scores = scores + config.overlong_penalty * overlong(
                 rollout.response_mask.sum(1), config.sampling.max_new_tokens, config.overlong_buffer)
         penalty = present(config.missing_eos_penalty, "ppo.missing_eos_penalty")
-        rollout.shaped_scores = missing_eos(scores, rollout.has_eos, penalty)
+        return missing_eos(scores, rollout.has_eos, penalty)
 
     def update(self, rollout: Rollout) -> Metrics:
         """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's.
@@ -206,8 +223,10 @@ class PPOTrainer:
         metrics = Metrics()
         if not self.is_warming_up:
             with self.roles.actor.resident():
-                auxiliary = self._pretraining(minibatch)
-                metrics += self.roles.actor.update(minibatch, self.actor_loss, auxiliary, teacher=minibatch.teacher)
+                auxiliary, loss = self._pretraining(minibatch), self.actor_loss
+                if self.config.top_entropy_quantile < 1:
+                    loss = partial(loss, entropy_floor=self._entropy_floor(minibatch))
+                metrics += self.roles.actor.update(minibatch, loss, auxiliary, teacher=minibatch.teacher)
                 if self.average is not None:
                     self.average.update()
             if auxiliary is not None:
@@ -216,6 +235,18 @@ class PPOTrainer:
             critic_metrics = self.roles.critic.update(minibatch, self.critic_loss)
             metrics += critic_metrics.renamed({n: f"value/{n.removeprefix('train/')}" for n in _UPDATED})
         return metrics
+
+    def _entropy_floor(self, minibatch: Rollout) -> float:
+        """The least entropy, in nats, of the tokens that top_entropy_quantile keeps, over all processes: a quantile of
+        the whole minibatch, so that its split into micro-batches does not matter."""
+        scores = self.roles.actor.score_tokens(minibatch.sequences(self.roles.actor.engine.pad_id), with_entropy=True,
+                                               temperature=minibatch.temperature)
+        local = [value for part in scores for value in present(part.entropy, "the entropy").tolist()]
+        entropies = torch.tensor([value for part in gather_over_ranks(local) for value in part])
+        if not len(entropies):
+            return 0.0
+        place = math.ceil(round((len(entropies) - 1) * (1 - self.config.top_entropy_quantile), 6))
+        return float(entropies.kthvalue(place + 1).values)
 
     def _pretraining(self, minibatch: Rollout) -> AuxiliaryLoss | None:
         """The next rows of the pretraining stream, and the factor of their loss in the actor's step."""
@@ -253,18 +284,25 @@ class PPOTrainer:
     def _num_epochs(self) -> int:
         return present(self.config.num_ppo_epochs, "ppo.num_ppo_epochs")
 
-    def actor_loss(self, tokens: TokenScores, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
-        """The loss of these rows as a share of the minibatch's, and its metrics."""
+    def actor_loss(self, tokens: TokenScores, rows: Rollout, totals: Totals,
+                   entropy_floor: float | None = None) -> tuple[Tensor, dict]:
+        """The loss of these rows as a share of the minibatch's, and its metrics. entropy_floor: the least entropy, in
+        nats, of a token that stays in the policy loss."""
         config, owner, old = self.config, rows.owners(), rows.of_actions(rows.logprobs)
-        denominator = self._denominator(rows, totals)
+        denominator, advantages = self._denominator(rows, totals), rows.of_actions(rows.advantages)
         weights, weighed = self._importance(rows, owner, old)
-        loss, observed = policy_loss(tokens.logprobs, old, rows.of_actions(rows.advantages), owner=owner,
+        for is_kept, name in self._selected(tokens, rows, owner, advantages, entropy_floor):
+            weights = is_kept.float() if weights is None else weights * is_kept
+            weighed[name] = ((~is_kept).sum() / max(len(owner), 1), len(owner))
+        loss, observed = policy_loss(tokens.logprobs, old, advantages, owner=owner,
                                      kind=config.policy_loss, cliprange=config.clipranges, dual_clip=config.dual_clip,
-                                     denominator=denominator, weights=weights, num_rows=len(rows))
+                                     denominator=denominator, weights=weights, num_rows=len(rows),
+                                     **config.loss_options)
         size, observed = len(owner), observed | weighed
         if not config.kl_in_reward and self.roles.ref:
             reference = rows.of_actions(present(rows.ref_logprobs, "ref_logprobs"))
-            term = kl_loss(tokens.logprobs, reference, config.kl_kind, denominator)
+            term = kl_loss(tokens.logprobs, reference, config.kl_kind, denominator,
+                           old if config.kl_bias_correction else None)
             loss = loss + self.kl_coef.value * term
         if tokens.divergence is not None:
             loss = loss + self.distill.coef * tokens.divergence.sum() / totals.num_actions
@@ -274,6 +312,15 @@ class PPOTrainer:
             if config.entropy_coef:
                 loss = loss + config.entropy_coef * entropy_loss(tokens.entropy, denominator=totals.num_actions)
         return loss, observed
+
+    def _selected(self, tokens: TokenScores, rows: Rollout, owner: Tensor, advantages: Tensor,
+                  entropy_floor: float | None) -> Iterator[tuple[Tensor, str]]:
+        """(N,) bool, the actions that stay in the policy loss, and the metric that counts the others; for each rule."""
+        if self.config.max_off_policy_kl is not None:
+            yield near_sampler(tokens.logprobs, rows.of_actions(rows.sampled_logprobs), advantages, owner,
+                               max_kl=self.config.max_off_policy_kl, num_rows=len(rows)), "policy/off_policy_masked"
+        if entropy_floor is not None:
+            yield present(tokens.entropy, "the entropy") >= entropy_floor, "policy/low_entropy_masked"
 
     def _importance(self, rows: Rollout, owner: Tensor, old: Tensor) -> tuple[Tensor | None, dict]:
         """Importance weights (N,) for the sampler-trainer mismatch, or None, and their metrics."""

@@ -21,13 +21,17 @@ class PPOConfig:
     Attributes:
         sampling: How responses are drawn.
         estimator: Advantage estimator: gae (with a critic), reinforce_pp, reinforce_pp_baseline, rloo, grpo,
-            process_grpo or dr_grpo (all but the first two need sampling.num_samples > 1). With rewards at
+            batch_grpo (the spread of the whole batch), gdpo (each reward source normalised on its own, penalties for
+            length and for not ending as one more), process_grpo or dr_grpo (all but the first two need
+            sampling.num_samples > 1). With rewards at
             steps or turns, gae, reinforce_pp and process_grpo give a token the rewards that follow it; the others sum
             those of a response.
         policy_loss: ppo (clipped ratio of each token), gspo (of each sequence, geometric mean), ppo_sequence (of each
-            sequence, product) or cispo (clipped ratio as a weight).
+            sequence, product), cispo (clipped ratio as a weight), sapo (a sigmoid in place of the clip) or vespo (a
+            weight of each sequence that fades as its ratio, a product, leaves 1).
         aggregation: How the loss is averaged: token (over all tokens of the minibatch), sequence (over each response,
-            then over responses) or constant (each response's sum over max_new_tokens); null takes the method's own.
+            then over responses), constant (each response's sum over max_new_tokens) or sum (each response's sum; with
+            gspo this is LUSPO, and a rate for it is smaller by the length); null takes the method's own.
         max_refills: Rounds of further prompts, at most, whose responses replace groups with equal scores (dynamic
             sampling, DAPO); 0 trains on such groups too.
         num_ppo_epochs: Passes over each rollout; null goes by the method.
@@ -37,12 +41,26 @@ class PPOConfig:
             reference is loaded; null goes by the method.
         kl_in: Whether the KL penalty is in the reward or in the loss; null takes the estimator's own.
         kl_estimator: k1, k2 or k3; null takes k1 in the reward and k3 in the loss.
+        kl_bias_correction: Whether each token's KL in the loss is multiplied by its ratio, with the ratio's gradient:
+            that of k3 is then unbiased (DeepSeek-V3.2; TRL's use_bias_correction_kl).
         kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.
         kl_horizon: Sequences over which the adaptive coefficient moves.
         cliprange: Clip range of the probability ratio.
         cliprange_low: Of ratios below 1; null takes cliprange.
         cliprange_high: Of ratios above 1; null takes cliprange.
+        sapo_temperature_pos: How fast sapo's sigmoid closes for tokens with a positive advantage.
+        sapo_temperature_neg: For the others.
+        vespo_k_pos: Exponent of the ratio in vespo's weight for advantages of 0 or more: fades ratios below 1.
+        vespo_lambda_pos: Its decay there: fades ratios above 1.
+        vespo_k_neg: The exponent for negative advantages.
+        vespo_lambda_neg: The decay for negative advantages.
         dual_clip: Bound of the loss of tokens with a negative advantage, in advantages (3, say); null has none.
+        max_off_policy_kl: Tokens with a negative advantage, of responses whose KL of the sampler to the policy (a mean
+            over their tokens, in nats) is larger, are left out of the policy loss (DeepSeek-V3.2); null keeps all.
+        top_entropy_quantile: Share of a minibatch's tokens, those of the largest entropy, that stay in the policy loss
+            (arXiv 2506.01939; 0.2, say). Below 1 a further forward of each minibatch finds them.
+        mask_truncated: Whether responses that did not end by themselves are left out of the losses (their scores stay
+            in the baseline of their group, and they count where a loss is averaged over responses).
         cliprange_value: Clip range of the value's change.
         vf_coef: Factor of the value loss.
         entropy_coef: Factor of the entropy bonus, a mean over all tokens of the minibatch whatever `aggregation` is, as
@@ -63,6 +81,8 @@ class PPOConfig:
             on both answers of held-out pairs.
         score_clip: Bound of a normalised score, in standard deviations; scores of functions, services and other models
             are never clipped. null has none.
+        min_score: Least score of a response, all sources together, before penalties; null has none.
+        max_score: Largest score, in the same way.
         missing_eos_penalty: Subtracted from the score of a response that did not end by itself; null takes 1 where a
             reward model scores, else 0.
         overlong_penalty: Subtracted from the score of a response of max_new_tokens (answers of tools included);
@@ -103,12 +123,22 @@ class PPOConfig:
     kl_coef: float | None = within(None, "[0,")
     kl_in: str | None = one_of(None, ("reward", "loss"))
     kl_estimator: str | None = one_of(None, kl.KL_ESTIMATORS)
+    kl_bias_correction: bool = False
     kl_target: float | None = within(None, "(0,")
     kl_horizon: int = within(10000, "(0,")
     cliprange: float = within(0.2, "(0,")
     cliprange_low: float | None = within(None, "(0,")
     cliprange_high: float | None = within(None, "(0,")
+    sapo_temperature_pos: float = within(1.0, "(0,")
+    sapo_temperature_neg: float = within(1.05, "(0,")
+    vespo_k_pos: float = within(2.0, "[0,")
+    vespo_lambda_pos: float = within(3.0, "(0,")
+    vespo_k_neg: float = within(3.0, "[0,")
+    vespo_lambda_neg: float = within(2.0, "(0,")
     dual_clip: float | None = None
+    max_off_policy_kl: float | None = within(None, "(0,")
+    top_entropy_quantile: float = within(1.0, "[0, 1]")
+    mask_truncated: bool = False
     cliprange_value: float = within(0.2, "(0,")
     vf_coef: float = 1.0
     entropy_coef: float = within(0.0, "[0,")
@@ -120,6 +150,8 @@ class PPOConfig:
     update_kl: float | None = within(None, "[0,")
     normalise_scores: bool = True
     score_clip: float | None = 5.0
+    min_score: float | None = None
+    max_score: float | None = None
     missing_eos_penalty: float | None = None
     overlong_penalty: float = within(0.0, "[0,")
     overlong_buffer: int = 16
@@ -160,9 +192,12 @@ class PPOConfig:
         check(row.needs_values or not self.critic_warmup_steps,
               f"ppo.critic_warmup_steps is {self.critic_warmup_steps}, and ppo.estimator {self.estimator} has no "
               "critic; choose gae")
-        check(self.dual_clip is None or (self.dual_clip > 1 and self.policy_loss != "cispo"),
+        check(self.dual_clip is None or (self.dual_clip > 1 and POLICY_LOSSES[self.policy_loss].clips == "both"),
               f"ppo.dual_clip is {self.dual_clip} with ppo.policy_loss {self.policy_loss}; it must be above 1, and "
-              "cispo has no clipped ratio to bound")
+              "cispo, sapo and vespo have no clipped ratio to bound")
+        least, most = self.min_score, self.max_score
+        check(least is None or most is None or least < most,
+              f"ppo.min_score is {least} and ppo.max_score {most}; the first must be less")
         longest = self.sampling.max_new_tokens
         check(not self.overlong_penalty or 1 <= self.overlong_buffer <= longest,
               f"ppo.overlong_buffer is {self.overlong_buffer}; it must lie in [1, ppo.sampling.max_new_tokens "
@@ -174,6 +209,9 @@ class PPOConfig:
         check(self.importance == "none" or self.old_logprobs != "sampler",
               f"ppo.importance {self.importance} weighs a training forward against the sampler; "
               "ppo.old_logprobs sampler has none; choose recompute")
+        check(self.importance == "none" or self.policy_loss != "vespo",
+              f"ppo.importance {self.importance} weighs the ratio to the sampler, and so does ppo.policy_loss vespo; "
+              "leave it out, and choose ppo.old_logprobs sampler")
         low, high = self.importance_band
         check(self.importance != "masked" or low < high,
               f"ppo.importance masked keeps responses whose ratio lies in [{low:g}, {high:g}], where there is none; "
@@ -194,10 +232,14 @@ class PPOConfig:
 
     @property
     def averaging(self) -> str:
-        """aggregation, or the method's default: ratios of sequences are averaged over sequences."""
-        is_of_tokens = POLICY_LOSSES[self.policy_loss].level == "token"
-        default = ESTIMATORS[self.estimator].aggregation if self.policy_loss == "ppo" else "token"
-        return self.aggregation or (default if is_of_tokens else "sequence")
+        """aggregation, or the policy loss's default, or the estimator's."""
+        return (self.aggregation or POLICY_LOSSES[self.policy_loss].aggregation
+                or ESTIMATORS[self.estimator].aggregation)
+
+    @property
+    def loss_options(self) -> dict[str, float]:
+        """The options that this policy loss alone reads."""
+        return {name: getattr(self, name) for name in POLICY_LOSSES[self.policy_loss].options}
 
     @property
     def old_logprobs_from(self) -> str:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, gae, whiten
+from hybrid_rlhf.algorithms.advantages import ESTIMATORS, decoupled, explained_variance, gae, whiten
 from hybrid_rlhf.core.tensors import length_mask
 
 NAN = math.nan
@@ -195,6 +195,30 @@ def test_grpo_divides_by_the_deviation_over_n_minus_1_and_dr_grpo_does_not():
     torch.testing.assert_close(advantages_of("dr_grpo"), at_actions(-1.0, 1.0, -2.5, 2.5))
 
 
+def test_batch_grpo_and_gdpo_divide_by_the_deviation_of_all_responses_of_all_ranks():
+    # totals 1, 3 | 2, 7: mean 3.25, squares 5.0625 + 0.0625 + 1.5625 + 14.0625 = 20.75
+    for ranks in (1, 2):  # a second rank has the same four
+        spread = (ranks * 20.75 / (4 * ranks - 1)) ** 0.5 + 1e-4
+        for name, expected in (("batch_grpo", [-1.0, 1.0, -2.5, 2.5]), ("gdpo", [-2.25, -0.25, -1.25, 3.75])):
+            found, returns = ESTIMATORS[name].fn(REWARDS, MASK, group_size=2, reduce=lambda x, n=ranks: n * x)
+            torch.testing.assert_close(found, at_actions(*expected) / spread)
+            torch.testing.assert_close(returns, at_actions(1.0, 3.0, 2.0, 7.0))
+
+
+def test_each_source_is_normalised_in_its_group_and_then_weighed_and_summed():
+    first = torch.tensor([1.0, 3.0, 5.0, 4.0, 4.0, NAN])  # deviations 2 and 0
+    second = torch.tensor([0.0, NAN, 10.0, 1.0, 2.0, NAN])  # 50^0.5 and 0.5^0.5
+    wide, narrow = 50 ** 0.5 + 1e-4, 0.5 ** 0.5 + 1e-4
+    torch.testing.assert_close(decoupled([(first, 2.0), (second, -1.0)], 3), torch.tensor([
+        -2 * 2 / 2.0001 + 5 / wide, 0.0, 2 * 2 / 2.0001 - 5 / wide, 0.5 / narrow, -0.5 / narrow, NAN]), equal_nan=True)
+    with pytest.raises(ValueError, match="whole groups"):
+        decoupled([(first, 1.0)], 4)
+
+
+def test_equal_scores_are_exactly_zero_when_they_are_decoupled():
+    assert not decoupled([(torch.full((8,), 73.3), 1.0)], 8).any()
+
+
 def test_reinforce_pp_whitens_the_rewards_to_come():
     # rewards to come: [1, 2], [3], [2, 1.5, 1], [7, 6, 7]; nine actions, sum 30.5
     to_come = [1.0, 2.0, 3.0, 2.0, 1.5, 1.0, 7.0, 6.0, 7.0]
@@ -260,7 +284,7 @@ def test_equal_scores_teach_nothing_and_groups_of_one_or_torn_groups_are_refused
 
 def test_only_gae_needs_a_critic():
     assert [name for name, row in ESTIMATORS.items() if row.needs_values] == ["gae"]
-    assert GROUPED == ["reinforce_pp_baseline", "rloo", "grpo", "process_grpo", "dr_grpo"]
+    assert GROUPED == ["reinforce_pp_baseline", "rloo", "grpo", "batch_grpo", "gdpo", "process_grpo", "dr_grpo"]
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -269,10 +293,16 @@ def test_a_group_is_one_response_where_nothing_is_said_and_so_is_refused(name):
         ESTIMATORS[name].fn(REWARDS, MASK)
 
 
+WIDE = (20 / 3) ** 0.5 + 1e-4
+
+
 @pytest.mark.parametrize(("name", "advantages"), [
     # of 1, 3 and 5 the mean is 3 and the deviation 2; a lone score has nothing to be compared with
     ("grpo", [-2 / 2.0001, 0, 0, 2 / 2.0001] + [0] * 8), ("dr_grpo", [-2, 0, 0, 2] + [0] * 8),
     ("rloo", [1 - 4, 0, 0, 5 - 2] + [0] * 8), ("process_grpo", [-2 / 2.0001, 0, 0, 2 / 2.0001] + [0] * 8),
+    # the spread and the mean of 1, 3, 5 and 7 are (20 / 3)^0.5 and 4
+    ("batch_grpo", [-2 / WIDE, 0, 0, 2 / WIDE] + [0] * 8), ("gdpo", [-3 / WIDE, 0, -1 / WIDE, 1 / WIDE, 0, 3 / WIDE]
+                                                            + [0] * 6),
     # -2, 0 and 2 once each, and 0 of the lone one: the variance over four actions is 2
     ("reinforce_pp_baseline", [-2 / 2 ** 0.5, 0, 0, 2 / 2 ** 0.5] + [0] * 8)])
 def test_a_response_without_a_score_is_no_part_of_its_group(name, advantages):

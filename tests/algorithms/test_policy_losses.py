@@ -20,10 +20,10 @@ OWNER = torch.tensor([0, 0, 1])  # a response of two actions and one of one
 LOGS = torch.tensor([math.log(1.5), math.log(0.9), math.log(0.5)])  # log-ratios of the three
 
 
-def loss_of(kind, advantages, denominator=1.0, cliprange=(0.2, 0.2), weights=None, new=LOGS):
+def loss_of(kind, advantages, denominator=1.0, cliprange=(0.2, 0.2), weights=None, new=LOGS, **options):
     new = new.clone().requires_grad_()
     loss, seen = policy_loss(new, torch.zeros(3), torch.tensor(advantages), cliprange=cliprange, kind=kind,
-                             owner=OWNER, denominator=denominator, weights=weights)
+                             owner=OWNER, denominator=denominator, weights=weights, **options)
     loss.backward()
     return float(loss.detach()), new.grad, {name: float(mean) for name, (mean, _) in seen.items()}
 
@@ -61,12 +61,33 @@ def test_cispo_keeps_the_gradient_of_every_action_times_a_capped_ratio():
     assert seen["clip_ratio/low_mean"] == 0 and seen["clip_ratio/high_mean"] == pytest.approx(1 / 3)
 
 
-def test_the_three_aggregations_of_the_same_losses():
+def test_sapo_fades_by_a_sigmoid_whose_temperature_goes_by_the_sign():
+    loss, gradient, seen = loss_of("sapo", [1.0, -1.0, 0.0], sapo_temperature_pos=2.0, sapo_temperature_neg=4.0)
+    gates = [1 / (1 + math.exp(-2 * 0.5)), 1 / (1 + math.exp(-4 * -0.1))]
+    assert loss == pytest.approx(-gates[0] * 4 / 2 + gates[1] * 4 / 4, rel=1e-6)
+    slopes = [4 * g * (1 - g) for g in gates]  # times the ratio: d ratio / d log
+    torch.testing.assert_close(gradient, torch.tensor([-slopes[0] * 1.5, slopes[1] * 0.9, 0.0]))
+    assert seen["policy/clip_fraction"] == seen["clip_ratio/low_mean"] == 0
+
+
+def test_vespo_weighs_a_response_by_its_product_of_ratios_without_gradient():
+    options = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 0.5, "vespo_lambda_neg": 1.5}
+    loss, gradient, seen = loss_of("vespo", [1.0, 1.0, -2.0], cliprange=(1e-3, 1e-3), **options)
+    pos, neg = 1.35 ** 2 * math.exp(3 * (1 - 1.35)), 0.5 ** 0.5 * math.exp(1.5 * (1 - 0.5))
+    torch.testing.assert_close(gradient, torch.tensor([-pos, -pos, 2 * neg]))
+    assert loss == pytest.approx(-pos * math.log(1.35) + 2 * neg * math.log(0.5), rel=1e-6)
+    assert seen["policy/clip_fraction"] == 0 and seen["policy/ratio"] == pytest.approx((2 * 1.35 + 0.5) / 3, rel=1e-6)
+    far = loss_of("vespo", [1.0, 1.0, -1.0], new=torch.tensor([60.0, 60.0, -90.0]), **options)
+    assert not far[1].abs().max() > 1e-3  # both fade away
+
+
+def test_the_four_aggregations_of_the_same_losses():
     # ratio 1 and A 1, 2, 6: losses -1, -2 | -6
-    for name, expected in (("token", -9 / 3), ("sequence", (-1.5 - 6) / 2), ("constant", -9 / (2 * 8))):
+    for name, expected in (("token", -9 / 3), ("sequence", (-1.5 - 6) / 2), ("constant", -9 / (2 * 8)),
+                           ("sum", -9 / 2)):
         share = denominators(name, OWNER, num_actions=3, num_sequences=2, length=8)
         assert loss_of("ppo", [1.0, 2.0, 6.0], share, new=torch.zeros(3))[0] == pytest.approx(expected, rel=1e-6)
-    with pytest.raises(ValueError, match="token, sequence, constant"):
+    with pytest.raises(ValueError, match="token, sequence, constant, sum"):
         denominators("mean", OWNER, num_actions=3, num_sequences=2, length=8)
 
 

@@ -25,6 +25,7 @@ from hybrid_rlhf.core.tensors import (
 )
 from hybrid_rlhf.data.collate import collate_pairs
 from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.roles import Roles, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.trainers.offline import DPOConfig
@@ -35,7 +36,9 @@ from tests.factories.trl_rows import PAD, TOLERANCE, VOCABULARY, pair_rows, sft_
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
-from tests.factories.trl_oracle import trl_reward_loss, trl_sft_loss
+from trl import GRPOConfig
+
+from tests.factories.trl_oracle import trl_advantages, trl_reward_loss, trl_sft_loss
 
 
 @torch.no_grad()
@@ -148,37 +151,46 @@ def test_elsewhere_they_differ_by_the_supervised_terms_alone() -> None:
 
 # --- Our losses without a critic against TRL's own `_compute_loss`, on the same log-probabilities, with its gradients
 
-pytest.importorskip("trl")
 MASK = length_mask([5, 1, 3, 7])
 LENGTH = 9  # max_new_tokens
+SAPO, VESPO = ({name: f.default for name, f in GRPOConfig.__dataclass_fields__.items() if name.startswith(kind)}
+               for kind in ("sapo_", "vespo_"))  # TRL's defaults
 
 
 def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     new = -torch.rand(MASK.shape, generator=generator) * 3
-    old, ref = (new + torch.randn(MASK.shape, generator=generator) * 0.3 for _ in range(2))
-    return {"new": new, "old": old, "ref": ref, "scores": torch.tensor([1.0, -0.5, 2.0, 0.25])}
+    old, ref, sampled = (new + torch.randn(MASK.shape, generator=generator) * 0.3 for _ in range(3))
+    return {"new": new, "old": old, "ref": ref, "scores": torch.tensor([1.0, -0.5, 2.0, 0.25]), "sampled": sampled,
+            "entropy": torch.rand(MASK.shape, generator=generator)}
 
 
 def trl_loss(trainer_class: type, given: dict, advantages: torch.Tensor, **settings: object) -> tuple:
     """(loss, gradient (B, R)) of TRL's trainer for log-probabilities that are given instead of computed by a model."""
     new = given["new"].clone().requires_grad_()
     options = {"loss_type": "grpo", "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "delta": None,
-               "importance_sampling_level": "token"} | settings
-    accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
+               "importance_sampling_level": "token", "top_entropy_quantile": 1.0,
+               "off_policy_mask_threshold": None} | settings
+    mask = MASK & given["ended"][:, None] if "ended" in given else MASK  # mask_truncated_completions
+    args = {"delta": options["delta"], "steps_per_generation": 1, "use_bias_correction_kl": False} | {
+        name: options.pop(name) for name in [*options] if name.startswith(("sapo", "vespo", "use_"))}
+    accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x,
+                                  pad_across_processes=lambda x, **_: x)
     trainer = SimpleNamespace(
-        **options, accelerator=accelerator, _metrics=defaultdict(lambda: defaultdict(list)), top_entropy_quantile=1.0,
-        aux_loss_enabled=False, off_policy_mask_threshold=None, use_vllm=False, max_completion_length=LENGTH,
+        **options, accelerator=accelerator, _metrics=defaultdict(lambda: defaultdict(list)),
+        aux_loss_enabled=False, use_vllm=False, max_completion_length=LENGTH,
         vllm_importance_sampling_correction=False, current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
-        model=SimpleNamespace(training=True), args=SimpleNamespace(delta=options["delta"], steps_per_generation=1,
-                                                                   use_bias_correction_kl=False),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None))
+        model=SimpleNamespace(training=True), args=SimpleNamespace(**args),
+        get_gamma_weights=getattr(trainer_class, "get_gamma_weights", None),
+        get_off_policy_mask=getattr(trainer_class, "get_off_policy_mask", None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (new, given["entropy"], None))
+    trainer.get_high_entropy_mask = lambda *each: trainer_class.get_high_entropy_mask(trainer, *each)
     ids = torch.zeros_like(MASK, dtype=torch.long)
     loss = trainer_class._compute_loss(trainer, None, {
         "prompt_ids": ids[:, :1], "prompt_mask": MASK[:, :1].long(), "completion_ids": ids,
-        "completion_mask": MASK.long(), "advantages": advantages, "old_per_token_logps": given["old"],
+        "completion_mask": mask.long(), "advantages": advantages, "old_per_token_logps": given["old"],
         "ref_per_token_logps": given["ref"], "old_logps": (given["old"] * MASK).sum(1),
-        "num_items_in_batch": MASK.sum()})
+        "sampling_per_token_logps": given["sampled"], "num_items_in_batch": mask.sum()})
     loss.backward()
     return loss.detach(), new.grad
 
@@ -188,18 +200,32 @@ def our_loss(given: dict, **settings: object) -> tuple:
     fixed = {"num_ppo_epochs": 1, "num_minibatches": 1, "kl_coef": 0.05, "missing_eos_penalty": 0.0}
     config = PPOConfig(sampling=SamplingConfig(max_new_tokens=LENGTH, num_samples=4), normalise_scores=False,
                        **(fixed | settings))
-    trainer = PPOTrainer(Roles(actor=None, ref=object()), None, config, seed=0)
-    rollout = Rollout.from_responses(Prompts([[5]] * 4, ["x"] * 4), [[6] * int(n) for n in MASK.sum(1)], [True] * 4, 0,
-                                     [])
+    ended = given.get("ended", torch.ones(4, dtype=torch.bool))
+    rollout = Rollout.from_responses(Prompts([[5]] * 4, ["x"] * 4), [[6] * int(n) for n in MASK.sum(1)], ended.tolist(),
+                                     0, [])
     rollout.logprobs, rollout.ref_logprobs, rollout.scores = given["old"], given["ref"], given["scores"]
+    rollout.sampled_logprobs = given["sampled"]
+    asked = []  # of the entropies, which come in micro-batches too
+
+    def score_tokens(batch: SequenceBatch, **options: object) -> list[TokenScores]:
+        asked.append((batch.loss_mask.sum(), options))
+        entropy = rollout.of_actions(given["entropy"])
+        return [TokenScores(part, part, None) for part in entropy.split(5)]
+
+    actor = SimpleNamespace(engine=SimpleNamespace(pad_id=0), score_tokens=score_tokens)
+    trainer = PPOTrainer(Roles(actor=actor, ref=object()), None, config, seed=0)
     metrics = SimpleNamespace(add=lambda *_: None)
     trainer.shape(rollout)
     trainer.estimate(rollout, metrics)
+    rollout = rollout.without_truncated() if config.mask_truncated else rollout
+    is_cut = config.top_entropy_quantile < 1
+    floor = {"entropy_floor": trainer._entropy_floor(rollout)} if is_cut else {}
+    assert asked == [(rollout.action_mask.sum(), {"with_entropy": True, "temperature": 1.0})] * is_cut
     new, total = given["new"].clone().requires_grad_(), 0.0
     for index in (torch.tensor([0, 3]), torch.tensor([1, 2])):
         rows = rollout.rows(index)
-        scores = TokenScores(new[index][rows.action_mask], None, None)
-        loss, _ = trainer.actor_loss(scores, rows, rollout.totals())
+        scores = TokenScores(new[index][rows.action_mask], given["entropy"][index][rows.action_mask], None)
+        loss, _ = trainer.actor_loss(scores, rows, rollout.totals(), **floor)
         loss.backward()
         total += loss.detach()
     return total, new.grad, rollout.advantages[:, 0]
@@ -230,7 +256,24 @@ def group_relative(scores: torch.Tensor, is_scaled: bool) -> torch.Tensor:
     # TRL's epsilon_high is the bound of the ratio itself, ours how far above 1 it lies
     ({"estimator": "grpo", "policy_loss": "cispo", "cliprange_high": 0.1}, {"loss_type": "cispo", "epsilon_high": 1.1},
      True),
-], ids=["grpo", "grpo_kl", "dapo", "dr_grpo_kl", "gspo", "cispo"])
+    ({"estimator": "grpo", "aggregation": "token"}, {"loss_type": "bnpo"}, True),  # theirs on one micro-batch
+    ({"estimator": "grpo", "policy_loss": "sapo"}, {"loss_type": "sapo"} | SAPO, True),
+    ({"estimator": "grpo", "policy_loss": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 0.5,
+      "kl_coef": 0.1}, {"loss_type": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 0.5, "beta": 0.1},
+     True),
+    ({"estimator": "grpo", "policy_loss": "vespo"}, {"loss_type": "vespo"} | VESPO, True),
+    ({"estimator": "dr_grpo", "policy_loss": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5,
+      "vespo_k_neg": 0.25, "vespo_lambda_neg": 0.75},
+     {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.25,
+      "vespo_lambda_neg": 0.75}, False),
+    ({"estimator": "grpo", "policy_loss": "gspo", "aggregation": "sum", "cliprange_low": 0.03, "cliprange_high": 0.04},
+     {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04}, True),
+    ({"estimator": "grpo", "aggregation": "sum", "kl_coef": 0.1}, {"loss_type": "luspo", "beta": 0.1}, True),
+    ({"estimator": "grpo", "dual_clip": 1.3}, {"delta": 1.3}, True),
+    ({"estimator": "grpo", "dual_clip": 1.25, "policy_loss": "gspo"},
+     {"delta": 1.25, "importance_sampling_level": "sequence"}, True),
+], ids=["grpo", "grpo_kl", "dapo", "dr_grpo_kl", "gspo", "cispo", "bnpo", "sapo", "sapo_other_kl", "vespo",
+        "vespo_other", "luspo", "luspo_token_kl", "delta", "delta_gspo"])
 def test_losses_and_gradients_are_trl_s(ours, theirs, is_scaled) -> None:
     from trl import GRPOTrainer
 
@@ -239,6 +282,69 @@ def test_losses_and_gradients_are_trl_s(ours, theirs, is_scaled) -> None:
     result = our_loss(given, **({"kl_coef": 0.0} | ours))
     torch.testing.assert_close(result[2], advantages, rtol=1e-6, atol=1e-6)
     agree(result, trl_loss(GRPOTrainer, given, advantages, **theirs))
+
+
+CUT = {"ended": torch.tensor([True, True, True, False])}  # what has not ended is the longest
+
+
+@pytest.mark.parametrize(("ours", "theirs", "more"), [
+    ({"max_off_policy_kl": 0.01}, {"off_policy_mask_threshold": 0.01}, {}),
+    ({"max_off_policy_kl": 0.2}, {"off_policy_mask_threshold": 0.2}, {}),
+    ({"max_off_policy_kl": 0.2}, {"off_policy_mask_threshold": 0.2}, {"sampled": tensors()["new"] + 0.5}),
+    ({"kl_coef": 0.3, "kl_bias_correction": True}, {"beta": 0.3, "use_bias_correction_kl": True}, {}),
+    ({"kl_coef": 0.3, "kl_bias_correction": True, "policy_loss": "sapo"},
+     {"beta": 0.3, "use_bias_correction_kl": True, "loss_type": "sapo"} | SAPO, {}),
+    ({"top_entropy_quantile": 0.2}, {"top_entropy_quantile": 0.2}, {}),
+    ({"top_entropy_quantile": 0.0}, {"top_entropy_quantile": 0.0}, {}),
+    ({"top_entropy_quantile": 0.7, "kl_coef": 0.1, "aggregation": "token"},
+     {"top_entropy_quantile": 0.7, "beta": 0.1, "loss_type": "dapo"}, {}),
+    ({"top_entropy_quantile": 0.4, "mask_truncated": True}, {"top_entropy_quantile": 0.4}, CUT),
+    ({"mask_truncated": True, "kl_coef": 0.1}, {"beta": 0.1}, CUT),
+    ({"mask_truncated": True, "aggregation": "token"}, {"loss_type": "dapo"}, CUT),
+    ({"mask_truncated": True, "aggregation": "constant"}, {"loss_type": "dr_grpo"}, CUT),
+    ({"mask_truncated": True, "policy_loss": "vespo"}, {"loss_type": "vespo"} | VESPO, CUT),
+    ({"mask_truncated": True, "policy_loss": "gspo", "aggregation": "sum"},
+     {"loss_type": "luspo", "importance_sampling_level": "sequence"}, CUT),
+])
+def test_what_is_left_out_of_the_loss_and_how_the_kl_is_weighed_are_trl_s(ours, theirs, more) -> None:
+    from trl import GRPOTrainer
+
+    given = tensors() | more
+    advantages = group_relative(given["scores"], True)
+    agree(our_loss(given, **({"estimator": "grpo", "kl_coef": 0.0} | ours)),
+          trl_loss(GRPOTrainer, given, advantages, **theirs))
+
+
+def test_a_minibatch_of_truncated_responses_alone_is_a_loss_of_zero() -> None:
+    given = tensors() | {"ended": torch.zeros(4, dtype=torch.bool)}
+    for aggregation in ("token", "sequence", "constant", "sum"):
+        loss, gradient, advantages = our_loss(given, estimator="grpo", mask_truncated=True, aggregation=aggregation,
+                                              entropy_coef=0.1)
+        assert loss == 0 and not gradient.any() and advantages.any()
+
+
+SOURCES = [[1.0, 0.5, 2.0, -1.0, 3.0, 3.0, 3.0, None], [0.1, 0.9, None, 0.3, 0.2, 0.2, 0.7, None]]
+
+
+@pytest.mark.parametrize(("estimator", "options"), [
+    ("grpo", {"scale_rewards": "group"}), ("batch_grpo", {"scale_rewards": "batch"}),
+    ("dr_grpo", {"scale_rewards": "none"}), ("gdpo", {"multi_objective_aggregation": "normalize_then_sum"})])
+def test_advantages_of_two_reward_functions_are_trl_s(estimator, options) -> None:
+    """Two groups of four; the last response has no score, and one response only the first function's."""
+    weights = [0.5, 2.0]
+    theirs = trl_advantages(tiny("causal"), SOURCES, 4, weights, **options)
+    parts = [Part(SimpleNamespace(name=name, score=lambda _, scores=scores: scores), weight)
+             for name, scores, weight in zip("ab", SOURCES, weights, strict=True)]
+    rollout = Rollout.from_responses(Prompts([[5, 6]] * 8, ["x"] * 8), [[5, 1]] * 8, [True] * 8, 0, [])
+    rollout.logprobs = torch.zeros(8, 2)
+    rollout.scores = torch.tensor([math.nan if x is None else x for x in Mixture(parts).score(rollout)])
+    config = PPOConfig(SamplingConfig(max_new_tokens=2, num_samples=4), estimator, kl_coef=0.0, missing_eos_penalty=0.0)
+    trainer = PPOTrainer(Roles(actor=None), None, config, seed=0)
+    trainer.shape(rollout)
+    trainer.estimate(rollout, SimpleNamespace(add=lambda *_: None))
+    ours = rollout.advantages[:, 0]
+    torch.testing.assert_close(ours, torch.tensor(theirs), rtol=1e-5, atol=1e-5)
+    assert ours.abs().max() > 0.5 and ours[-1] == 0
 
 
 def test_rloo_is_trl_s_with_the_ratio_of_the_whole_response_and_its_kl_in_the_reward() -> None:
@@ -257,5 +363,6 @@ def masked_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_estimator_is_in_the_table_that_these_tests_know() -> None:
-    assert set(ESTIMATORS) == {"gae", "reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "dr_grpo",
+    assert set(ESTIMATORS) == {"gae", "reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "dr_grpo", "batch_grpo",
+                               "gdpo",
                                "process_grpo"}  # TRL has no such; tests/algorithms/test_advantages.py

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -56,6 +56,35 @@ def trl_preference_loss(kind: str, model: nn.Module, reference: nn.Module, rows:
               for k, v in row.items()} for row in rows]
     return _first_loss(getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config"), model, texts, pad_id,
                        beside={"ref_model": copy.deepcopy(reference).float()}, **options)
+
+
+def trl_advantages(model: nn.Module, sources: Sequence[Sequence[float | None]], group_size: int,
+                   weights: Sequence[float], **options: object) -> list[float]:
+    """The advantages that trl.GRPOTrainer trains on, of one response of two tokens each.
+
+    sources: of each reward function the scores of all responses, None where it skips one. options: of GRPOConfig.
+    """
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    size = len(sources[0])
+    tokenizer = _tokenizer(model.config.vocab_size, 0)
+    with _alone(), tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            num_generations=group_size, per_device_train_batch_size=size, gradient_accumulation_steps=1, max_steps=1,
+            learning_rate=0.0, bf16=False, fp16=False, use_cpu=True, seed=0, save_strategy="no", report_to="none",
+            disable_tqdm=True, logging_strategy="no", shuffle_dataset=False, reward_weights=list(weights),
+            max_completion_length=2, output_dir=str(Path(folder) / "out"), **options)
+        trainer = GRPOTrainer(
+            model=copy.deepcopy(model).float(), args=config, processing_class=tokenizer,
+            reward_funcs=[lambda completions, scores=scores, **_: list(scores) for scores in sources],
+            train_dataset=Dataset.from_list([{"prompt": "<5> <6>"}] * (size // group_size)))
+        trainer._generate_single_turn = lambda ids, *_: ([[5, tokenizer.eos_token_id] for _ in ids], None)
+        made = []
+        score = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda rows: made.append(score(rows)) or made[-1]
+        trainer.train()
+    return made[0]["advantages"].tolist()
 
 
 def _first_loss(trainer_class: type, config_class: type, model: nn.Module, rows: list[dict], pad_id: int,

@@ -14,7 +14,7 @@ SLACK = 25  # lines that a mended fault may add to a package, or that a row may 
 H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
-    "hybrid_rlhf/algorithms": (1258, 10),
+    "hybrid_rlhf/algorithms": (1365, 10),
     "hybrid_rlhf/commands": (2016, 9),
     "hybrid_rlhf/core": (3120, 22),
     "hybrid_rlhf/data": (3850, 17),
@@ -27,15 +27,15 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/report": (2337, 11),
     "hybrid_rlhf/rewards": (3184, 18),
     "hybrid_rlhf/roles": (1097, 10),
-    "hybrid_rlhf/rollout": (1148, 8),
+    "hybrid_rlhf/rollout": (1160, 8),
     "hybrid_rlhf/run": (2172, 13),
     "hybrid_rlhf/studio": (8014, 44),
-    "hybrid_rlhf/trainers": (1397, 10),
-    "training": (5233, 29),
+    "hybrid_rlhf/trainers": (1486, 10),
+    "training": (5248, 29),
     "inference": (3682, 27),
-    "tests": (57087, 338),
+    "tests": (57367, 338),
     "benchmarks": (7726, 52),
-    ENTRY_POINTS: (2063, 11),
+    ENTRY_POINTS: (2109, 11),
 }
 
 

@@ -37,8 +37,13 @@ def same(before, engine) -> bool:
 
 @pytest.mark.parametrize("changes", [{"estimator": "grpo"}, {"estimator": "dr_grpo"},
                                      {"estimator": "grpo", "policy_loss": "gspo"},
+                                     {"estimator": "grpo", "policy_loss": "gspo", "aggregation": "sum"},
+                                     {"estimator": "grpo", "policy_loss": "sapo"},
+                                     {"estimator": "grpo", "policy_loss": "vespo"},
+                                     {"estimator": "gdpo", "top_entropy_quantile": 0.3, "max_off_policy_kl": 1e-9},
+                                     {"estimator": "batch_grpo", "mask_truncated": True},
                                      {"estimator": "rloo", "importance": "token", "old_logprobs": "recompute"}],
-                         ids=lambda c: "-".join(c.values()))
+                         ids=lambda c: "-".join(map(str, c.values())))
 def test_a_step_without_a_critic_is_the_same_whatever_the_token_budget(changes):
     outcomes = []
     for max_tokens in (14, 8192):
@@ -48,6 +53,43 @@ def test_a_step_without_a_critic_is_the_same_whatever_the_token_budget(changes):
         if not name.startswith(CLOCKED) and not name.endswith("micro_batch_tokens"):
             assert outcomes[1][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
     assert not any(name.startswith("value/") for name in outcomes[0])
+
+
+def test_the_tokens_of_least_entropy_have_no_part_in_the_policy_loss():
+    trainer = online(settings(sampling=GROUPED, estimator="grpo", num_minibatches=3, top_entropy_quantile=0.25),
+                     count_of(42))
+    metrics = trainer.step(PROMPTS).compute()
+    assert metrics["policy/low_entropy_masked"] == pytest.approx(0.75, abs=0.02) and metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("make", [ppo, online])
+def test_responses_that_did_not_end_teach_nothing_and_stay_in_what_is_reported(make):
+    changes = {} if make is ppo else {"estimator": "grpo", "sampling": GROUPED}
+    trainer = make(settings(mask_truncated=True, kl_coef=0.0, **changes), count_of(42), rate=1e-2)
+    sample, ended = trainer._sample, torch.zeros(12 if make is ppo else 48, dtype=torch.bool)
+
+    def sampled(*given):
+        rollout = sample(*given)
+        rollout.has_eos = ended
+        return rollout
+
+    trainer._sample = sampled
+    before = weights(trainer.roles.actor.engine)
+    metrics = trainer.step(PROMPTS).compute()
+    assert metrics["completions/mean_length"] > 1 and metrics["grad_norm"] == 0 and "policy/loss" not in metrics
+    assert same(before, trainer.roles.actor.engine)
+    ended[:] = True
+    assert trainer.step(PROMPTS).compute()["grad_norm"] > 0 and not same(before, trainer.roles.actor.engine)
+
+
+def test_scores_are_bounded_before_the_penalties():
+    trainer = online(settings(sampling=GROUPED, estimator="grpo", min_score=-1.0, max_score=0.5,
+                              missing_eos_penalty=2.0), Source(lambda r: torch.arange(len(r)) - 3.0))
+    trainer.step(PROMPTS)
+    rollout = trainer.last_rollout
+    expected = (torch.arange(48) - 3.0).clamp(-1, 0.5) - 2.0 * (~rollout.has_eos).float()
+    torch.testing.assert_close(rollout.shaped_scores, expected)
+    assert rollout.scores.max() == 44
 
 
 def test_grpo_learns_to_say_a_rewarded_token():
@@ -102,7 +144,8 @@ def test_the_method_s_rows_decide_where_nothing_is_given_and_what_is_given_wins(
     assert of(estimator="grpo") == (False, False, "k3", "sequence", False)
     assert of(estimator="dr_grpo") == (False, False, "k3", "constant", False)
     assert of(estimator="rloo", policy_loss="ppo_sequence") == (False, True, "k1", "sequence", False)
-    assert of(estimator="grpo", policy_loss="cispo")[3] == "token"
+    assert of(estimator="grpo", policy_loss="cispo")[3] == of(estimator="grpo", policy_loss="vespo")[3] == "token"
+    assert of(estimator="dr_grpo", policy_loss="sapo")[3] == "sequence"
     assert of(estimator="grpo", kl_in="reward", aggregation="token", whiten_advantages=True) == (
         False, True, "k1", "token", True)
     with pytest.raises(UserError, match=r"num_samples is 1; give 2 or more"):

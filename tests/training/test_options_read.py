@@ -35,7 +35,8 @@ SAMPLED = [[*LORA, *FUNCTION, *EPOCH], SERVICE, JUDGED, JUDGE]
 ON_POLICY = [*SAMPLED, ["--ppo.kl_target=3", "--ppo.importance=masked", "--ppo.old_logprobs=recompute",
                         "--ppo.ema=true", "--ppo.overlong_penalty=1", "--ppo.overlong_buffer=2", "--ppo.ptx_coef=1",
                         "--distill.coef=0.5", "--distill.divergence=jsd", "--distill.beta=0.3",
-                        "--data.max_length=48"]]
+                        "--data.max_length=48"],
+             ["--ppo.policy_loss=sapo", "--ppo.kl_in=loss"], ["--ppo.policy_loss=vespo"]]
 TEXTS = ["--distill.lmbda=0.5", "--data.max_length=48"]
 JSD = ["--distill.divergence=jsd", "--distill.beta=0.3", "--distill.temperature=2", "--distill.top_k=5"]
 # what else a stage is run with, so that every switch is on in one of its runs
