@@ -8,7 +8,7 @@ from dataclasses import replace
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.data import chat
-from hybrid_rlhf.data.added_turns import check_keeps_history
+from hybrid_rlhf.data.added_turns import check_turns
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.datasets import StageData
 from hybrid_rlhf.data.messages import with_tools
@@ -42,9 +42,12 @@ def player_of(section: EnvironmentConfig, environments: Environments | None, tok
                                          "give data.chat_template, or train it with --stage sft first")
     if any(kind.schemas for kind in environments.kinds):
         check_tools(tokenizer)
-        check_keeps_history(tokenizer, "tool")
-    if any(kind.has_step for kind in environments.kinds):
-        check_keeps_history(tokenizer, "user")
+    asked = [("tool", True) for kind in environments.kinds if kind.schemas]
+    asked += [("user", bool(kind.schemas)) for kind in environments.kinds if kind.has_step]
+    rewritten = {role: how for role, has_tools in asked if (how := check_turns(tokenizer, role, has_tools))}
+    for role, how in rewritten.items():
+        print_main(f"history: the chat template rewrites earlier turns when messages of role {role} follow ({how}); in "
+                   "episodes they stay as they were sampled; chat, server and export use the template as it is")
     return EpisodePlayer(environments, section, tokenizer)
 
 

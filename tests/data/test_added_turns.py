@@ -4,25 +4,35 @@ transformers renders and tokenizes it."""
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
-from jinja2 import TemplateError
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.data.added_turns import added_tokens, check_keeps_history
+from hybrid_rlhf.data.added_turns import added_tokens, check_turns
 from hybrid_rlhf.data.chat import CHATML
+from hybrid_rlhf.data.turns import num_shared
 from hybrid_rlhf.models.template import special_ids
 from tests.factories.tiny import chatml_tokenizer, tiny_tokenizer
-from tests.factories.trl_templates import TOOLS, names, tokenizer_of
+from tests.factories.trl_templates import TOOLS, names, template_of, tokenizer_of
 
 ALL = [*names(), *names(training=True)]
 # base names of templates that leave out calls or tool messages, or (DeepSeek) write a second round otherwise
 NO_CALLS = {"cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "idefics3", "lfm2", "llama3",
             "llava_next", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm"}
-# what removes earlier thoughts (or gpt-oss' <|return|>) once a user speaks: TRL's twin keeps them, or removes them too
-CURED = {"deepseek_r1_distill", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
-FORGETFUL = {"deepseekv3", "diffusion_gemma", "gemma4_v5", "glm4moe", "gptoss", "lfm2_2_5", "lfm2_2_5_v2",
-             "lfm2_2_5_vl", "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"}
+# What removes earlier thoughts, or ends earlier answers otherwise, once a user speaks. The oracle is the same template
+# with that condition edited out, or (None) the twin for training that TRL has.
+THINK = ("{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}", "")
+LFM = ("preserve_thinking | default(false)", "true")
+GEMMA = ("(loop.index0 > ns_turn.last_user_idx)", "true")
+NEMOTRON = ("truncate_history_thinking if truncate_history_thinking is defined else True", "false")
+REWRITES = {
+    "deepseek_r1_distill": None, "deepseekv3": THINK, "diffusion_gemma": GEMMA, "gemma4_v5": GEMMA,
+    "glm4moe": ("loop.index0 > ns.last_user_index and", ""),
+    "gptoss": ("loop.last and not add_generation_prompt", "true", "not future_final_message.found", "true"),
+    "lfm2_2_5": LFM, "lfm2_2_5_v2": LFM, "lfm2_2_5_vl": LFM, "nemotron_3_5_lightning": NEMOTRON,
+    "nemotron_3_nano": NEMOTRON, "nemotron_3_super": NEMOTRON, "nemotron_3_ultra": NEMOTRON,
+    "qwen3": None, "qwen3_5_nothink": None, "qwen3_5_think": None, "qwen3_6": None}
 PARTS = {"smolvlm", "idefics3", "llava_next"}
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
@@ -56,11 +66,12 @@ def turn(name: str, role: str, number: int, thinks: bool) -> dict:
     return said
 
 
-def whole(tokenizer, name: str, talk: list[dict], prompt: bool = False) -> list[int]:
+def whole(tokenizer, name: str, talk: list[dict], prompt: bool = False, template: str | None = None) -> list[int]:
     """A conversation by transformers alone, as text and tokenized whole."""
     if base(name) in PARTS:
         talk = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in talk]
-    text = tokenizer.apply_chat_template(talk, tools=TOOLS, tokenize=False, add_generation_prompt=prompt)
+    text = tokenizer.apply_chat_template(talk, tools=TOOLS, tokenize=False, add_generation_prompt=prompt,
+                                         chat_template=template)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -73,32 +84,41 @@ def cut(tokenizer, said: list[int]) -> tuple[list[int], bool]:
     return said[: last + 1], said[last] in special_ids(tokenizer).values()
 
 
-def episode(name: str, role: str, thinks: bool) -> bool:
-    """Whether three rounds of tokens in and tokens out are the whole conversation's, after each of them."""
+def episode(name: str, roles: list[str], template: str | None = None) -> list[list[int]]:
+    """The contexts of all turns, from tokens in and tokens out, each of which is the whole conversation's as `template`
+    (or the tokenizer's own) renders it."""
     tokenizer, talk = tokenizer_of(name), [{"role": "user", "content": "How warm is it?"}]
-    tokens = whole(tokenizer, name, talk, True)
-    for number in range(3):
-        message = turn(name, role, number, thinks)
-        last = whole(tokenizer, name, [*talk, message])
-        if last[: len(tokens)] != tokens:
-            return False
-        said, is_ended = cut(tokenizer, last[len(tokens) :])
+    contexts = [whole(tokenizer, name, talk, True)]
+    for number, role in enumerate(roles):
+        message = turn(name, role, number, thinks(name, role))
+        last = whole(tokenizer, name, [*talk, message], template=template)
+        assert last[: len(contexts[-1])] == contexts[-1]
+        said, is_ended = cut(tokenizer, last[len(contexts[-1]) :])
         calls = {"tool_calls": message["tool_calls"]} if role == "tool" else {}
         answer = {"role": role, "content": f"7 degrees {number}"}
         if role == "tool":
             answer |= {"name": calls["tool_calls"][0]["function"]["name"], "tool_call_id": f"abcde123{number}"}
-        tokens = tokens + said + added_tokens(tokenizer, {"role": "assistant", "content": "", **calls}, [answer],
-                                              is_ended)
+        contexts.append(contexts[-1] + said + added_tokens(tokenizer, {"role": "assistant", "content": "", **calls},
+                                                           [answer], is_ended))
         talk = [*talk, message, answer]
-        if whole(tokenizer, name, talk, True) != tokens:
-            return False
-    return True
+        assert whole(tokenizer, name, talk, True, template) == contexts[-1]
+    return contexts
 
 
-def keeps(name: str, role: str) -> bool:
-    if role == "tool":
-        return base(name) not in NO_CALLS
-    return base(name) not in FORGETFUL and name not in CURED
+def keeping(name: str) -> str:
+    """The template `name`, changed to keep earlier turns as they were."""
+    edits = REWRITES[base(name)]
+    if edits is None:
+        return template_of(f"{base(name)}_training")
+    template = template_of(name)
+    for old, new in zip(edits[::2], edits[1::2], strict=True):
+        assert old in template
+        template = template.replace(old, new)
+    return template
+
+
+def rewrites(name: str) -> bool:
+    return base(name) in REWRITES and not (name.endswith("_training") and REWRITES[base(name)] is None)
 
 
 def thinks(name: str, role: str) -> bool:
@@ -111,20 +131,40 @@ def thinks(name: str, role: str) -> bool:
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_tokens_in_and_tokens_out_are_the_whole_conversation_where_history_is_kept(name, role):
     tokenizer = tokenizer_of(name)
-    if keeps(name, role):
-        check_keeps_history(tokenizer, role)
-        assert episode(name, role, thinks(name, role))
-        return
-    with pytest.raises(UserError, match=f"role {role}.*data.chat_template.*get_training_chat_template"):
-        check_keeps_history(tokenizer, role)
-    try:
-        is_whole = episode(name, role, thinks(name, role))
-    except (UserError, TemplateError, TypeError):  # added_tokens refuses it, or the template does
-        is_whole = False
-    assert not is_whole
+    if role == "tool" and base(name) in NO_CALLS:
+        with pytest.raises(UserError, match=f"role {role}.*data.chat_template.*get_training_chat_template"):
+            check_turns(tokenizer, role)
+    elif role == "user" and rewrites(name):
+        assert check_turns(tokenizer, role) in ("it leaves out thoughts", "they read otherwise",
+                                                "it leaves out what generation begins with")
+        with pytest.raises(AssertionError):
+            episode(name, [role] * 3)
+    else:
+        assert not check_turns(tokenizer, role)
+        assert len(episode(name, [role] * 3)) == 4
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if keeps(n, "tool")])
+@pytest.mark.parametrize("name", [n for n in ALL if rewrites(n)])
+@pytest.mark.parametrize("roles", [["user"] * 3, ["tool", "user", "tool", "tool", "user"]])
+def test_turns_stay_as_they_were_sampled_where_the_template_rewrites_them(name, roles):
+    if "tool" in roles and base(name) in NO_CALLS:
+        pytest.skip("its tools are refused")
+    tokenizer = tokenizer_of(name)
+    contexts = episode(name, roles, keeping(name))
+    assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(contexts))
+    asked = [{"role": "user", "content": "How warm is it?"}]
+    one = whole(tokenizer, name, [*asked, turn(name, roles[0], 0, thinks(name, roles[0]))])
+    if not base(name).startswith("deepseek"):  # whose last turn lacks its thought
+        assert num_shared(one, contexts[1]) >= len(cut(tokenizer, one)[0]) > len(contexts[0])
+    behind = whole(tokenizer, name, [*asked, {"role": "assistant", "content": "Qsaid"},
+                                     {"role": "user", "content": f"7 degrees {len(roles) - 1}"}], True)
+    user = tokenizer.decode(behind).partition("Qsaid")[2]  # where the original has it, behind the end of the turn
+    for end in ("<|end|>", "<|user|>", "<|im_end|>", "<turn|>", "<｜end▁of▁sentence｜>"):
+        user = user.removeprefix(end)
+    assert tokenizer.decode(contexts[-1]).endswith(user)
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if base(n) not in NO_CALLS])
 def test_markers_in_the_answer_of_a_tool_are_text(name):
     tokenizer = tokenizer_of(name)
     special = set(special_ids(tokenizer).values())
@@ -200,18 +240,15 @@ def test_messages_that_a_template_refuses_or_drops_are_an_error_and_not_other_to
     for name in ("gemma3", "llama3", "phi3"):
         with pytest.raises(UserError, match=r"the chat template (refuses|leaves out).*role tool.*data.chat_template"):
             added_tokens(tokenizer_of(name), message, [{"role": "tool", "content": "7"}], True)
-    with pytest.raises(UserError, match="rewrites the end of a turn"):
-        added_tokens(tokenizer_of("gptoss"), {"role": "assistant", "content": "x"},
-                     [{"role": "user", "content": "7"}], True)
     with pytest.raises(UserError, match="no"):
-        check_keeps_history(tiny_tokenizer(), "user")  # it has no template
+        check_turns(tiny_tokenizer(), "user")  # it has no template
 
 
 def test_tools_that_move_to_the_last_user_message_are_history_rewritten():
     tokenizer = chatml_tokenizer()
-    check_keeps_history(tokenizer, "user")
+    check_turns(tokenizer, "user")
     tokenizer.chat_template = CHATML.replace(
         "message['content'] +", "(((tools|tojson) if tools and loop.last else '') ~ message['content']) +")
-    check_keeps_history(tokenizer, "user")
-    with pytest.raises(UserError, match="role user follow"):
-        check_keeps_history(tokenizer, "user", has_tools=True)
+    check_turns(tokenizer, "user")
+    with pytest.raises(UserError, match=r"role user follow \(the tools move\)"):
+        check_turns(tokenizer, "user", has_tools=True)
