@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
-from hybrid_rlhf.models.call_formats import FORMATS
+from hybrid_rlhf.models.call_formats import FORMATS, format_of
 from hybrid_rlhf.models.template_kwargs import KWARGS, split_kwargs
 from hybrid_rlhf.models.template_trial import check_template, renderings
 from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, markers_in, markers_of, thought_of, words_of
@@ -39,7 +39,8 @@ class Dialect(NamedTuple):
     thought between these marks in the content renders like one in a field. ends: the special tokens that end an
     assistant's turn: of an answer, and of a tool call where that differs; where the template writes none, the one that
     begins the next message. call_sign: the text that a tool call begins with; None where the template cannot render
-    one. lead: the text before an answer without a thought (gpt-oss's <|channel|>final<|message|>), where that contains
+    one. calls_in_content: the template asks for calls in Hermes' format and leaves them out (SmolLM3): they are written
+    into the content. lead: the text before an answer without a thought (gpt-oss's <|channel|>final<|message|>), where that contains
     a special token. behind: all special tokens in a row after the last answer."""
 
     takes_parts: bool = False
@@ -51,6 +52,7 @@ class Dialect(NamedTuple):
     reads_inline: bool = False
     ends: tuple[str, ...] = ()
     call_sign: str | None = None
+    calls_in_content: bool = False
     lead: str = ""
     behind: tuple[str, ...] = ()
 
@@ -92,8 +94,10 @@ def apply(tokenizer, messages: Sequence[Mapping], add_generation_prompt: bool = 
     transformers' continue_final_message. Raises one of FAULTS where the template refuses them."""
     extras = carried(messages)
     bare = [{k: v for k, v in m.items() if k not in CARRIED} for m in messages]
-    kwargs, _ = split_kwargs(tokenizer, extras.get(KWARGS) or {})
-    return tokenizer.apply_chat_template(bare, tools=extras.get("tools"), tokenize=False,
+    tools = extras.get("tools")
+    named = {"xml_tools": tools} if tools else {}  # SmolLM3's name of them
+    kwargs, _ = split_kwargs(tokenizer, named | (extras.get(KWARGS) or {}))
+    return tokenizer.apply_chat_template(bare, tools=tools, tokenize=False,
                                          add_generation_prompt=add_generation_prompt,
                                          continue_final_message=continues, **kwargs)
 
@@ -119,6 +123,8 @@ def adapted(messages: Sequence[Mapping], dialect: Dialect) -> list[dict]:
             _place_thought(message, dialect)
         if message.get("tool_calls"):
             message["tool_calls"] = [_call(call, dialect.arguments_as_text) for call in message["tool_calls"]]
+            if dialect.calls_in_content:
+                _write_calls(message)
         if dialect.takes_parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
     return result
@@ -158,6 +164,15 @@ def _call(call: Mapping, as_text: bool) -> dict:
     if as_text and isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "arguments": arguments} if "arguments" in call else dict(call)
+
+
+def _write_calls(message: dict) -> None:
+    """Move the calls into the content, in Hermes' format."""
+    calls = [call.get("function") or call for call in message.pop("tool_calls")]
+    texts = [json.dumps({"name": call.get("name"), "arguments": call.get("arguments") or {}}, ensure_ascii=False)
+             for call in calls]
+    written = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
+    message["content"] = "\n".join([*filter(None, [message.get("content")]), *written])
 
 
 def folds_system(messages: Sequence[Mapping], dialect: Dialect) -> bool:
@@ -209,6 +224,10 @@ def _find_dialect(tokenizer) -> Dialect:  # noqa: ANN001
             end = _end_of_call(tokenizer, called, asked, trial)
             is_other = end and end not in dialect.ends and not any(token in called for token in dialect.ends)
             return trial._replace(ends=(*dialect.ends, end)) if is_other else trial
+    asks = format_of(tried(tokenizer, ({**asked, "tools": [TOOL]},), dialect, generation=True)) is FORMATS["hermes"]
+    trial = dialect._replace(calls_in_content=True)
+    if asks and shown_call(tokenizer, trial) is not None:
+        return trial._replace(call_sign=_sign_of_call(tokenizer, trial))
     return dialect
 
 

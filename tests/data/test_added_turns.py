@@ -156,12 +156,6 @@ def test_turns_stay_as_they_were_sampled_where_the_template_rewrites_them(name, 
     one = whole(tokenizer, name, [*asked, turn(name, roles[0], 0, thinks(name, roles[0]))])
     if not base(name).startswith("deepseek"):  # whose last turn lacks its thought
         assert num_shared(one, contexts[1]) >= len(cut(tokenizer, one)[0]) > len(contexts[0])
-    behind = whole(tokenizer, name, [*asked, {"role": "assistant", "content": "Qsaid"},
-                                     {"role": "user", "content": f"7 degrees {len(roles) - 1}"}], True)
-    user = tokenizer.decode(behind).partition("Qsaid")[2]  # where the original has it, behind the end of the turn
-    for end in ("<|end|>", "<|user|>", "<|im_end|>", "<turn|>", "<｜end▁of▁sentence｜>"):
-        user = user.removeprefix(end)
-    assert tokenizer.decode(contexts[-1]).endswith(user)
 
 
 @pytest.mark.parametrize("name", [n for n in ALL if base(n) not in NO_CALLS])
@@ -197,6 +191,19 @@ def test_answers_of_tools_stand_behind_the_end_of_the_turn_before_the_next_promp
         call(function, f"abcde123{i}") for i, function in enumerate(calls)]}
     answers = [{"role": "tool", "content": "7 degrees"}] * len(calls)
     assert tokenizer.decode(added_tokens(tokenizer, message, answers, is_ended)) == text
+
+
+@pytest.mark.parametrize(("name", "end", "text"), [
+    ("qwen3", "<|im_end|>", "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"),
+    ("qwen3_6", "<|im_end|>", "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n<think>\n"),
+    ("glm4moe", "<|user|>", "\n7<|assistant|>"),
+    ("gptoss", "<|end|>", "<|start|>user<|message|>7<|end|><|start|>assistant"),  # <|return|>, where it is sampled
+    ("deepseek_r1_distill", "<｜end▁of▁sentence｜>", "<｜User｜>7<｜Assistant｜><think>\n")])
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_a_user_s_message_stands_behind_a_turn_that_the_template_would_rewrite(name, end, text, is_ended):
+    ids = added_tokens(tokenizer_of(name), {"role": "assistant", "content": "x"}, [{"role": "user", "content": "7"}],
+                       is_ended)
+    assert tokenizer_of(name).decode(ids) == ("" if is_ended else end) + text
 
 
 @pytest.fixture
@@ -242,6 +249,19 @@ def test_messages_that_a_template_refuses_or_drops_are_an_error_and_not_other_to
             added_tokens(tokenizer_of(name), message, [{"role": "tool", "content": "7"}], True)
     with pytest.raises(UserError, match="no"):
         check_turns(tiny_tokenizer(), "user")  # it has no template
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("message['content'] +", "message['content'] + (' /think' if message['role'] == 'user' and loop.last else '') +"),
+    ("'<|im_start|>' +", "'<|im_start|>' + loop.index|string +"),
+    ("{%- for", "{{- 'Begin.' if messages|length == 1 }}{%- for"),
+    ("in messages", "in messages[-3:]")])
+def test_a_template_that_rewrites_more_than_the_assistant_s_turns_is_refused(old, new):
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = CHATML.replace(old, new, 1)
+    assert tokenizer.chat_template != CHATML
+    with pytest.raises(UserError, match=r"role user follow \(the prompt or what stands behind a turn reads otherwise\); g"):
+        check_turns(tokenizer, "user")
 
 
 def test_tools_that_move_to_the_last_user_message_are_history_rewritten():

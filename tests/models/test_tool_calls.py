@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.errors import UserError
+from hybrid_rlhf.data.turns import render
 from hybrid_rlhf.models.template import dialect_of
 from hybrid_rlhf.models.tool_calls import check_tools, parse_turn
 from hybrid_rlhf.models.tool_schema import schema_of
@@ -326,6 +327,33 @@ def test_an_unknown_format_is_refused_and_no_template_at_all():
     assert parse_turn(odd, ids, TOOLS) == ({"role": "assistant", "content": "@f:{}"}, [])
     with pytest.raises(UserError, match="the tokenizer has none"):
         check_tools(tiny_tokenizer())
+
+
+# In the shape of SmolLM3's: tools have another name, and calls of the assistant are not read from messages.
+SMOL = ("<|im_start|>system\n{% if xml_tools %}<tools>{% for t in xml_tools[:] %}{{ t }}\n{% endfor %}</tools> Call by\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>{% endif %}<|im_end|>\n'
+        "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+@pytest.mark.parametrize(("content", "begin"), [("", ""), ("I look.", "I look.\n")])
+def test_calls_are_written_into_the_content_where_a_template_asks_for_them_and_reads_none(content, begin):
+    own = chatml_tokenizer()
+    own.chat_template = SMOL
+    check_tools(own)
+    calls = [call("weather_of", city="Oslø"), call("now")]
+    asked, answer = {"role": "user", "content": "How warm?"}, {"role": "tool", "name": "weather_of", "content": "7"}
+    text = render(own, [{**asked, "tools": TOOLS}, {"role": "assistant", "content": content, "tool_calls": calls}, answer])
+    written = ('<tool_call>\n{"name": "weather_of", "arguments": {"city": "Oslø"}}\n</tool_call>\n'
+               '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    assert text == own.apply_chat_template(  # as people write it with this template
+        [asked, {"role": "assistant", "content": begin + written}, answer], xml_tools=TOOLS, tokenize=False)
+    found = parse_turn(own, own(f"{begin}{written}<|im_end|>")["input_ids"], TOOLS)
+    assert found.errors == [] and functions(found.message) == [c["function"] for c in calls]
+    assert found.message["content"] == content and calls[0]["function"]["name"] == "weather_of"
+    own.chat_template = SMOL.replace("tool_call>", "call>")
+    with pytest.raises(UserError, match="leaves out tool calls"):
+        check_tools(own)
 
 
 def test_spaces_before_punctuation_stay():
