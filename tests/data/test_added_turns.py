@@ -253,6 +253,7 @@ def test_messages_that_a_template_refuses_or_drops_are_an_error_and_not_other_to
 
 @pytest.mark.parametrize(("old", "new"), [
     ("message['content'] +", "message['content'] + (' /think' if message['role'] == 'user' and loop.last else '') +"),
+    ("message['content'] +", "message['content'] + (' /think' if loop.last and not loop.first else '') +"),
     ("'<|im_start|>' +", "'<|im_start|>' + loop.index|string +"),
     ("{%- for", "{{- 'Begin.' if messages|length == 1 }}{%- for"),
     ("in messages", "in messages[-3:]")])
