@@ -147,8 +147,8 @@ def _end_of_turn(tokenizer, text: str, word: str) -> tuple[int, int]:  # noqa: A
 
 def _behind_turn(tokenizer, message: dict, added: Sequence[dict], kwargs: Mapping,  # noqa: ANN001
                  is_last: bool = True) -> tuple[str, str]:
-    """The text that the template writes from the end of the turn on, and the marker that it begins with, or "". is_last:
-    with the next generation prompt."""
+    """The text that the template writes from the end of the turn on, and the marker that it begins with, or "".
+    is_last: with the next generation prompt."""
     word = "Qsaid"
     while any(word in str(m) for m in added):
         word += "d"

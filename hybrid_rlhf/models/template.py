@@ -40,8 +40,8 @@ class Dialect(NamedTuple):
     assistant's turn: of an answer, and of a tool call where that differs; where the template writes none, the one that
     begins the next message. call_sign: the text that a tool call begins with; None where the template cannot render
     one. calls_in_content: the template asks for calls in Hermes' format and leaves them out (SmolLM3): they are written
-    into the content. lead: the text before an answer without a thought (gpt-oss's <|channel|>final<|message|>), where that contains
-    a special token. behind: all special tokens in a row after the last answer."""
+    into the content. lead: the text before an answer without a thought (gpt-oss's <|channel|>final<|message|>), where
+    that contains a special token. behind: all special tokens in a row after the last answer."""
 
     takes_parts: bool = False
     takes_system: bool = True

@@ -261,7 +261,7 @@ def test_a_template_that_rewrites_more_than_the_assistant_s_turns_is_refused(old
     tokenizer = chatml_tokenizer()
     tokenizer.chat_template = CHATML.replace(old, new, 1)
     assert tokenizer.chat_template != CHATML
-    with pytest.raises(UserError, match=r"role user follow \(the prompt or what stands behind a turn reads otherwise\); g"):
+    with pytest.raises(UserError, match=r"role user follow \(the prompt or what stands behind a turn reads"):
         check_turns(tokenizer, "user")
 
 

@@ -330,7 +330,7 @@ def test_an_unknown_format_is_refused_and_no_template_at_all():
 
 
 # In the shape of SmolLM3's: tools have another name, and calls of the assistant are not read from messages.
-SMOL = ("<|im_start|>system\n{% if xml_tools %}<tools>{% for t in xml_tools[:] %}{{ t }}\n{% endfor %}</tools> Call by\n"
+SMOL = ("<|im_start|>system\n{% if xml_tools %}<tools>{% for t in xml_tools[:] %}{{ t }}\n{% endfor %}</tools> Call:\n"
         '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>{% endif %}<|im_end|>\n'
         "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n{{ m.content }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -343,7 +343,8 @@ def test_calls_are_written_into_the_content_where_a_template_asks_for_them_and_r
     check_tools(own)
     calls = [call("weather_of", city="Oslø"), call("now")]
     asked, answer = {"role": "user", "content": "How warm?"}, {"role": "tool", "name": "weather_of", "content": "7"}
-    text = render(own, [{**asked, "tools": TOOLS}, {"role": "assistant", "content": content, "tool_calls": calls}, answer])
+    said = {"role": "assistant", "content": content, "tool_calls": calls}
+    text = render(own, [{**asked, "tools": TOOLS}, said, answer])
     written = ('<tool_call>\n{"name": "weather_of", "arguments": {"city": "Oslø"}}\n</tool_call>\n'
                '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
     assert text == own.apply_chat_template(  # as people write it with this template

@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1486, 10),
     "training": (5251, 29),
     "inference": (3682, 27),
-    "tests": (57564, 339),
+    "tests": (57567, 339),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (2109, 11),
 }

@@ -71,7 +71,8 @@ TALKS = {
                '<|start|>functions.times to=assistant<|channel|>commentary<|message|>"36"<|end|><|start|>assistant',
                f"{FINAL}It is 36.<|return|>", "<|start|>user<|message|>Sure?<|end|><|start|>assistant",
                f"{FINAL}Yes, 36.<|return|>"],
-    "deepseek_r1_distill": ["Easy.\n</think>\n\nIt is 36.<｜end▁of▁sentence｜>", "<｜User｜>Sure?<｜Assistant｜><think>\n",
+    "deepseek_r1_distill": ["Easy.\n</think>\n\nIt is 36.<｜end▁of▁sentence｜>",
+                            "<｜User｜>Sure?<｜Assistant｜><think>\n",
                             "Easy.\n</think>\n\nI see 36.<｜end▁of▁sentence｜>",
                             "<｜User｜>Sure?<｜Assistant｜><think>\n", "Yes, 36.<｜end▁of▁sentence｜>"]}
 
@@ -93,7 +94,8 @@ def test_three_turns_train_and_keep_the_thoughts_that_the_template_would_drop(tm
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code = main(["--stage", "grpo", "--output_dir", f"{tmp_path}/run", "--data.sources", f"[{tmp_path}/rows.jsonl]",
                  "--data.max_prompt_length=2000", "--model.dtype=float32", "--ppo.sampling.max_new_tokens=400",
-                 "--model.model_name_or_path", f"{tmp_path}/model", "--train.max_steps=2", "--ppo.sampling.num_samples=8",
+                 "--model.model_name_or_path", f"{tmp_path}/model", "--train.max_steps=2",
+                 "--ppo.sampling.num_samples=8",
                  "--train.per_device_train_batch_size=2", "--engine.zero_stage=0", "--roles.actor.learning_rate=1e-4",
                  f"--environment.factory={tmp_path}/acts.py:{'Game' if has_tool else 'Talk'}"])
     shown = capsys.readouterr()
