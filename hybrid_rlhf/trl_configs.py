@@ -21,6 +21,7 @@ _AGGREGATIONS = {"dapo": "token", "bnpo": "token", "grpo": "sequence", "dr_grpo"
 _GATED = ("cispo", "sapo", "vespo")  # losses without a clipped ratio, each with the average of its paper
 _SCALES = {"group": "grpo", "true": "grpo", "batch": "batch_grpo", "none": "dr_grpo", "false": "dr_grpo"}
 _LOADING_IDLE = ("device_map", "use_cache", "low_cpu_mem_usage")
+_UNBOUNDED = 1 << 20  # tokens
 LONGEST_PROMPT = 2048  # tokens, where the model has the positions: TRL has no limit
 
 

@@ -20,7 +20,7 @@ from tests.factories.tiny import save_tiny
 from tests.project import trl_page
 
 trl = pytest.importorskip("trl")
-WORDS = "red big old sad fun new hot wet".split()
+WORDS = ["red", "big", "old", "sad", "fun", "new", "hot", "wet"]
 TOLD = [{"prompt": f"The {w} dog", "completion": f" ran to the {w} tree{' again' * i}."} for i, w in enumerate(WORDS)]
 TEXTS = [{"text": row["prompt"] + row["completion"]} for row in TOLD]
 PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": f" is a cat{' no' * i}."}
@@ -106,6 +106,7 @@ def test_a_conversation_is_trained_whole_unless_only_the_assistant_is_asked_for(
         assert trainer.config.data.train_on == expected
     assert SFTTrainer("m", args=SFTConfig("x"), train_dataset=TOLD).config.data.train_on == "response"
     assert SFTTrainer("m", args=SFTConfig("x"), train_dataset=TEXTS).config.data.train_on == "all"
+    assert SFTTrainer("m", args=SFTConfig("x", max_length=None), train_dataset=TEXTS).config.data.max_length == 1 << 20
 
 
 def test_defaults_are_trl_s_and_a_line_has_the_launcher_s(place, capsys):
@@ -273,7 +274,7 @@ def test_a_text_column_of_another_name_and_a_formatting_function(place):
 
 
 def test_push_to_hub_without_a_login_is_said_before_training():
-    with pytest.raises(UserError, match="push_to_hub: the hub does not know you .*; run `hf auth login`"):
+    with pytest.raises(UserError, match=r"push_to_hub: the hub does not know you .*; run `hf auth login`"):
         SFTTrainer("m", args=SFTConfig("x", push_to_hub=True), train_dataset=TOLD)
 
 

@@ -195,7 +195,7 @@ def test_a_run_without_held_out_rows_has_no_evaluation(place):
 
 
 def test_classes_of_trl_that_are_not_here_are_named_with_what_to_use():
-    with pytest.raises(ImportError, match="no ORPOTrainer; use DPOTrainer.loss_type='orpo'"):
+    with pytest.raises(ImportError, match=r"no ORPOTrainer; use DPOTrainer.loss_type='orpo'"):
         from hybrid_rlhf import ORPOTrainer  # noqa: F401
     with pytest.raises(ImportError, match="no DistillationConfig; use GKDConfig"):
         from hybrid_rlhf import DistillationConfig  # noqa: F401
@@ -223,7 +223,7 @@ def test_the_options_that_are_to_be_written_instead_exist():
 
 
 def test_a_subclass_with_a_method_that_nothing_would_call_is_refused():
-    with pytest.raises(UserError, match="Mine.compute_loss would never be called; write a step of your own"):
+    with pytest.raises(UserError, match=r"Mine\.compute_loss would never be called; write a step of your own"):
         class Mine(SFTTrainer):
             def compute_loss(self, model, inputs):
                 return 0.0

@@ -127,8 +127,8 @@ def batch_grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = 
 def gdpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0, lam: float = 0.95,
          reduce: Reduce = identity, group_size: int = 1,
          step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Group reward-decoupled normalisation (arXiv 2601.05242), of scores that `decoupled` has summed: R_i - mean R, over
-    std R + 1e-4, both of all responses of all ranks (n - 1). Every rank must call it."""
+    """Group reward-decoupled normalisation (arXiv 2601.05242), of scores that `decoupled` has summed: R_i - mean R,
+    over std R + 1e-4, both of all responses of all ranks (n - 1). Every rank must call it."""
     totals, is_scored = _group_totals(rewards, action_mask, group_size)
     mean, spread = _of_batch(totals, is_scored, reduce)
     return _at_actions(((totals - mean) / (spread + 1e-4)).masked_fill(~is_scored, 0), totals, action_mask)

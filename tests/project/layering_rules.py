@@ -69,7 +69,8 @@ DEPENDENCIES = {
     "reasoning_gym": (f"{H}.rewards.reasoning_task",),
     "starlette": (f"{H}.inference.server", f"{H}.studio"),
     "tokenizers": (f"{H}.models",),
-    "transformers": (f"{H}.api", f"{H}.trl_callbacks", f"{H}.models.hf_attention", f"{H}.models.load", f"{H}.models.backbone",
+    "transformers": (f"{H}.api", f"{H}.trl_callbacks", f"{H}.models.hf_attention", f"{H}.models.load",
+                     f"{H}.models.backbone",
                      f"{H}.models.saving", f"{H}.models.shapes", f"{H}.models.tokenizer",
                      f"{H}.models.tool_schema", f"{H}.models.transformers_compat"),
     "triton": (f"{H}.kernels",),
@@ -279,7 +280,8 @@ def inheritance(root: Path) -> list[str]:
     harmless = {name for name, of in bases.items() if any(b.endswith(("Protocol", "Error", "Exception")) for b in of)}
     harmless |= {node.name for _, node in classes if has_only_fields(node)}
     return [f"{module}:{node.lineno} {node.name} inherits the implementation of {base}"
-            for module, node in classes for base in bases[node.name] if base in bases and base not in harmless | SUBCLASSED]
+            for module, node in classes for base in bases[node.name]
+            if base in bases and base not in harmless | SUBCLASSED]
 
 
 def mirror(root: Path) -> list[str]:

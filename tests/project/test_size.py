@@ -33,9 +33,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1486, 10),
     "training": (5251, 29),
     "inference": (3682, 27),
-    "tests": (57567, 339),
+    "tests": (57572, 339),
     "benchmarks": (7726, 52),
-    ENTRY_POINTS: (2109, 11),
+    ENTRY_POINTS: (2110, 11),
 }
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from hybrid_rlhf.trl_fields import CONFIGS, IDLE, REFUSED, TAKEN, Field
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
-BEGIN, END = "<!-- fields of TRL's configurations, by python -m tests.project.trl_page -->", "<!-- end of the fields -->"
+BEGIN = "<!-- fields of TRL's configurations, by python -m tests.project.trl_page -->"
+END = "<!-- end of the fields -->"
 NAMES = {kind: kind.removesuffix("Config") for kind in CONFIGS}
 
 

@@ -30,11 +30,11 @@ class MasterAdamW(torch.optim.Optimizer):
     """Decoupled AdamW (1711.05101) by torch's own kernels on an fp32 `master` of each 16-bit parameter.
 
     state[parameter]: master (16-bit parameters only; fp32 ones are their own), exp_avg and exp_avg_sq in fp32, step.
-    The parameter is its master, rounded; `scatter` has where it begins. Call `expect` before each backward pass: where a minibatch has several, the
-    gradients are summed in fp32, in state[parameter]['sum'], so that the split changes nothing but rounding. On a CPU
-    the sums stay allocated, for clearing new memory for them takes longer than the step itself; on a card they are
-    freed after the step, to make room for the next rollout. Each of several processes has the full state, and `reduce`
-    sums their gradients.
+    The parameter is its master, rounded; `scatter` says where that begins. Call `expect` before each backward pass:
+    where a minibatch has several, the gradients are summed in fp32, in state[parameter]['sum'], so that the split
+    changes nothing but rounding. On a CPU the sums stay allocated, for clearing new memory for them takes longer than
+    the step itself; on a card they are freed after the step, to make room for the next rollout. Each of several
+    processes has the full state, and `reduce` sums their gradients.
     """
 
     def __init__(self, groups: list[dict], learning_rate: float, betas: tuple[float, float], epsilon: float, *,

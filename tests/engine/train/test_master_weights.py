@@ -29,7 +29,8 @@ def trained(stage=0, pieces=(12,), module=None, **optimizer) -> tuple[HybridEngi
 
 def at_start() -> dict[str, torch.Tensor]:
     """The masters of `net` before any step."""
-    return HybridEngine(net()).prepare_training(OptimizerConfig(), lambda step: 1.0, ZeroConfig(0)).training.state()["weights"]
+    engine = HybridEngine(net()).prepare_training(OptimizerConfig(), lambda step: 1.0, ZeroConfig(0))
+    return engine.training.state()["weights"]
 
 
 def loss(module, x, y):
