@@ -40,6 +40,7 @@ EXTRAS = {
     "serve": ["fastapi>=0.165", "uvicorn>=0.54", "httpx>=0.28", "psutil>=7.0"],
     "gguf": ["gguf>=0.19"],
     "gym": ["reasoning-gym>=0.1.25"],
+    "math": ["math-verify>=0.9", "antlr4-python3-runtime==4.13.2"],  # builtin:math_match
     "docs": ["pdoc>=15.0"],  # make docs
     "fuzz": ["atheris>=3.0"],  # make fuzz; has no wheels for every Python
     "mutation": ["mutmut==3.8.*"],  # make mutation; tests/mutation/run.py reaches into it
@@ -52,7 +53,7 @@ EXTRAS["test"] = [
     "setuptools>=77", "wheel>=0.45",  # the packaging tests build without network
     "nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4",  # run the example notebook
     "selenium>=4.51",  # drives Chromium, where that is installed, over the server's page
-    *EXTRAS["quantize"], *EXTRAS["report"], *EXTRAS["serve"], *EXTRAS["gguf"],
+    *EXTRAS["quantize"], *EXTRAS["report"], *EXTRAS["serve"], *EXTRAS["gguf"], *EXTRAS["math"],
 ]
 
 

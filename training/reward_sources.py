@@ -35,8 +35,8 @@ class RewardConfig:
 
     Attributes:
         functions: Python functions, path.py:name or builtin:name (exact_match, numeric_match, length_penalty,
-            repetition_penalty, format, reasoning_gym, demo_correct), one or a list; called as TRL calls them, with the
-            dataset's columns.
+            math_match, repetition_penalty, format, reasoning_gym, demo_correct), one or a list; called as TRL calls
+            them, with the dataset's columns.
         options: Further keywords of the functions, by name: {numeric_match: {column: answer}}; and of the models, by
             the last part of their path: label (which of several is the score), reads (text, pair or completion); of a
             process reward model label (that of a good step), separator, split and reduce (each, sum, min, last or

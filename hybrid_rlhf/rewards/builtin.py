@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from importlib import import_module
 from typing import Any
 
-from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.data.demo import is_correct
 from hybrid_rlhf.rewards import text_of
 from hybrid_rlhf.rewards.reasoning_task import ReasoningTask
+from hybrid_rlhf.rewards.user_code import Overdue, within
+
+_log = logging.getLogger(__name__)
 
 # A sign counts unless a word, number or bracket ends before it: "10-5" ends in 5. Thousands need groups of three.
 _NUMBER = re.compile(r"(?P<sign>(?<![\w)\].])[-\u2212+])?(?:[$\u20ac\u00a3\u00a5](?P<inner>[-\u2212])?\s?)?"
@@ -89,12 +94,67 @@ class NumericMatch:
         return self.tolerance > 0 and abs(float(number) - float(wanted)) <= self.tolerance * abs(float(wanted))
 
 
-def _judged(source: ExactMatch | NumericMatch, completions: list, columns: dict[str, list],
-            is_right: Callable[[str, object], bool]) -> list[float | None]:
+@dataclass
+class MathMatch:
+    """`correct` where math-verify finds the completion's LaTeX answer, the boxed one first, equal to the column's, else
+    `wrong`, as TRL's accuracy_reward. None without a reference, and with one that math-verify cannot read.
+
+    marker: only the text behind its last occurrence in the completion counts (</think>, say, as in TRL's
+    reasoning_accuracy_reward). seconds: an answer that takes longer to compare is wrong; the first one is logged.
+    Raises UserError without the package math-verify.
+    """
+
+    column: str = "answer"
+    marker: str | None = None
+    seconds: float = 5.0
+    correct: float = 1.0
+    wrong: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._was_late = False
+        try:
+            self._parser: Any = import_module("math_verify.parser")
+            self._grader: Any = import_module("math_verify")
+        except ImportError as error:
+            raise UserError(f"math_match: the package math-verify cannot be imported ({error}); pip install "
+                            "'hybrid-rlhf[math]'") from error
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit: `within` is one
+
+    def __call__(self, completions: list, **columns: list) -> list[float | None]:
+        return _judged(self, completions, columns, self._is_right)
+
+    def _is_right(self, answer: str, reference: object) -> bool | None:
+        parser = self._parser
+        gold = parser.parse(str(reference), parsing_timeout=None)
+        # TRL's settings: an answer must be LaTeX, without malformed operators. math-verify runs nothing of a text: what
+        # it hands to sympy's parser, which evaluates, is digits and operators.
+        latex = parser.LatexExtractionConfig(
+            normalization_config=parser.NormalizationConfig(units=True), boxed_match_priority=0,
+            try_extract_without_anchor=False)
+
+        def is_equal() -> bool:
+            parsed = parser.parse(after_marker(answer, self.marker), extraction_config=[latex],
+                                  extraction_mode="first_match", parsing_timeout=None)
+            return self._grader.verify(gold, parsed, timeout_seconds=None)
+
+        try:
+            return within(self.seconds, is_equal) if gold else None
+        except Overdue:
+            if not self._was_late:
+                _log.warning("warning: math_match takes more than %g s for an answer; such answers count as wrong",
+                             self.seconds)
+            self._was_late = True
+            return False
+
+
+def _judged(source: ExactMatch | NumericMatch | MathMatch, completions: list, columns: dict[str, list],
+            is_right: Callable[[str, object], bool | None]) -> list[float | None]:
+    """The source's `correct` or `wrong`; None without a reference, and where is_right cannot say."""
     if source.column not in columns:
         raise ValueError(f"no column {source.column}; there are {', '.join(columns)}")
     pairs = zip(map(text_of, completions), columns[source.column], strict=True)
-    return [None if r is None else source.correct if is_right(c, r) else source.wrong for c, r in pairs]
+    verdicts = [None if r is None else is_right(c, r) for c, r in pairs]
+    return [None if v is None else source.correct if v else source.wrong for v in verdicts]
 
 
 @dataclass(frozen=True)
@@ -139,10 +199,11 @@ class RepetitionPenalty:
 class Format:
     """`correct` where the whole completion matches the regular expression (. matches line ends too), else `wrong`.
 
-    is_whole: false searches for it anywhere in the completion.
+    pattern: by default that of TRL's think_format_reward, <think> ... </think> and an answer. is_whole: false searches
+    for it anywhere in the completion.
     """
 
-    pattern: str
+    pattern: str = r"<think>(?!.*<think>).*?</think>.*"
     is_whole: bool = True
     correct: float = 1.0
     wrong: float = 0.0
@@ -169,6 +230,6 @@ class DemoCorrect:
 
 
 BUILTINS: dict[str, type[Any]] = {
-    "exact_match": ExactMatch, "numeric_match": NumericMatch, "length_penalty": LengthPenalty,
+    "exact_match": ExactMatch, "numeric_match": NumericMatch, "math_match": MathMatch, "length_penalty": LengthPenalty,
     "repetition_penalty": RepetitionPenalty, "format": Format, "demo_correct": DemoCorrect,
     "reasoning_gym": ReasoningTask}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_SAMPLING = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "ppo", "online_dpo",
-             "rejection")
+_SAMPLING = ("grpo", "dr_grpo", "batch_grpo", "gdpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo",
+             "ppo", "online_dpo", "rejection")
 
 
 class StudioGoal(NamedTuple):
@@ -54,6 +54,7 @@ STUDIO_GOALS = {
 BUILTIN_REWARDS = {
     "exact_match": "1 where the answer is the text of the column answer, else 0",
     "numeric_match": "1 where the last number of the answer is that of the column answer, else 0",
+    "math_match": "1 where the LaTeX answer equals that of the column answer, by the package math-verify, else 0",
     "format": "1 where the answer matches a regular expression (reward.options: {format: {pattern: ...}})",
     "length_penalty": "takes away for answers near a length (reward.options: {length_penalty: {max_tokens: ..., "
                       "buffer: ...}})",

@@ -59,6 +59,7 @@ DEPENDENCIES = {
     "gguf": (f"{H}.export.gguf",),
     "httpx": (f"{H}.studio.talk",),
     "huggingface_hub": (f"{H}.commands.export", f"{H}.models.saving", f"{H}.trl_words"),
+    "math_verify": (f"{H}.rewards.builtin",),
     "matplotlib": (f"{H}.report.plots",),
     "packaging": (f"{H}.commands.doctor",),
     "peft": (f"{H}.models.lora", f"{H}.models.peft_compat"),
@@ -79,7 +80,7 @@ DEPENDENCIES = {
 }
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library
 LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "gguf", "huggingface_hub",
-        "matplotlib", "peft", "pyarrow", "reasoning_gym", "tokenizers", "transformers", "websocket"}
+        "math_verify", "matplotlib", "peft", "pyarrow", "reasoning_gym", "tokenizers", "transformers", "websocket"}
 # Folders of tests beside those that have a package's name.
 TEST_FOLDERS = {"benchmarks", "crash", "distributed", "factories", "fuzz", "journeys", "mutation", "project",
                 "simulated_card"}

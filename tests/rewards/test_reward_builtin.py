@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from decimal import Decimal
 from pathlib import Path
 
@@ -9,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards.builtin import (
     BUILTINS,
     ExactMatch,
     Format,
     LengthPenalty,
+    MathMatch,
     NumericMatch,
     RepetitionPenalty,
     last_number,
@@ -54,6 +58,53 @@ def test_numeric_match_by_hand():
     assert NumericMatch(column="gold", correct=2, wrong=-1)(completions=["1"], gold=["1.5"]) == [-1]
     assert NumericMatch(tolerance=0.01)(completions=["99", "98.9"], answer=[100, 100]) == [1, 0]
     assert NumericMatch(marker="####")(completions=["7", "7 #### 8", "#### 7 really"], answer=[7, 7, 7]) == [0, 0, 1]
+
+
+MATHS = [  # completion, reference, whether it is right
+    (r"My answer is \boxed{\frac{1}{3}}", r"\frac{1}{3}", 1), (r"\boxed{0.5}", "$\\frac{1}{2}$", 1),
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0), (r"so $x = 3$, \boxed{4}", "4", 1), ("72", "#### 72", 0),
+    (r"the final answer is $72$.", "#### 72", 1), (r"\boxed{(1,2)}", "$(1, 2)$", 1), ("no idea", "7", 0),
+    (r"\boxed{\{3, 1\}}", r"$\{1, 3\}$", 1), (r"\boxed{x^2+2x+1}", "$(x+1)^2$", 1), (r"\boxed{5}", "nothing", None),
+    (r"<think>\boxed{1}</think> \boxed{2}", "2", 0), (r"\boxed{10\text{ cm}}", "10", 1),
+    (r"\boxed{__import__('os').system('false')}", "2", 0)]
+
+
+def test_math_match_is_trl_s_accuracy_reward(caplog):
+    pytest.importorskip("math_verify")
+    texts, references, expected = zip(*MATHS, strict=True)
+    assert MathMatch(column="solution")(list(texts), solution=list(references)) == list(expected)
+    trl = pytest.importorskip("trl.rewards")
+    said = [[{"role": "assistant", "content": text}] for text in texts]
+    assert trl.accuracy_reward(said, list(references)) == list(expected)
+    after = MathMatch(marker="</think>")([said[11], said[0]], answer=["2", "2"])
+    assert after == trl.reasoning_accuracy_reward([said[11], said[0]], ["2", "2"]) == [1.0, 0.0]
+    assert MathMatch(wrong=-1)([r"\boxed{1}", "?"], answer=[None, "1"]) == [None, -1]
+    assert not caplog.messages
+
+
+def test_a_comparison_that_takes_too_long_is_wrong_and_said_once(caplog, monkeypatch):
+    grader = pytest.importorskip("math_verify")
+    monkeypatch.setattr(grader, "verify", lambda *_, **__: [time.sleep(0.01) for _ in range(500)] and True)
+    slow = MathMatch(seconds=0.1)
+    assert slow([r"\boxed{1}"] * 2, answer=["1", "1"]) == [0, 0]
+    assert caplog.messages == ["warning: math_match takes more than 0.1 s for an answer; such answers count as wrong"]
+
+
+def test_math_match_without_its_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.delitem(sys.modules, "math_verify.parser", raising=False)
+    with pytest.raises(UserError, match=r"math_match: .*pip install 'hybrid-rlhf\[math\]'"):
+        MathMatch()
+
+
+@pytest.mark.parametrize(("text", "score"), [
+    ("<think>\nso\n</think>\n4", 1), ("<think></think>", 1), ("<think>so 4", 0), ("so</think> 4", 0),
+    (" <think>a</think>", 0), ("<think>a<think>b</think> c", 0), ("<think>a</think> <think>b</think>", 0),
+    ("<think>a</think>b</think>", 1)])
+def test_format_without_options_is_trl_s_think_format(text, score):
+    assert Format()([text]) == [score]
+    trl = pytest.importorskip("trl.rewards")
+    assert trl.think_format_reward([[{"role": "assistant", "content": text}]]) == [score]
 
 
 def test_a_reference_without_a_number_and_a_column_that_is_not_there_are_errors():
