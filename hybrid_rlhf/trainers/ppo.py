@@ -237,16 +237,15 @@ class PPOTrainer:
         return metrics
 
     def _entropy_floor(self, minibatch: Rollout) -> float:
-        """The least entropy, in nats, of the tokens that top_entropy_quantile keeps, over all processes: a quantile of
-        the whole minibatch, so that its split into micro-batches does not matter."""
+        """An entropy, in nats, below those of the tokens that top_entropy_quantile keeps, and above the others': a
+        quantile of the minibatch's tokens of all processes, so that its split into micro-batches does not matter.
+        Halfway between two tokens, as another forward rounds otherwise."""
         scores = self.roles.actor.score_tokens(minibatch.sequences(self.roles.actor.engine.pad_id), with_entropy=True,
                                                temperature=minibatch.temperature)
         local = [value for part in scores for value in present(part.entropy, "the entropy").tolist()]
-        entropies = torch.tensor([value for part in gather_over_ranks(local) for value in part])
-        if not len(entropies):
-            return 0.0
-        place = math.ceil(round((len(entropies) - 1) * (1 - self.config.top_entropy_quantile), 6))
-        return float(entropies.kthvalue(place + 1).values)
+        ordered = torch.tensor([value for part in gather_over_ranks(local) for value in part]).sort().values
+        place = math.ceil(round((len(ordered) - 1) * (1 - self.config.top_entropy_quantile), 6))
+        return float(ordered[place - 1 : place + 1].mean()) if place > 0 else -math.inf
 
     def _pretraining(self, minibatch: Rollout) -> AuxiliaryLoss | None:
         """The next rows of the pretraining stream, and the factor of their loss in the actor's step."""

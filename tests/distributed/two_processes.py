@@ -12,6 +12,7 @@ from tests.factories.tiny import save_tiny
 
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book", "wind"]
 RUNS = {"sft": "sft", "reward": "reward", "ppo": "ppo", "lora_reward": "reward", "lora_ppo": "ppo", "grpo": "grpo",
+        "gdpo": "gdpo",
         "dpo": "dpo", "rejection": "rejection", "distill": "distill"}  # run -> stage
 # what cannot be the same: the clock's figures, a process's own cache, and the budget that is given
 CLOCKED = ("time/", "memory/", "engine/tokens_per_second", "engine/kv_bytes", "engine/kept_bytes", "micro_batch_tokens",
@@ -30,6 +31,9 @@ def argv_of(folder: Path, runs: dict[str, str], where: str, batch: int, *more: s
            "--roles.actor.learning_rate", "0.05"]
     grpo = [*ppo, "--ppo.max_refills", "2", "--ppo.sampling.top_p", "0.9",
             f"--reward.functions=['{folder}/pay.py:odd']"]
+    gdpo = [*ppo, "--ppo.policy_loss", "vespo", "--ppo.top_entropy_quantile", "0.4", "--ppo.max_off_policy_kl", "1e-3",
+            "--ppo.mask_truncated", "true", "--ppo.kl_bias_correction", "true",
+            f"--reward.functions=['{folder}/pay.py:odd', '{folder}/pay.py:length']"]
     ppo = [*ppo, "--roles.critic.learning_rate", "0.05", "--ppo.ema", "true", "--ppo.ptx_coef", "0.5",
            "--ppo.ptx_scale", "relative"]
     lora = ["--model.model_name_or_path", f"{folder}/{where}/sft", "--model.lora.r", "4"]
@@ -39,7 +43,7 @@ def argv_of(folder: Path, runs: dict[str, str], where: str, batch: int, *more: s
              "lora_ppo": [*lora, *ppo, "--ppo.num_ppo_epochs", "1", "--ppo.num_minibatches", "1",
                           "--engine.micro_batch_tokens", "1000",
                           "--roles.reward.model_name_or_path", f"{folder}/{where}/lora_reward",
-                          "--roles.share_base", "true"], "grpo": grpo, "dpo": [],
+                          "--roles.share_base", "true"], "grpo": grpo, "gdpo": gdpo, "dpo": [],
              "rejection": ["--rejection.sampling.max_new_tokens", "6", "--rejection.sampling.num_samples", "3",
                            "--rejection.num_minibatches", "2", "--roles.actor.learning_rate", "0.05"],
              # the teacher's weights are cut as engine.zero_stage says
@@ -59,8 +63,9 @@ def write_data(folder: Path) -> None:
     rows = {"sft": [{"prompt": f"say {w} {i}", "completion": w} for i in range(3) for w in WORDS],
             "reward": [{"prompt": f"say {w} {i}", "chosen": w, "rejected": "no no"} for i in range(3) for w in WORDS],
             "ppo": [{"prompt": f"say {w} {i}"} for i in range(3) for w in WORDS]}
-    rows |= {"dpo": rows["reward"]} | dict.fromkeys(("grpo", "rejection", "distill"), rows["ppo"])
-    (folder / "pay.py").write_text("def odd(completions, **_):\n    return [float(len(c) % 2) for c in completions]\n")
+    rows |= {"dpo": rows["reward"]} | dict.fromkeys(("grpo", "gdpo", "rejection", "distill"), rows["ppo"])
+    (folder / "pay.py").write_text("def odd(completions, **_):\n    return [float(len(c) % 2) for c in completions]\n"
+                                   "def length(completions, **_):\n    return [float(len(c)) for c in completions]\n")
     for name, table in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
     save_tiny(folder / "base")

@@ -100,8 +100,8 @@ def our_steps(told: Told, monkeypatch, settings: dict) -> tuple[dict, list[float
                          config, seed=0)
     losses, actor_loss = [], trainer.actor_loss
 
-    def noted(*given):
-        loss, observed = actor_loss(*given)
+    def noted(*given, **options):
+        loss, observed = actor_loss(*given, **options)
         losses.append(loss.item())
         return loss, observed
 
@@ -120,12 +120,20 @@ CASES = {  # ours, TRL's
     "bnpo": ({"estimator": "grpo", "aggregation": "token"}, {"loss_type": "bnpo"}),
     "gspo": ({"estimator": "grpo", "policy_loss": "gspo"},
              {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    "luspo": ({"estimator": "grpo", "policy_loss": "gspo", "aggregation": "sum"},
+              {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
+    "sapo": ({"estimator": "grpo", "policy_loss": "sapo"}, {"loss_type": "sapo"}),
+    "vespo": ({"estimator": "batch_grpo", "policy_loss": "vespo"}, {"loss_type": "vespo", "scale_rewards": "batch"}),
+    "truncated": ({"estimator": "grpo", "mask_truncated": True},
+                  {"loss_type": "grpo", "mask_truncated_completions": True}),
+    "entropy": ({"estimator": "grpo", "top_entropy_quantile": 0.2}, {"loss_type": "grpo", "top_entropy_quantile": 0.2}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "beta", "num_steps"), [
-    ("grpo", 0.0, 1), ("grpo", 0.04, 2), ("dr_grpo", 0.04, 2), ("dapo", 0.0, 2), ("bnpo", 0.04, 2), ("gspo", 0.04, 2)])
+    ("grpo", 0.0, 1), ("grpo", 0.04, 2), ("dr_grpo", 0.04, 2), ("dapo", 0.0, 2), ("bnpo", 0.04, 2), ("gspo", 0.04, 2),
+    ("luspo", 0.0, 2), ("sapo", 0.04, 2), ("vespo", 0.0, 2), ("truncated", 0.04, 2), ("entropy", 0.0, 2)])
 def test_the_losses_and_all_weights_are_trl_s(name, beta, num_steps, monkeypatch):
     """The second of two steps on one rollout is off policy: its ratios are not 1. TRL's KL without the ratio as a
     factor, which its default has since 1.16 (use_bias_correction_kl) and the papers of these methods have not."""
