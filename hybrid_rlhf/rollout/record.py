@@ -221,9 +221,9 @@ class Rollout:
         return grouped.masked_fill(is_skipped, -torch.inf).amax(1) > grouped.masked_fill(is_skipped, torch.inf).amin(1)
 
     def objectives(self) -> list[tuple[Tensor, float]]:
-        """The scores (B,) and the weight of each reward source; a judge's items count within the judge."""
+        """The scores (B,) and the weight of each of several reward sources; a judge's items count within the judge."""
         names = [n for n in self.source_weights if not any(n.startswith(f"{other}/") for other in self.source_weights)]
-        return [(self.source_scores[n], self.source_weights[n]) for n in names] or [(self.scores, 1.0)]
+        return [(self.source_scores[n], self.source_weights[n]) for n in names]
 
     def without_truncated(self) -> Rollout:
         """The same sequences, those that did not end by themselves without an action: no loss has a part of them, and a

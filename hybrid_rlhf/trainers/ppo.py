@@ -175,8 +175,9 @@ class PPOTrainer:
         if self.scale is not None:
             scores, rollout.is_clipped = self.scale(scores)
         if self.estimator.by_source:
-            sources = [*rollout.objectives(), (self._penalised(torch.zeros_like(scores), rollout), 1.0)]
-            shaped = decoupled(sources, config.sampling.num_samples)
+            sources = rollout.objectives() or [(scores, 1.0)]
+            penalties = self._penalised(torch.zeros_like(scores), rollout)
+            shaped = decoupled([*sources, (penalties, 1.0)], config.sampling.num_samples)
             rollout.shaped_scores = shaped.masked_fill(scores.isnan(), math.nan)
             return
         if config.min_score is not None or config.max_score is not None:

@@ -32,7 +32,7 @@ def argv_of(folder: Path, runs: dict[str, str], where: str, batch: int, *more: s
     grpo = [*ppo, "--ppo.max_refills", "2", "--ppo.sampling.top_p", "0.9",
             f"--reward.functions=['{folder}/pay.py:odd']"]
     gdpo = [*ppo, "--ppo.policy_loss", "vespo", "--ppo.top_entropy_quantile", "0.4", "--ppo.max_off_policy_kl", "1e-3",
-            "--ppo.mask_truncated", "true", "--ppo.kl_bias_correction", "true",
+            "--ppo.kl_bias_correction", "true",
             f"--reward.functions=['{folder}/pay.py:odd', '{folder}/pay.py:length']"]
     ppo = [*ppo, "--roles.critic.learning_rate", "0.05", "--ppo.ema", "true", "--ppo.ptx_coef", "0.5",
            "--ppo.ptx_scale", "relative"]

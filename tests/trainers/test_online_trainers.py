@@ -82,6 +82,21 @@ def test_responses_that_did_not_end_teach_nothing_and_stay_in_what_is_reported(m
     assert trainer.step(PROMPTS).compute()["grad_norm"] > 0 and not same(before, trainer.roles.actor.engine)
 
 
+def test_gdpo_takes_each_source_once_with_a_judge_s_items_within_it_and_the_penalties_as_one_more():
+    trainer = online(settings(sampling=GROUPED, estimator="gdpo", missing_eos_penalty=1.0), Source(lambda r: [0.0]))
+    rollout = Rollout.from_responses(prompts_of(*"abcd"), [[5]] * 4, [True, True, False, False], 0, [])
+    rollout.scores, third = torch.tensor([0.0, 1.0, 2.0, 3.0]), (1 / 3) ** 0.5 + 1e-4  # the spread of 0, 0, 1, 1
+    spread, penalties = (5 / 3) ** 0.5 + 1e-4, torch.tensor([0.5, 0.5, -0.5, -0.5]) / third
+    trainer.shape(rollout)  # a source alone has no weight
+    centred = rollout.scores - 1.5
+    torch.testing.assert_close(rollout.shaped_scores, centred / spread + penalties)
+    rollout.source_scores = {"judge": 9 * rollout.scores, "judge/clear": rollout.scores, "length": -rollout.scores}
+    rollout.source_weights = {"judge": 2.0, "judge/clear": 5.0, "length": 0.5}
+    trainer.shape(rollout)
+    torch.testing.assert_close(rollout.shaped_scores, 2 * centred / spread - 0.5 * centred / spread + penalties,
+                               rtol=1e-3, atol=1e-3)
+
+
 def test_scores_are_bounded_before_the_penalties():
     trainer = online(settings(sampling=GROUPED, estimator="grpo", min_score=-1.0, max_score=0.5,
                               missing_eos_penalty=2.0), Source(lambda r: torch.arange(len(r)) - 3.0))
