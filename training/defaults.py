@@ -73,10 +73,10 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
     before, trains = recorded.get("model", {}), hasattr(config, "train")
     if trains and config.model.dtype == "auto":
         config = (with_value(config, "model.dtype", before.get("dtype", "auto")) if recorded
-                  else with_dtype(config, start or _start(config)))
+                  else with_dtype(config, start or start_of(config)))
     if trains and config.model.lora.r is None:
         rank = before.get("lora", {}).get("r")
-        config = with_rank(config, start or _start(config), rank)
+        config = with_rank(config, start or start_of(config), rank)
     row, values = of_method(config), {}
     missing = _missing(config, row, recorded)
     if not missing:
@@ -89,7 +89,7 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
         if value is None:
             value = row[option].value(config) if isinstance(row[option], By) else row[option]
         if isinstance(value, Rate):
-            weights = weights or num_weights(start or _start(config)) or SMALL_MODEL
+            weights = weights or num_weights(start or start_of(config)) or SMALL_MODEL
             value = (value.lora if config.model.lora.r else value.full) * _factor(value, weights)
             value = float(f"{value:.6g}")  # 1e-5, where the product is 9.999999999999999e-06
         values[option] = value
@@ -114,7 +114,7 @@ def _within_positions(config: object, start: ModelConfig | None) -> object:
     defaults = _lengths(config)
     lengths = {option: value_of(config, option) for option in defaults}
     usual = [option for option, value in lengths.items() if value == defaults[option]]
-    limit = _positions(start or _start(config)) if usual else None
+    limit = _positions(start or start_of(config)) if usual else None
     if limit and sum(lengths.values()) > limit:
         left = limit - sum(value for option, value in lengths.items() if option not in usual)
         for option in usual if left >= len(usual) else ():
@@ -148,7 +148,7 @@ def settings_line(config: object) -> str:
     values |= {option: value for option, usual in _lengths(config).items()
                if (value := value_of(config, option)) < usual}
     rates = [(of_method(config)[option], value) for option, value in values.items() if option.endswith("_rate")]
-    weights = (num_weights(_start(config)) if rates else None) or SMALL_MODEL
+    weights = (num_weights(start_of(config)) if rates else None) or SMALL_MODEL
     factors = [factor for rate, value in rates if (factor := _factor(rate, weights)) > 1 and math.isclose(
         value or 0, factor * (rate.lora if config.model.lora.r else rate.full))]
     note = f" (rates {max(factors):g} times the usual ones, for a model so small)" if factors else ""
@@ -161,7 +161,7 @@ def of_run(config: object) -> dict:
     return record.config if record and record.stage == config.stage else {}
 
 
-def _start(config: object) -> ModelConfig:
+def start_of(config: object) -> ModelConfig:
     """The model that the policy starts from, whether it exists or not."""
     if config.model.preset:
         return config.model

@@ -116,16 +116,17 @@ def _by_preset(config: object, place: Place) -> list[tuple[str, object, Plan]]:
     return [(f"--preset {name}", changed, plans_of(changed, place)[0])] if changed != config else []
 
 
-def mean_lengths(config: object) -> tuple[int, int] | None:
+def mean_lengths(config: object, start: ModelConfig | None = None) -> tuple[int, int] | None:
     """Mean tokens of a row of the data (of a prompt, of one side of a pair), and the number of rows to train on; None,
-    with a line that says why, where that is not known before the run."""
+    with a line that says why, where that is not known before the run. start: the model whose tokenizer the stage has,
+    where an earlier stage of the same command has not written it yet."""
     stage = importlib.import_module(STAGES[config.stage].module)
     is_online = hasattr(config, "method")
     reads = config.method.reads if is_online else supervised.reads_of(config)
     try:
         builders.require_data(config.data, config.stage)
-        model = (on_policy.actor_model(config, on_policy.find_sources(config)) if is_online
-                 else stage.start_model(config)[1])
+        model = start or (on_policy.actor_model(config, on_policy.find_sources(config)) if is_online
+                          else stage.start_model(config)[1])
         tokenizer = builders.open_tokenizer(model, config.data, reads, config.seed)
         rows = datasets.build(config.data, reads, tokenizer, config.seed).train
     except UserError as error:
@@ -137,7 +138,17 @@ def mean_lengths(config: object) -> tuple[int, int] | None:
     return -(-sum(map(len, sides)) // len(sides)), len(rows)
 
 
-def with_lengths(config: object, plan: Plan, lengths: tuple[int, int] | None) -> Plan:
+def timed_by_data(config: object, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans of `plans_of`, each timed for rows of the mean length of its stage's data, where that is known."""
+    is_whole = isinstance(config, all_stages.Config)
+    stages = all_stages.stage_configs(config).values() if is_whole else [config]
+    start = config.model if is_whole else None
+    settings = [defaults.resolve(stage, start) for stage in stages]
+    return [with_lengths(stage, plan, mean_lengths(stage, start), start)
+            for stage, plan in zip(settings, plans, strict=True)]
+
+
+def with_lengths(config: object, plan: Plan, lengths: tuple[int, int] | None, start: ModelConfig | None = None) -> Plan:
     """`plan`, timed for rows of the length that `mean_lengths` returns."""
     if lengths is None:
         return plan
@@ -147,7 +158,7 @@ def with_lengths(config: object, plan: Plan, lengths: tuple[int, int] | None) ->
     size = config.train.rows_per_step  # offline stages keep the last, smaller batch
     batches = max(1, count // size if hasattr(config, "method") else -(-count // size))
     steps = plan.steps or builders.total_steps(config.train, batches)
-    return replace(plan, timed=tuple(_ROLES[type(config)](shorter, None)), steps=steps)
+    return replace(plan, timed=tuple(_ROLES[type(config)](shorter, start)), steps=steps)
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,15 @@ from hybrid_rlhf.memory_plan.amounts import Cards
 from hybrid_rlhf.memory_plan.plan import Plan
 from hybrid_rlhf.memory_plan.presets import card as card_of
 from hybrid_rlhf.memory_plan.table import verdict
-from hybrid_rlhf.models.load import check_folder
+from hybrid_rlhf.models.folder_files import is_local
+from hybrid_rlhf.models.load import ModelConfig, check_folder
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions, split
 from hybrid_rlhf.studio.settings_text import check_names, common_options, settings_text, with_card
 from hybrid_rlhf.studio.studio import line_of
-from hybrid_rlhf.training import builders, memory_options, on_policy, reward_sources, unread_options
+from hybrid_rlhf.training import all_stages, builders, defaults, memory_options, on_policy, reward_sources, unread_options
 from hybrid_rlhf.training.memory_options import Place, look_ahead
-from hybrid_rlhf.training.registry import STAGES, by_table, variant_options
+from hybrid_rlhf.training.registry import STAGES, Rate, by_table, variant_options
 
 MAX_ROW, MAX_PART, MAX_COLUMNS = 2000, 20_000, 100  # characters of a row, of a part of an example; columns
 _KINDS = {bool: "bool", int: "int", float: "float", str: "text", list: "list", dict: "json"}
@@ -91,7 +92,7 @@ def _kind(kind: Any) -> str:
 def settings(asked: dict) -> dict:
     """The YAML of these settings, the resolved settings, and the launcher's error if it would refuse them."""
     stage, card, chosen = _stage(asked), asked.get("card"), _chosen(asked)
-    result: dict = {"yaml": "", "settings": dict(chosen), "given": chosen, "error": None}
+    result: dict = {"yaml": "", "settings": dict(chosen), "given": chosen, "error": None, "left_empty": {}}
     try:
         with about("output_dir"):
             check(not asked.get("run_error"), str(asked.get("run_error")))
@@ -102,6 +103,7 @@ def settings(asked: dict) -> dict:
         config = _read(stage, chosen)
         result["settings"] = plain_settings(config)
         check_start(config)
+        result["left_empty"] = left_empty(config)
     except UserError as error:
         result["error"] = {"option": _option_of(error, result["settings"]), "text": line_of(error)}
     return result
@@ -167,7 +169,7 @@ def plan(asked: dict) -> dict:
     gib = card_of(card, "card").gib if card else None
     is_elsewhere = gib is not None and memory is None and device().type == "cpu"
     place = Place.of(Cards(1, 1, (gib or 0) << 30)) if is_elsewhere else Place.here(memory)
-    _, plans, chosen = look_ahead(config, place)
+    config, plans, chosen = look_ahead(config, place)
     largest = max(plans, key=lambda plan: plan.peak)
     fits, changes = all(p.short <= 0 for p in plans), chosen.changes if chosen.fits else ()
     stages = [plan.title.partition(":")[0] for plan in plans]
@@ -184,12 +186,13 @@ def plan(asked: dict) -> dict:
             "verdict": label(tightest, verdict(largest, chosen.flags if chosen.fits else ())),
             "changes": [] if fits else [{"option": change.option, "value": yaml.safe_load(change.chosen),
                                          "why": change.why} for change in changes],
-            "plan_notes": [note for plan in plans for note in plan.notes], **_times(plans, stages, place)}
+            "plan_notes": [note for plan in plans for note in plan.notes],
+            **_times(memory_options.timed_by_data(config, plans), stages, place)}
 
 
 def _times(plans: list[Plan], stages: list[str], place: Place) -> dict:
     """Seconds of a step by phase, on the first device for which they can be predicted."""
-    times, source = [], ""
+    times, source, lengths = [], "", dict[str, None]()
     for stage, plan in zip(stages, plans, strict=True):
         rows, source = memory_options.predicted([("as given", plan)], place.device, place.card)
         if not rows:
@@ -197,10 +200,11 @@ def _times(plans: list[Plan], stages: list[str], place: Place) -> dict:
         prediction, prefix = rows[0][1], f"{stage}: " if len(plans) > 1 else ""
         times += [{"name": f"{prefix}{phase}", "seconds": seconds} for phase, seconds in prediction.phases.items()]
         times += [{"name": f"{prefix}a step", "seconds": prediction.whole}]
+        lengths[f"rows {prediction.lengths}"] = None
         times += [{"name": f"{prefix}the run of {prediction.steps} steps",
                    "seconds": prediction.whole * prediction.steps}] if prediction.steps else []
     left_out = memory_options.left_out(plans[0])
-    note = f"predicted and not measured: {source}" + (f"; not counted: {', '.join(left_out)}" if left_out else "")
+    note = f"predicted and not measured: {source}; {'; '.join(lengths)}" + (f"; not counted: {', '.join(left_out)}" if left_out else "")
     return {"times": times, "time_note": note}
 
 
@@ -240,6 +244,24 @@ def check_start(config: object) -> None:
     if hasattr(config, "environment"):
         _check_parents(config)
     _check_functions(config.reward_sources if is_whole else getattr(config, "reward", None))
+
+
+def left_empty(config: object) -> dict[str, str]:
+    """Option that is null -> its value in a run, as the run resolves it (training/defaults.py). The hub is not
+    accessed, nor code of a model run: rates of such a model, whose size is not known, are said to be of a large one."""
+    is_whole = hasattr(config, "run_stages")
+    stages, values = all_stages.stage_configs(config) if is_whole else {config.stage: config}, {}
+    for name, stage in stages.items():
+        model = config.model if is_whole else defaults.start_of(stage)
+        path = model.model_name_or_path
+        is_here = (model.preset or path is None or is_local(path)) and not model.trust_remote_code
+        before, row = plain_settings(stage), defaults.of_method(stage)
+        after = plain_settings(defaults.resolve(stage, model if is_here else ModelConfig()))
+        for option in (option for option, value in before.items() if value is None and after[option] is not None):
+            is_larger = not is_here and isinstance(row.get(option), Rate)
+            shown = option.replace("train.", f"stages.{name}.", 1) if is_whole else option
+            values[shown] = f"{after[option]}" + " (more for a model below 200 million weights)" * is_larger
+    return values
 
 
 def _check_parents(config: object) -> None:

@@ -136,7 +136,8 @@ class Metrics:
         if bad is not None and rows:  # means would hide it
             rows.insert(1, {"step": bad[0], bad[1]: None})  # not the first row, which names the sources
         is_thinned = len(self.trained.steps) > MAX_ROWS
-        return [a for a in find(rows) if not (is_thinned and a.name == "KL spike")] + answered(answers)
+        trained = [row for row in answers if row["step"] > 0]  # at step 0 the model is not trained yet
+        return [a for a in find(rows) if not (is_thinned and a.name == "KL spike")] + answered(trained)
 
     def _take(self, _place: int, line: bytes) -> None:
         row = row_of(line)

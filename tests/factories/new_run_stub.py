@@ -63,7 +63,8 @@ OPTIONS = [
     option("reward.options", "Rewards", "json", {}, "Further keywords of the functions, by name."),
     option("roles.teacher.model_name_or_path", "Roles", "text", None, "Model of this role."),
     option("environment.tools", "Tools", "list", [], "Functions that the model may call.")]
-DPO = [option("dpo.beta", "DPO", "float", 0.1, "How strongly the model is held to its start.", is_common=True)]
+DPO = [option("dpo.beta", "DPO", "float", None, "How strongly the model is held to its start.", is_common=True,
+              by_table="0.1")]
 CARD = {"24gb": {"model.lora.r": 16, "model.load_in_4bit": True}}
 
 
@@ -76,6 +77,7 @@ class Stub:
     runs: list[dict] = field(default_factory=list)
     jobs: list[dict] = field(default_factory=list)
     uploads: list[dict] = field(default_factory=list)
+    left_empty: dict[str, str] = field(default_factory=dict)
     refusal: dict | None = None
     refusals: dict[str, Refused] = field(default_factory=dict)
     output: str = ""
@@ -131,6 +133,7 @@ class Stub:
         defaults = {option["name"]: option["default"] for option in OPTIONS}
         file = f"{body['run'] or 'settings'}.yaml"
         return {"yaml": f"# {body['stage']}\n{lines}", "file": file, "given": complete, "error": self.refusal,
+                "left_empty": self.left_empty,
                 "command": f"hybrid-rlhf --stage {body['stage']} --config {file}", "settings": defaults | complete}
 
     def data(self, _query: dict, body: dict) -> dict:

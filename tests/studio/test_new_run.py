@@ -247,6 +247,27 @@ def test_a_column_that_a_built_in_reward_needs_is_missed_before_the_run(client, 
     assert post(client, "preview", stage="grpo", settings=chosen | {"reward.functions": ["builtin:repetition_penalty"]})
 
 
+def test_an_option_left_empty_has_the_value_that_the_run_takes(client, place):
+    tiny = {"model.preset": "demo", "data.sources": ["demo/demonstrations"]}
+    empty = post(client, "settings", stage="sft", settings=tiny, run="rates")["left_empty"]
+    # registry: 2e-5 for all weights, times 10 for a model below 20 million (136,384 here)
+    assert empty["train.learning_rate"] == "0.0002" and "train.max_steps" not in empty
+    given = post(client, "settings", stage="sft", settings=tiny | {"model.lora.r": 4}, run="rates")["left_empty"]
+    assert given["train.learning_rate"] == "0.002" and "model.lora.r" not in given
+    whole = post(client, "settings", stage="all", settings=tiny | {"data.sources": ["demo/preferences"]}, run="rates")
+    assert whole["left_empty"]["stages.sft.learning_rate"] == "0.0002"
+
+
+def test_a_plan_counts_the_time_of_the_rows_that_there_are(client, place):
+    short = {"model.preset": "demo", "data.sources": ["demo/demonstrations"], "train.max_steps": 10}
+    times = []
+    for most in (128, 256):  # both hold every row of the data, of 40 tokens at most
+        plan = post(client, "plan", stage="sft", settings=short | {"data.max_length": most})
+        assert "as long as the data's" in plan["time_note"]
+        times.append(next(row["seconds"] for row in plan["times"] if row["name"] == "a step"))
+    assert max(times) < 1.7 * min(times)  # by max_length it would be twice as long
+
+
 def test_a_plan_that_does_not_fit_says_what_would(client, place):
     chosen = answers(place, "imitate") | {"train.per_device_train_batch_size": 64, "data.max_length": 200}
     found = post(client, "plan", stage="sft", settings=chosen, memory=100 * 2**20)

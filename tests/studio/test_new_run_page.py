@@ -235,6 +235,24 @@ def test_all_other_options_are_found_by_searching_and_say_what_was_changed(page)
     page.until(lambda: page.settings.get("model.preset") is None)
 
 
+def test_options_set_for_another_goal_count_on_and_that_is_said(page, stub):
+    page.ready()
+    page.set("train.learning_rate", "0.5")
+    page.goal("imitate")
+    page.until(lambda: stub.last("settings")["stage"] == "sft" and page.settings["train.learning_rate"] == 0.5)
+    said = "You set these for “Learn from preferences”, and they count here too: train.learning_rate 0.5."
+    notice, = [node for node in page.all(".notice") if said in node.text]
+    notice.find_element("css selector", "button").click()
+    page.until(lambda: "train.learning_rate" not in page.settings)
+    assert not notice.is_displayed()
+
+
+def test_an_option_left_empty_says_the_value_that_the_run_takes(page, stub):
+    stub.left_empty = {"dpo.beta": "0.05"}
+    page.ready()
+    page.until(lambda: "Left empty: 0.05." in page.find(entry("dpo.beta", "p.help:not([id])")).text)
+
+
 def test_options_of_another_method_are_left_out_and_that_is_said(page, stub):
     page.ready()
     page.set("dpo.beta", "0.5")

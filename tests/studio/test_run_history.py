@@ -182,6 +182,11 @@ def test_endless_answers_are_an_alarm(folder):
     assert [a.name for a in Histories().alarms(folder)] == ["endless answers"]
 
 
+def test_answers_before_the_first_step_are_no_alarm(folder):
+    (folder / "answers.jsonl").write_text('{"step": 0, "prompt": "a", "ended": false}\n' * 4)
+    assert Histories().alarms(folder) == []
+
+
 def test_sums_and_peaks_are_those_of_all_steps(folder):
     write(folder, [{"step": s, "time/train": 0.25, "memory/actor/update": s % 3500} for s in range(1, 10_001)])
     total, peak = Histories().metrics(folder, lambda h: (h.total("time/train"), h.highest("memory/actor/update")))

@@ -218,6 +218,12 @@ def test_refusals_stand_beside_the_buttons_in_the_servers_words(opened, outputs,
     until(page, lambda: find(page, "button.primary").is_displayed())
     find(page, "button.primary").click()
     until(page, lambda: queue.asked[-1] == ("/api/run/resume", {"id": "b"}))
+    until(page, lambda: "as soon as the queue is free" in find(page, "#page").text)
+    record = json.loads((outputs / "b" / "run.json").read_text())
+    (outputs / "b" / "run.json").write_text(json.dumps(record | {"status": "finished"}))
+    opened.publish("runs", {})
+    until(page, lambda: find(page, ".state").text == "finished")
+    assert "the queue is free" not in find(page, "#page").text
     running.die()
 
 

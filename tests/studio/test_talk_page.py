@@ -314,6 +314,15 @@ def test_two_answers_side_by_side_are_scored_and_one_is_better(page, script, stu
     assert rows(studio, "pairs")[1]["prompt"][1]["content"] == "It is Paris, of course."
 
 
+def test_of_two_equal_answers_none_is_kept_as_better_and_that_is_said(page, script, studio):
+    script(["Paris."], ["Paris."])
+    open_models(page, "demo/sft", "demo/ppo")
+    say(page, "What is the capital of France?")
+    press(page, "This one is better", 0)
+    told(page, "Nothing is kept: the answers are equal")
+    assert not studio.client.get("/api/marks").json()["files"]
+
+
 def test_answers_to_different_histories_are_no_pair(page, script):
     script(["Paris.", "Yes."], ["Paris!", "Certainly."])
     open_models(page, "demo/sft", "demo/ppo")

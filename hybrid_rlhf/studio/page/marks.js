@@ -86,7 +86,8 @@ function thumbs(answer, marks) {
 // "This one is better": a pair with each of the others, and all models go on from it.
 function preferred(answer, turn, written, marks) {
   const choose = button("This one is better", async () => {
-    for (const other of written.filter((one) => one !== answer && one.text !== answer.text)) {
+    const others = written.filter((one) => one !== answer && one.text !== answer.text);
+    for (const other of others) {
       const mark = {kind: "pair", how: "compared", prompt: answer.asked, chosen: answer.text, rejected: other.text};
       if (!await keep(mark, marks)) return;
     }
@@ -94,7 +95,8 @@ function preferred(answer, turn, written, marks) {
     for (const node of turn.node.querySelectorAll(".preferred")) {
       node.setAttribute("aria-pressed", String(node === choose));
     }
-    marks.tell(`Kept: ${answer.model} was better. The conversation goes on from its answer.`);
+    const [kept, on] = [`Kept: ${answer.model} was better.`, "The conversation goes on from its answer."];
+    marks.tell(`${others.length ? kept : "Nothing is kept: the answers are equal, and make no pair."} ${on}`);
   }, {class: "preferred", "aria-pressed": String(turn.better === answer)});
   return choose;
 }

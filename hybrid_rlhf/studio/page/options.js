@@ -1,7 +1,7 @@
 // How it trains: the card, the usual options, and all others behind a fold, by section, with a search. An option of the
 // launcher is a field that shows whether it differs from its default, with a way back.
 
-import {fold, make} from "./dom.js";
+import {fold, make, put} from "./dom.js";
 import {frame, goTo, inline, selectField} from "./fields.js";
 import {listOf, same} from "./settings.js";
 
@@ -16,7 +16,7 @@ export function optionsStep(draft) {
   return make("div", {}, make("div.fields", {}, cardField(draft)),
     make("p.help", {}, "The options that people change most. Each has a sensible value already."),
     make("div.fields", {}, ...common.map((option) => optionField(draft, option))),
-    leftOut(draft), allOthers(draft, others));
+    leftOut(draft), carried(draft), allOthers(draft, others));
 }
 
 function cardField(draft) {
@@ -26,6 +26,20 @@ function cardField(draft) {
     choices: cards.map((name) => [name, nameOf(name) + (name === here ? " (found here)" : "")]),
     value: cards.includes(card) ? card : here, set: (value) => draft.update({card: value}),
     help: "Chooses settings that fit its memory. What you set yourself goes first."}).node;
+}
+
+// Options that were set by hand for another goal, and count for this one too.
+function carried(draft) {
+  const line = make("p.notice", {hidden: true});
+  draft.follow("state", () => {
+    const names = (draft.state.carried?.names ?? []).filter((name) => draft.isOwn(name)
+      && draft.options.some((option) => option.name === name));
+    const forget = inline("Forget them", () => names.forEach((name) => draft.dropOption(name)));
+    line.hidden = !names.length;
+    const values = names.map((name) => `${name} ${written(draft.state.settings[name])}`).join(", ");
+    line.replaceChildren(`You set these for “${draft.state.carried?.title}”, and they count here too: ${values}. `, forget);
+  });
+  return line;
 }
 
 function leftOut(draft) {
@@ -99,10 +113,9 @@ function optionField(draft, option) {
   const {name} = option, input = inputOf(option);
   const mark = make("p.mark", {hidden: true}), elsewhere = make("p.mark", {hidden: true});
   const label = make("span", {}, titleOf(option), " ", make("code", {}, name));
-  const isByTable = option.by_table && option.default === null;
-  const help = isByTable ? `${option.help} Left empty: ${option.by_table}.` : option.help;
+  const empty = make("p.help", {hidden: option.default !== null || !option.by_table});
   const field = frame(draft, name, label, input.node,
-    {help, after: [mark, elsewhere], isWide: option.kind === "json", isListed: true});
+    {help: option.help, after: [empty, mark, elsewhere], isWide: option.kind === "json", isListed: true});
   const isTyped = input.node.localName !== "select" && input.node.type !== "checkbox";
   input.node.addEventListener(isTyped ? "input" : "change", () => take(draft, option, input, field));
   const back = () => {
@@ -117,6 +130,7 @@ function optionField(draft, option) {
     const isGuided = name in draft.guided();
     input.node.disabled = isGuided;
     elsewhere.hidden = !isGuided;
+    put(empty, `Left empty: ${draft.answer?.left_empty?.[name] ?? option.by_table}.`);
     if (document.activeElement !== input.node && !draft.unread.has(name)) input.write(draft.value(option));
     showMark(draft, option, mark, isGuided, (text) => aside(text, back));
   });

@@ -118,6 +118,7 @@ async function change(view, path, message) {
     await postConfirmed(path, {id: view.id});
     if (path === "run/stop") view.hasAskedToStop = true;
     view.refusal = null;
+    view.said = view.record.row.status; // the message is about this state, and goes with it
     put(view.fault, "");
     put(view.message, message);
   } catch (fault) {
@@ -146,7 +147,7 @@ async function secondsPerStep(id) {
 
 function update(view) {
   const {record, record: {row}} = view, isRunning = row.status === "running";
-  if (!isRunning && view.hasAskedToStop) put(view.message, "");
+  if (view.said !== row.status) put(view.message, "");
   if (!isRunning) view.hasAskedToStop = false;
   putState(view.state, row.status);
   put(view.about, aboutText(row));

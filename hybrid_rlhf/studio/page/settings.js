@@ -18,6 +18,7 @@ export const fresh = () => ({
   judge: {where: "model", model: "", url: "", api_model: "", api_key_env: "", rubric: "general", file: "",
     instructions: "", items: [{question: "", kind: "0-10", weight: 1}]},
   teacher: "", card: "", settings: {}, run: "", isNamed: false, signal: null,
+  carried: null,
 });
 
 export const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);

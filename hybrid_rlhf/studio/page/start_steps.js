@@ -26,7 +26,9 @@ export function goalStep(draft) {
 function choose(draft, id) {
   const goal = draft.goals.goals.find((known) => known.id === id);
   draft.options = [];
-  draft.update({goal: id, stage: goal.stages[0], signal: null});
+  const names = Object.keys(draft.state.settings);
+  const carried = draft.goal && names.length ? {title: draft.goal.title, names} : null;
+  draft.update({goal: id, stage: goal.stages[0], signal: null, carried});
   clearTimeout(draft.choosing);
   draft.choosing = setTimeout(() => draft.loadOptions(), REST);
 }
