@@ -19,7 +19,7 @@ def stay_offline_if_unreachable() -> None:
 
     Offline, downloaded files still load, and anything else fails at once. Checked once per process.
     """
-    if _is_offline() or _is_reachable():
+    if _is_offline() or is_reachable():
         return
     os.environ["HF_HUB_OFFLINE"] = "1"  # read by libraries that are not imported yet, and by child processes
     for module in ("huggingface_hub.constants", "datasets.config"):
@@ -40,7 +40,10 @@ def _is_offline() -> bool:
                for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
-def _is_reachable() -> bool:
+def is_reachable() -> bool:
+    """Whether a connection to the hub, or to the proxy before it, can be opened; never in offline mode."""
+    if _is_offline():
+        return False
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     proxies = getproxies()
     proxy = proxies.get(url.scheme) or proxies.get("all")

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
 from hybrid_rlhf.studio.job import OUTPUT, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_json
@@ -19,7 +22,16 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 def routes(studio: Studio, jobs: Jobs) -> list[Route]:
-    return [Route("GET", "/api/exports", lambda _query, _body: {"exports": exports(studio, jobs.all())})]
+    async def file(request: Request) -> Response:
+        name, part = request.query_params["name"], request.query_params["file"]
+        path = studio.outputs / EXPORTS / name / part
+        if not (PLAIN_NAME.fullmatch(name) and PLAIN_NAME.fullmatch(part) and path.is_file()
+                and os.path.realpath(path) == str(path)):
+            raise Refused(404, f"there is no file {part[:100]!r} in the export {name[:100]!r}")
+        return FileResponse(path, filename=part, headers={"x-content-type-options": "nosniff"})
+
+    return [Route("GET", "/api/exports", lambda _query, _body: {"exports": exports(studio, jobs.all())}),
+            Route("GET", "/api/export/file", file, is_raw=True)]
 
 
 def export_words(studio: Studio, folder: Path, body: dict) -> tuple[list[str], str]:

@@ -6,6 +6,8 @@ A request becomes a job's command line and settings file. They are only data her
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -13,13 +15,14 @@ from pathlib import Path
 import yaml
 
 from hybrid_rlhf.core.config import to_yaml
-from hybrid_rlhf.core.own_files import is_locked
+from hybrid_rlhf.core.own_files import fresh_path, is_locked
 from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.exports import EXPORTS, PLAIN_NAME, export_words
 from hybrid_rlhf.studio.job import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
+from hybrid_rlhf.studio.runs import find_runs
 from hybrid_rlhf.studio.settings_text import check_names, flat, nested
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_json
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, read_json
 from hybrid_rlhf.training.registry import STAGES
 
 MAX_LEVELS = 4  # of folders from the outputs to a run
@@ -43,7 +46,9 @@ def routes(studio: Studio, jobs: Jobs) -> list[Route]:
             Route("GET", "/api/job", lambda query, _body: _output(jobs, query)),
             Route("POST", "/api/job/stop", lambda _query, body: jobs.stop(body["id"])),
             Route("POST", "/api/run/stop", lambda _query, body: _stop_run(studio, jobs, body["id"])),
-            Route("POST", "/api/run/resume", lambda _query, body: _resume(studio, jobs, body))]
+            Route("POST", "/api/run/resume", lambda _query, body: _resume(studio, jobs, body)),
+            Route("POST", "/api/run/rename", lambda _query, body: _rename(studio, jobs, body)),
+            Route("POST", "/api/run/delete", lambda _query, body: _delete(studio, jobs, body))]
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -125,6 +130,58 @@ def _stop_run(studio: Studio, jobs: Jobs, run: str) -> dict:
     if is_locked(folder / run_files.SETTINGS):
         raise Refused(409, f"{run} was started elsewhere, and is stopped there (Ctrl-C)")
     raise Refused(409, f"{run} is not running")
+
+
+def _rename(studio: Studio, jobs: Jobs, body: dict) -> dict:
+    """Rename a run that nothing uses: move its folder. Runs that were made from it name it by its folder."""
+    run, name = body["id"], body["name"]
+    with jobs.alone():
+        folder = _unused(studio, jobs, run)
+        target = new_folder(studio, name)
+        _check_free(jobs, name)
+        if body.get("is_confirmed") is not True and (users := _made_from(studio, run)):
+            raise Refused(409, f"{', '.join(users)[:300]} was made from {run}, and will not find it under another name; "
+                               "rename it all the same?", "is_confirmed")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(target)
+    studio.news.publish("runs", {})
+    return {"id": name}
+
+
+def _delete(studio: Studio, jobs: Jobs, body: dict) -> dict:
+    """Delete the folder of a run that nothing uses, once a person has confirmed it."""
+    run = body["id"]
+    with jobs.alone():
+        folder = _unused(studio, jobs, run)
+        if body.get("is_confirmed") is not True:
+            users = _made_from(studio, run)
+            size = run_files.size_of(folder) / 2**20
+            raise Refused(409, f"Delete {run} with its model and checkpoints ({size:.0f} MiB)? It cannot be brought back."
+                               + (f" {', '.join(users)[:300]} was made from it." if users else ""), "is_confirmed")
+        gone = fresh_path(own_folder(studio, "deleted"))
+        folder.rename(gone)  # at once, so that no half of a run is ever listed
+        shutil.rmtree(gone)
+    studio.news.publish("runs", {})
+    return {}
+
+
+def _unused(studio: Studio, jobs: Jobs, run: str) -> Path:
+    """The folder of a run that is neither running nor queued, and has no other run inside. Raises Refused."""
+    folder = studio.folder(run)
+    if not (folder / run_files.RECORD).is_file():
+        raise Refused(404, f"there is no run {run[:100]!r}")
+    if jobs.of_run(run) or is_locked(folder / run_files.SETTINGS):
+        raise Refused(409, f"{run} is running or waits in the queue; stop it first")
+    if inside := [name for name in find_runs(studio.outputs)[0] if name.startswith(f"{run}/")]:
+        raise Refused(409, f"{inside[0]} is inside of {run}; move it away first")
+    return folder
+
+
+def _made_from(studio: Studio, run: str) -> list[str]:
+    """The runs that name this one in their settings."""
+    ids, folder = find_runs(studio.outputs)[0], studio.outputs / run
+    texts = {other: run_files.read_text(studio.outputs / other / run_files.RECORD) or "" for other in ids if other != run}
+    return [other for other, text in texts.items() if re.search(rf"{re.escape(str(folder))}[/\"]", text)]
 
 
 def _output(jobs: Jobs, query: dict) -> dict:

@@ -15,6 +15,7 @@ from starlette.responses import FileResponse, Response
 from hybrid_rlhf.report.metric_names import meaning
 from hybrid_rlhf.report.plots import SUBJECTS
 from hybrid_rlhf.studio import run_files
+from hybrid_rlhf.studio.example import hints
 from hybrid_rlhf.studio.run_files import GROWING, MODEL, PAGE, RECORD, SETTINGS
 from hybrid_rlhf.studio.run_history import Histories, Metrics, curves, newest_answers, samples
 from hybrid_rlhf.studio.runs import RunList
@@ -66,7 +67,7 @@ def details(runs: RunList, histories: Histories, run: str) -> dict:
     known = [other["id"] for other in rows if other["id"] in (*row["parents"], *children)]  # runs with a page
     return {"row": row, "children": children, "known": known, "command": record.get("command") or "",
             "header": (record.get("facts") or {}).get("header") or [],
-            "settings": run_files.read_text(folder / SETTINGS) or "",
+            "settings": run_files.read_text(folder / SETTINGS) or "", "hints": hints(record),
             "versions": record.get("versions") or {},
             "alarms": [{"name": alarm.name, "text": alarm.text} for alarm in alarms],
             **histories.metrics(folder, _measured),

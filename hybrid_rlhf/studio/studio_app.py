@@ -23,7 +23,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.inference.server.page_policy import with_policy
-from hybrid_rlhf.studio import exports, marks, new_jobs, preflight, talk, uploads
+from hybrid_rlhf.studio import example, exports, marks, new_jobs, preflight, talk, uploads
 from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.run_pages import open_runs
@@ -43,7 +43,7 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
     run_routes, stop_watching = open_runs(studio, runs, histories)
     jobs.open()
     routes = [*run_routes, *new_jobs.routes(studio, jobs), *exports.routes(studio, jobs), *uploads.routes(studio),
-              *talk.routes(chat), *marks.routes(studio), *preflight.routes(studio, looks)]
+              *talk.routes(chat), *marks.routes(studio), *preflight.routes(studio, looks), *example.routes(studio)]
     return routes, [stop_watching, jobs.close, chat.end, looks.close]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 from hybrid_rlhf.inference.server import page_policy
 from hybrid_rlhf.studio.chat_process import ChatModels, ChatProcess, Talkable
+from hybrid_rlhf.studio.example import hints
 from hybrid_rlhf.studio.preflight import may_have_card
-from hybrid_rlhf.studio.run_files import MODEL, newest_checkpoint, step_of
+from hybrid_rlhf.studio.run_files import MODEL, RECORD, newest_checkpoint, step_of
 from hybrid_rlhf.studio.runs import RunList
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, bounded_body, own_folder
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, bounded_body, own_folder, read_json
 from hybrid_rlhf.training.registry import STAGES
 
 IDLE_SECONDS = 15 * 60.0
@@ -108,6 +110,8 @@ class Talk:
         names = process.choice.names() if process else {}
         return {"state": process.state if process else "closed", "error": process.error if process else "",
                 "models": [{"name": name, "id": model.id, "step": model.step} for name, model in names.items()],
+                "hints": next(filter(None, (hints(read_json(self._studio.outputs / model.id / RECORD) or {})
+                                            for model in names.values())), None),
                 "reward": bool(process and process.choice.reward), "doing": process.doing if process else "",
                 "notes": [*([self._note] if self._note else []), *(process.notes if process else [])],
                 "is_on_cpu": bool(process and process.choice.is_on_cpu),
@@ -135,10 +139,11 @@ class Talk:
 
     def _choice(self, body: dict) -> ChatModels:
         models, reward = body["models"], body.get("reward")
-        if not models:
+        chosen = [*(self._find(name, POLICY) for name in models), *map(other_model, body.get("paths") or [])]
+        if not chosen:
             raise Refused(400, "choose a model to talk to")
-        return ChatModels(tuple(self._find(name, POLICY) for name in models),
-                          None if reward is None else self._find(reward, REWARD), body.get("is_on_cpu", False))
+        return ChatModels(tuple(chosen), None if reward is None else self._find(reward, REWARD),
+                          body.get("is_on_cpu", False))
 
     def close(self, note: str = "") -> dict:
         """Close the models, wait for their processes, and return the state."""
@@ -192,6 +197,17 @@ class Talk:
     def _changed(self) -> None:
         self._used = time.monotonic()  # restarts the idle time, since opening may take long
         self._studio.news.publish("talk", {})
+
+
+def other_model(text: str) -> Talkable:
+    """A model that no run of this studio made: a folder, or a hub id. Raises Refused for a folder that is none."""
+    path, name = Path(text).expanduser(), text.strip()
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.is_dir():
+        whole = [folder for folder in (path, path / MODEL) if (folder / "config.json").is_file()]
+        if not whole:
+            raise Refused(400, f"{name[:200]!r} is neither a model folder (one with config.json) nor a hub id")
+        return Talkable(name, "", "finished", POLICY, whole[0].resolve())
+    return Talkable(name, "", "finished", POLICY, Path(name))
 
 
 class PassThrough(Response):

@@ -101,6 +101,8 @@ def curve(page, metric: str, selector: str = ".curve"):  # noqa: ANN001, ANN201
 
 
 def is_drawn(page, metric: str) -> bool:  # noqa: ANN001
+    chart = find(page, f"[data-metric='{metric}']")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)  # off the screen it is not loaded
     return bool(curve(page, metric).get_attribute("d"))
 
 

@@ -51,6 +51,15 @@ def test_an_export_is_a_job_whose_result_is_listed_with_its_checks_and_commands(
     assert compile(commands["transformers"], "it", "exec") and f"folder = '{folder}'" in commands["transformers"]
 
 
+def test_a_file_of_an_export_is_downloaded_and_no_other(client, outputs):
+    assert ended(client, export(client).json()["id"])["state"] == "done"
+    answer = client.get("/api/export/file", params={"name": "mine", "file": "README.md"})
+    assert answer.content == b"# a model" and "attachment" in answer.headers["content-disposition"]
+    (outputs / "exports/mine/link").symlink_to(outputs / "demo/ppo/run.json")
+    for name, file in (("mine", "none"), ("mine", "link"), ("mine", "../mine.words"), ("..", "README.md"), ("", "")):
+        assert client.get("/api/export/file", params={"name": name, "file": file}).status_code == 404, (name, file)
+
+
 def test_a_name_that_is_taken_or_leads_elsewhere_is_refused(client, outputs):
     for name in ("", "..", "a/b", "../x", ".a", "-a", "é", "a b", "x" * 101):
         answer = export(client, name=name)

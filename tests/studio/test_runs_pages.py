@@ -34,6 +34,7 @@ def test_an_empty_folder_says_what_to_do_first(opened):
     link = until(page, lambda: find(page, "#page a[href='#/new']"))
     assert link.is_displayed()
     assert "no run in this folder yet" in find(page, "#page").text
+    assert find(page, "svg.loop").get_attribute("aria-label").startswith("The loop of training: 1. A prompt")
     assert not find(page, "table.runs").is_displayed()
 
 
@@ -139,7 +140,7 @@ def test_a_run_shows_how_it_stands_and_how_it_was_made(opened, outputs):
     until(page, lambda: is_drawn(page, "reward"))
     assert "from 0.3302 to 0.4274" in find(page, "[data-metric=reward] .plot").get_attribute("aria-label")
     until(page, lambda: len(texts(page, ".sample")) >= 4)
-    said = texts(page, ".samples .sample")[0]
+    said = texts(page, "#page > div > details .samples .sample")[0]
     assert "It is 22." in said
     assert "correct 0" in said
     assert "judge 0.5" in said
@@ -152,6 +153,39 @@ def test_a_run_shows_how_it_stands_and_how_it_was_made(opened, outputs):
     until(page, lambda: find(page, ".state").text == "finished")
     until(page, lambda: find(page, "a[href^='api/report']").is_displayed())
     assert not find(page, "progress").is_displayed()
+
+
+def test_a_run_is_told_in_words_and_its_prompts_have_no_template_marks(opened, outputs):
+    run = make_run(outputs, "a", "ppo", 20, values=lambda step: {"reward": step / 10, "kl": 0.5, "loss": 1.0})
+    asked = "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nName <b>it</b>: A<|im_end|>\n<|im_start|>assistant\n"
+    append(run.folder / "answers.jsonl", [{"step": step, "prompt": asked, "completion": "A"} for step in (0, 20)])
+    page = opened("#/run/a")
+    # twenty steps in ten parts of two: the first is the mean of .1 and .2, the last that of 1.9 and 2
+    until(page, lambda: "Reward: 0.15 at the start, 1.95 now: it rose" in find(page, "#page").text)
+    assert "KL: 0.5 nats per answer from the model that it began as: it has moved a little." in find(page, "#page").text
+    assert "Loss:" not in find(page, "#page").text
+    assert texts(page, ".speaker")[-2:] == ["before, step 0", "after, step 20"]
+    assert texts(page, ".asked .prompt")[-1] == "Name <b>it</b>: A"
+    page.execute_script("document.querySelector('#shows-marks').click()")
+    assert texts(page, ".asked .prompt")[-1] == asked.strip()
+
+
+def test_a_chart_has_a_name_for_people_and_smooth_lines_over_the_values(opened, outputs):
+    values = [0.0, 3.0, 0.0, 3.0, 0.0]
+    make_run(outputs, "a", "sft", 5, values=lambda step: {"loss": values[step - 1], "own/metric": 1.0})
+    page = opened("#/run/a")
+    until(page, lambda: is_drawn(page, "loss"))
+    assert texts(page, "[data-metric=loss] h3, [data-metric=loss] code") == ["Loss", "loss"]
+    plain = curve(page, "loss").get_attribute("d")
+    find(page, "#smooth").click()
+    assert curve(page, "loss", ".raw").get_attribute("d") == plain
+    heights = [float(point.split(" ")[1]) for point in curve(page, "loss").get_attribute("d")[1:-2].split("L")]
+    raw = [float(point.split(" ")[1]) for point in plain[1:-2].split("L")]
+    # a twentieth of five values is one to each side: the second is the mean of the first three
+    assert abs(heights[1] - sum(raw[:3]) / 3) < 0.1 and heights[0] == pytest.approx((raw[0] + raw[1]) / 2, abs=0.1)
+    assert value_of(page, "loss") == "0"  # the value itself
+    find(page, "#smooth").click()
+    assert curve(page, "loss").get_attribute("d") == plain
 
 
 def test_a_run_grows_without_being_drawn_anew(opened, outputs):
@@ -378,7 +412,7 @@ def test_ten_tabs_are_open_and_each_loads(opened, outputs):
         for _ in range(9):
             browser.switch_to.new_window("tab")
             browser.get(f"{opened.studio.base}/#/run/a")
-            until(browser, lambda: find(browser, "[data-metric=loss] .plot .curve").get_attribute("d"))
+            until(browser, lambda: is_drawn(browser, "loss"))
         run = make_run(outputs, "b", "sft", 10, "running")
         browser.switch_to.window(first)  # what came while it was hidden is loaded now
         until(browser, lambda: len(texts(browser, "tr.run")) == 2)

@@ -102,6 +102,19 @@ def test_models_are_opened_by_names_that_the_server_takes_and_what_it_says_is_to
     assert begun["cards"] == ""
 
 
+def test_a_folder_and_a_hub_id_are_opened_beside_a_run(studio, talk, tmp_path):
+    base = save_tiny(tmp_path / "base")
+    talk.open({"models": ["dpo"], "paths": [str(base), "some-one/a.model"]})
+    found = wait(talk, "ready")
+    assert [model["id"] for model in found["models"]] == ["dpo", str(base), "some-one/a.model"]
+    begun, = notes(studio)
+    models = [begun["words"][i + 1].partition("=")[2] for i, word in enumerate(begun["words"]) if word == "--model"]
+    assert models == [f"{studio.outputs}/dpo/model", str(base), "some-one/a.model"]
+    for path in (str(tmp_path), "/no/such/folder", "--model", "a/b/c", "", "one"):
+        with pytest.raises(Refused, match="neither a model folder"):
+            talk.open({"models": [], "paths": [path]})
+
+
 def test_the_key_is_in_the_environment_and_not_on_the_command_line(studio, talk):
     opened(talk, "dpo")
     begun, = notes(studio)

@@ -137,7 +137,7 @@ def page(browser, studio):
 def test_it_says_what_goes_on_until_the_models_are_there_or_why_not(page, script, studio, monkeypatch):
     monkeypatch.setenv("STARTS", "2.5")
     options = texts(page, "#talk-model-1 option")
-    assert set(options) == {"demo/sft", "demo/ppo", "new (running: it has no checkpoint yet)"}
+    assert set(options) == {"nothing", "demo/sft", "demo/ppo", "new (running: it has no checkpoint yet)"}
     assert find(page, "#talk-state").text == "No model is open."
     assert not find(page, ".chat").is_displayed()
     place = studio.studio.outputs.parent / "serving"

@@ -5,6 +5,7 @@
 
 import {arrange, fold, keyed, make, put, putAttribute, table} from "./dom.js";
 import {breakable, number, unitOf} from "./format.js";
+import {titleOf} from "./metric_titles.js";
 
 const HEIGHT = 190, TOP = 8, RIGHT = 10, BOTTOM = 22;
 const MAX_DOTS = 60; // held-out values that get a dot each; more are a line alone
@@ -12,7 +13,7 @@ const NUM_COLOURS = 8; // that studio.css has
 
 // makeChart({name, meaning}) -> {node, name, update(series), end()}.
 export function makeChart({name, meaning}) {
-  const chart = {name, all: [], steps: [], read: null, width: 0, unit: {factor: 1, word: ""}};
+  const chart = {name, all: [], steps: [], read: null, width: 0, isSmooth: false, unit: {factor: 1, word: ""}};
   chart.node = frame(chart, meaning);
   chart.lines = keyed(makeLine);
   chart.keys = keyed(makeKey);
@@ -24,7 +25,10 @@ export function makeChart({name, meaning}) {
   });
   sizes.observe(chart.plot);
   listen(chart);
-  return {node: chart.node, name, end: () => sizes.disconnect(), update: (all) => {
+  return {node: chart.node, name, end: () => sizes.disconnect(), smooth: (isSmooth) => {
+    chart.isSmooth = isSmooth;
+    draw(chart);
+  }, update: (all) => {
     chart.isFilled = true;
     chart.all = all.filter((series) => series.steps.length);
     chart.steps = [...new Set(chart.all.flatMap((series) => series.steps))].sort((a, b) => a - b);
@@ -33,7 +37,7 @@ export function makeChart({name, meaning}) {
   }};
 }
 
-function svg(tag, properties = {}, ...inside) {
+export function svg(tag, properties = {}, ...inside) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [key, value] of Object.entries(properties)) node.setAttribute(key, value);
   node.append(...inside);
@@ -47,13 +51,16 @@ function frame(chart, meaning) {
     type: "range", min: "0", max: "0", value: "0", "aria-label": `Step, of ${chart.name}`});
   [chart.grid, chart.bands, chart.curves] = [svg("g", {class: "grid"}), svg("g"), svg("g")];
   chart.cursor = svg("path", {class: "cursor"});
+  chart.beside = svg("text", {class: "beside"});
   chart.plot = svg("svg", {class: "plot", role: "img", height: HEIGHT},
-    chart.grid, chart.bands, chart.curves, chart.cursor);
+    chart.grid, chart.bands, chart.curves, chart.cursor, chart.beside);
   chart.area = make("div.plot-area", {}, chart.reader, chart.plot);
+  const title = titleOf(chart.name);
   chart.table = fold("As a table");
   chart.table.firstChild.append(make("span.hidden", {}, `: ${chart.name}`));
   return make("figure.chart", {"data-metric": chart.name},
-    make("div.chart-head", {}, make("h3", {}, ...breakable(chart.name)), chart.when),
+    make("div.chart-head", {}, make("h3", {}, ...breakable(title)), chart.when),
+    title === chart.name ? null : make("code.name-of", {}, ...breakable(chart.name)),
     meaning ? make("p.meaning", {}, meaning) : null, chart.legend, chart.area, chart.table);
 }
 
@@ -80,15 +87,17 @@ const nameOf = ({label, isSparse}) => [label, isSparse ? "held out" : ""].filter
 const styleOf = (series) => `c${series.place % NUM_COLOURS}${series.isSparse ? " sparse" : ""}`;
 
 function makeLine() {
-  const band = svg("path"), line = svg("path"), dots = svg("path");
-  return {band, node: svg("g", {}, line, dots), update(series) {
+  const band = svg("path"), raw = svg("path"), line = svg("path"), dots = svg("path");
+  return {band, node: svg("g", {}, raw, line, dots), update(series) {
     const style = styleOf(series);
+    putAttribute(raw, "class", `raw ${style}`);
     putAttribute(band, "class", `band ${style}`);
     putAttribute(line, "class", `curve ${style}`);
     putAttribute(dots, "class", `dots ${style}`);
-  }, draw(series, x, y) {
+  }, draw(series, x, y, isSmooth) {
     putAttribute(band, "d", bandPath(series, x, y));
-    putAttribute(line, "d", linePath(series, x, y));
+    putAttribute(raw, "d", isSmooth ? linePath(series, x, y) : "");
+    putAttribute(line, "d", linePath(isSmooth ? {...series, mean: smoothed(series.mean)} : series, x, y));
     putAttribute(dots, "d", series.isSparse && series.steps.length <= MAX_DOTS ? dotsPath(series, x, y) : "");
   }};
 }
@@ -139,7 +148,7 @@ function draw(chart) {
   chart.reader.max = Math.max(chart.steps.length - 1, 0);
   if (chart.range !== null && chart.width) {
     drawAxes(chart);
-    chart.all.forEach((series, i) => lines[i].draw(series, chart.x, chart.y));
+    chart.all.forEach((series, i) => lines[i].draw(series, chart.x, chart.y, chart.isSmooth));
   }
   putAttribute(chart.plot, "aria-label", summary(chart));
   showReading(chart);
@@ -181,6 +190,16 @@ function showReading(chart) {
     `${nameOf(series)} ${value}${band && `, ${band}`}`.trim());
   putAttribute(chart.reader, "aria-valuetext", `step ${step}: ${spoken.join("; ")}`);
   putAttribute(chart.cursor, "d", read === null || !chart.x ? "" : cursorPath(chart, step, [...readings.values()]));
+  showBeside(chart, step, [...readings.values()]);
+}
+
+// The values at the cursor, beside it; with several runs the legend alone has them.
+function showBeside({beside, read, x, runs, width}, step, readings) {
+  const text = readings.filter(Boolean).map(({value}) => value).join(" · ");
+  put(beside, read === null || !x || runs.length > 1 ? "" : `step ${step}: ${text}`);
+  const isRight = x && x(step) > width / 2;
+  for (const [name, value] of Object.entries({x: x ? x(step) + (isRight ? -7 : 7) : 0, y: TOP + 10,
+    "text-anchor": isRight ? "end" : "start"})) putAttribute(beside, name, value);
 }
 
 function cursorPath({x, y}, step, readings) {
@@ -292,6 +311,16 @@ function pieces(values) {
 // The mean as a line; it breaks at values that are not numbers, and a value between two breaks is a dot.
 function linePath({steps, mean}, x, y) {
   return pieces(mean).map((piece) => `M${piece.map(pointOf(steps, mean, x, y)).join("L")}h0`).join("");
+}
+
+// Means over a twentieth of the values to both sides; what is not a number stays so.
+function smoothed(values) {
+  const reach = Math.ceil(values.length / 20);
+  return values.map((value, i) => {
+    if (!Number.isFinite(value)) return value;
+    const near = values.slice(Math.max(0, i - reach), i + reach + 1).filter(Number.isFinite);
+    return near.reduce((sum, each) => sum + each, 0) / near.length;
+  });
 }
 
 // A dot at every value.

@@ -3,6 +3,7 @@
 
 import {makeChart} from "./chart.js";
 import {all, arrange, make, onChange, put} from "./dom.js";
+import {titleOf} from "./metric_titles.js";
 import {get, paced, watchSeen} from "./server.js";
 
 const MAX_POINTS = 400; // of one curve
@@ -11,7 +12,7 @@ const MAX_AT_FIRST = 8;
 const FIRST = ["reward", "loss", "accuracy", "mean_token_accuracy", "kl", "distill/divergence", "rewards/accuracies",
   "rewards/margins", "margin", "entropy", "completions/mean_length", "rewards/*/mean", "policy/loss", "value/loss",
   "value/explained_variance", "grad_norm", "learning_rate", "time/step"];
-const HELD_OUT = "eval/";
+const HELD_OUT = "eval/", SMOOTH = "curves are smooth";
 
 // makeCurves(runs, remember) -> {node, update(metrics), ask(), end()}. runs: [{id, label, place}]. metrics: [{name,
 // meaning, group}]. remember: under which name this browser keeps the choice of curves.
@@ -23,7 +24,14 @@ export function makeCurves(runs, remember) {
   view.grid = make("div.charts");
   view.fault = make("p.fault", {role: "status"});
   view.load = paced(() => load(view), {node: view.grid, fail: (fault) => put(view.fault, fault.message)});
-  const node = make("div", {}, make("details.picker", {}, view.summary, view.groups), view.fault, view.grid);
+  const smooth = make("input", {type: "checkbox", id: "smooth", checked: localStorage.getItem(SMOOTH) === "1",
+    onchange: () => {
+      localStorage.setItem(SMOOTH, smooth.checked ? "1" : "");
+      view.charts.forEach((chart) => chart.smooth(smooth.checked));
+    }});
+  view.isSmooth = () => smooth.checked;
+  const node = make("div", {}, make("details.picker", {}, view.summary, view.groups),
+    make("label.check", {}, smooth, " Smooth the lines (the values themselves stay faintly behind)"), view.fault, view.grid);
   const update = onChange((metrics) => {
     view.metrics = metrics;
     fillPicker(view);
@@ -62,7 +70,8 @@ function fillPicker(view) {
   const groups = Map.groupBy(charted(view.metrics), ({name, group}) => group || name.split("/")[0]);
   const onchange = (event) => pick(view, event.target);
   const choice = ({name, meaning}) => make("label", {title: meaning || null},
-    make("input", {type: "checkbox", value: name, checked: open.includes(name), onchange}), ` ${name}`);
+    make("input", {type: "checkbox", value: name, checked: open.includes(name), onchange}), ` ${titleOf(name)} `,
+    titleOf(name) === name ? "" : make("code", {}, name));
   view.groups.replaceChildren(...[...groups].map(([group, metrics]) =>
     make("fieldset", {}, make("legend", {}, group), ...metrics.map(choice))));
 }
@@ -90,6 +99,7 @@ function arrangeCharts(view) {
 
 function openChart(view, metric) {
   const chart = makeChart(metric);
+  chart.smooth(view.isSmooth());
   const opened = {...chart, version: -1, isSeen: false};
   const endSeeing = watchSeen(chart.node, (isSeen) => {
     opened.isSeen = isSeen;

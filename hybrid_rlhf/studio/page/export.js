@@ -140,10 +140,12 @@ function showExports(page, exports) {
 
 function article({name, run, folder, files, checks, card, commands}) {
   const size = files.reduce((sum, file) => sum + file.bytes, 0);
-  const items = files.map((file) => [`${file.name} `, make("span.quiet", {}, bytes(file.bytes))]);
+  const items = files.map((file) => [make("a", {download: file.name,
+    href: `api/export/file?${new URLSearchParams({name, file: file.name})}`}, file.name), " ",
+  make("span.quiet", {}, bytes(file.bytes))]);
   return make("article.card.export", {}, make("h3", {}, name),
     make("p.quiet", {}, `${run ? `from ${run}, ` : ""}${bytes(size)} in ${folder}`),
-    ...checks.map((line) => make("p.export-check", {}, line)), fold(`${files.length} files`, list(items)),
+    ...checks.map((line) => make("p.export-check", {}, line)), fold(`Download: ${files.length} files`, list(items)),
     card ? fold("Model card", make("pre.said", {}, card)) : null,
     ...commands.map(({title, text}) => commandNode(title, text, `${name} with ${title}`)));
 }

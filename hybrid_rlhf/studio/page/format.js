@@ -51,6 +51,9 @@ export function moment(time) {
 
 export const count = (many, word) => `${many.toLocaleString("en")} ${word}${many === 1 ? "" : "s"}`;
 
+// Whether this is a telephone's window: there a run's long sections are folded.
+export const isNarrow = () => matchMedia("(max-width: 46rem)").matches;
+
 // The unit that a metric's values are shown in: bytes as MiB or GiB, all else as it is.
 export function unitOf(name, highest) {
   const plain = name.replace(/^eval\//, "");

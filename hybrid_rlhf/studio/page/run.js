@@ -4,8 +4,9 @@ import {makeCurves} from "./curves.js";
 import {
   all, bars, button, copyButton, fold, list, make, onChange, put, putAttribute, putState, table, textBlock
 } from "./dom.js";
-import {address, age, breakable, bytes, count, duration, moment} from "./format.js";
+import {address, age, breakable, bytes, count, duration, isNarrow, moment} from "./format.js";
 import {hasFailed, isOpen, jobText, makeJob, makeJobOutput} from "./jobs.js";
+import {inWords} from "./run_words.js";
 import {makeSamples} from "./samples.js";
 import {get, on, paced, postConfirmed} from "./server.js";
 
@@ -102,15 +103,34 @@ function build(view, root) {
   view.export = link("Export", `#/export?run=${encodeURIComponent(id)}`);
   view.fresh = link("New run from it", `#/new?model=${encodeURIComponent(id)}`);
   view.report = make("a.button", {href: `api/report?${query}`, target: "_blank", rel: "noopener"}, "Report");
+  view.hints = make("p.quiet");
+  view.words = make("section", {hidden: true}, make("h2", {}, "In words"), make("ul"));
   view.putAlarms = onChange((alarms) => putAlarms(view, alarms));
   view.putFamily = onChange((family) => putFamily(view, family));
   root.append(make("h1.run-name", {}, ...breakable(id)), make("p.line", {}, view.state, view.about),
-    make("p.line", {}, view.bar, view.steps), view.error, view.alarms, view.family,
-    make("div.buttons", {}, view.stop, view.resume, view.talk, link("Compare", `#/compare/${address(id)}`), view.fresh,
+    make("p.line", {}, view.bar, view.steps), view.error, view.alarms, view.hints,
+    view.family, make("div.buttons", {}, view.stop, view.resume, view.talk, link("Compare", `#/compare/${address(id)}`), view.fresh,
       view.export, view.report),
-    view.message, view.fault, view.notes, view.waiting, view.outputPlace,
-    make("section", {"aria-labelledby": "curves"}, make("h2", {id: "curves"}, "Curves"), view.curves.node),
-    view.samples.node, view.details.node);
+    view.message, view.fault, view.notes, view.waiting, view.outputPlace, view.samples.answers, view.words,
+    make("details.part", {open: !isNarrow()}, make("summary", {}, make("h2", {id: "curves"}, "Curves")), view.curves.node),
+    view.samples.node, view.details.node, keeping(view));
+}
+
+// Another name for the run, or its end.
+function keeping(view) {
+  const input = make("input", {id: "rename", value: view.id, autocomplete: "off", spellcheck: "false"});
+  const send = async (path, body, to) => {
+    try {
+      await postConfirmed(`run/${path}`, {id: view.id, ...body});
+      location.hash = to;
+    } catch (fault) {
+      put(view.fault, fault.message);
+      view.fault.scrollIntoView({block: "center"});
+    }
+  };
+  const rename = () => send("rename", {name: input.value.trim()}, `#/run/${address(input.value.trim())}`);
+  return fold("Rename or delete", make("div.line", {}, make("label", {for: "rename"}, "Name "), input,
+    button("Rename", rename), button("Delete this run", () => send("delete", {}, "#/runs"))));
 }
 
 async function change(view, path, message) {
@@ -133,6 +153,9 @@ async function change(view, path, message) {
 async function refresh(view) {
   view.record = await get("run", {id: view.id});
   if (view.record.row.status === "running") view.perStep = await secondsPerStep(view.id);
+  const words = await inWords(view.id, view.record.metrics);
+  view.words.lastChild.replaceChildren(...words);
+  view.words.hidden = !words.length;
   if (view.refusal?.status !== view.record.row.status) view.refusal = null; // it stays until the state changes
   put(view.fault, view.refusal?.text ?? "");
   update(view);
@@ -154,6 +177,7 @@ function update(view) {
   putAttribute(view.about, "title", moment(row.started));
   putSteps(view, row);
   put(view.notes, (record.notes ?? []).join("\n"));
+  put(view.hints, record.hints?.knows ?? "");
   view.error.hidden = !row.error;
   put(view.error, row.error ?? "");
   view.putAlarms(record.alarms);
@@ -227,8 +251,7 @@ function makeDetails() {
     part(({phases, memory}) => [phases, memory], ([phases, memory]) => [
       ...ranked("Where the time went", phases, "seconds", duration, "Seconds by phase"),
       ...ranked("Most memory, by part and phase", memory, "bytes", bytes, "Memory by part and phase")]),
-    part(({header}) => header, (header) => header.length ? [make("h2", {}, "What it began with"),
-      list(header, "ul.plain")] : []),
+    folded("header", "What it began with", (header) => list(header, "ul.plain")),
     part(({command}) => command, (command) => command ? commandNodes(command) : []),
     folded("checkpoints", "Checkpoints", checkpointTable),
     folded("settings", "Settings", (text) => textBlock(text, "Settings")),
@@ -242,10 +265,10 @@ function makeDetails() {
 function part(read, fill) {
   const node = make("section");
   const update = onChange((value) => {
-    const isOpen = node.querySelector("details")?.open;
+    const open = [...node.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent);
     node.replaceChildren(...fill(value ?? ""));
     node.hidden = !node.children.length;
-    if (isOpen && !node.hidden) node.querySelector("details").open = true;
+    for (const summary of node.querySelectorAll("summary")) summary.parentNode.open = open.includes(summary.textContent);
   });
   return {node, update: (record) => update(read(record))};
 }
@@ -253,7 +276,7 @@ function part(read, fill) {
 function ranked(title, phases, key, text, caption) {
   const rows = phases.filter((row) => row[key] > 0).sort((a, b) => b[key] - a[key]);
   const shown = rows.map((row) => ({name: row.name, value: row[key], text: text(row[key])}));
-  return rows.length ? [make("h2", {}, title), bars(shown, caption)] : [];
+  return rows.length ? [fold(title, bars(shown, caption))] : [];
 }
 
 function commandNodes(command) {

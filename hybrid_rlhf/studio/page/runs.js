@@ -5,6 +5,7 @@ import {all, arrange, button, keyed, make, put, putAttribute, putState} from "./
 import {address, age, breakable, bytes, count, duration, headline, moment} from "./format.js";
 import {makeQueue} from "./jobs.js";
 import {get, on, paced} from "./server.js";
+import {welcome} from "./start.js";
 
 const TITLES = ["Choose", "Run", "Stage", "State", "Steps", "Result", "Started", "Took", "On disk"];
 const NUMBERS = new Set(["Steps", "Took", "On disk"]);
@@ -29,9 +30,8 @@ export async function show(root) {
 function build(view, root, queue) {
   view.where = make("p.quiet");
   view.fault = make("p.fault", {role: "status"});
-  view.empty = make("p", {hidden: true}, "There is no run in this folder yet. ",
-    make("a", {href: "#/new"}, "Begin a new run"), ": choose what the model is to learn, and from which "
-    + "data. Runs that are started in a terminal are shown here too, if their output_dir is in this folder.");
+  view.empty = make("div", {hidden: true}, make("p.quiet", {}, "There is no run in this folder yet. Runs that are "
+    + "started in a terminal are shown here too, if their output_dir is in this folder."));
   view.find = make("input", {type: "search", id: "find-run", autocomplete: "off", oninput: () => filter(view)});
   view.finder = make("div.line", {hidden: true}, make("label", {for: "find-run"}, "Find "), view.find);
   view.found = make("p.hidden", {role: "status"});
@@ -57,6 +57,7 @@ async function fill(view) {
   const size = `${bytes(sizes.bytes)}; ${bytes(sizes.free)} free on the disk`;
   put(view.where, `${count(runs.length, "run")} in ${folder}, ${size}`);
   view.empty.hidden = runs.length > 0;
+  if (!runs.length && view.empty.childElementCount === 1) view.empty.prepend(welcome("h2"));
   view.table.hidden = !runs.length;
   view.finder.hidden = runs.length < 10 && !view.find.value;
   view.isOne = groups.length === 1 && !groups[0].folder; // then no folder needs a name

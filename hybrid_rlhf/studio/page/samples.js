@@ -1,18 +1,21 @@
 // Samples: the newest ones of a run with each part of their reward, and its answers to the fixed prompts.
 
-import {make, onChange, put} from "./dom.js";
-import {number} from "./format.js";
+import {fold, make, onChange, put} from "./dom.js";
+import {count, isNarrow, number} from "./format.js";
 import {get, paced} from "./server.js";
 
 const SHOWN = 8; // samples of a step
+const FIRST = isNarrow() ? 2 : 3; // prompts before and after that are not folded
 
-// makeSamples(id) -> {node, ask(), end()}; the node stays hidden while there are none.
+// makeSamples(id) -> {answers, node, ask(), end()}: nodes of the answers to the fixed prompts, and of the newest samples;
+// each stays hidden while there are none.
 export function makeSamples(id) {
   const step = make("select", {id: "sample-step", onchange: () => ask()});
   const list = make("div.samples"), answers = make("div"), fault = make("p.fault", {role: "status"});
-  const newest = make("div", {hidden: true}, make("div.line", {}, make("h2", {}, "What it says"),
-    make("label", {for: "sample-step"}, "Step ", step)), list);
-  const node = make("section", {}, newest, fault, answers);
+  const node = fold("Newest samples", make("div.line", {}, make("label", {for: "sample-step"}, "Step ", step)), list);
+  node.hidden = true;
+  node.open = !isNarrow();
+  const first = make("section", {}, fault, answers);
   const fail = (error) => put(fault, error.message);
   const fillSteps = onChange((steps) => {
     const before = step.value, older = steps.slice(0, -1);
@@ -22,7 +25,7 @@ export function makeSamples(id) {
   });
   const update = onChange((reply) => {
     fillSteps(reply.steps);
-    newest.hidden = !reply.samples.length;
+    node.hidden = !reply.samples.length;
     list.replaceChildren(...reply.samples.map((sample) => sampleNode(sample)));
     answers.replaceChildren(...answersNodes(reply.answers ?? []));
   });
@@ -32,17 +35,49 @@ export function makeSamples(id) {
     put(fault, "");
     if (chosen === step.value) update(reply);
   };
-  const ask = paced(load, {wait: 1000, node, fail});
-  load().catch(fail); // on the screen or not: later it would move what is below
-  return {node, ask, end: ask.end};
+  const ask = paced(load, {wait: 1000, fail});
+  load().catch(fail);
+  return {answers: first, node, ask, end: ask.end};
 }
 
 // One sample: the prompt, the response, and its notes.
 function sampleNode(sample, hasPrompt = true) {
   return make("article.card.sample", {},
-    hasPrompt && sample.prompt ? make("p.prompt.said", {}, asText(sample.prompt)) : null,
+    hasPrompt && sample.prompt ? promptNode(sample.prompt) : null,
     ...responseNodes(sample), notesNode(sample),
     sample.judge ? make("p.verdict.said", {}, `judge: ${asText(sample.judge)}`) : null);
+}
+
+// ---- prompts, without the marks of a chat template unless these are asked for
+
+// As report/terminal.py has them: <|im_end|>, </s>, <start_of_turn>, [/INST]; and the speaker that follows one.
+const MARK = /<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\/?s>|<(?:start|end)_of_turn>|\[\/?INST\]/;
+const SPEAKER = /^\s*(user|human|assistant|model|system|tool) *(?::|\n|$)/i;
+let showsMarks = false;
+
+// The text of a prompt's turns; with their speakers where there are several.
+export function withoutMarks(text) {
+  if (!MARK.test(text)) return text;
+  const turns = text.split(MARK).map((part) => [SPEAKER.exec(part)?.[1], part.replace(SPEAKER, "").trim()])
+    .filter(([who, said]) => said && who !== "system"); // a template's usual one stands in every prompt
+  if (!turns.length) return text;
+  return turns.length === 1 ? turns[0][1] : turns.map(([who, said]) => (who ? `${who}: ${said}` : said)).join("\n");
+}
+
+function promptNode(prompt) {
+  const text = asText(prompt), node = make("p.prompt.said");
+  node.show = () => put(node, showsMarks ? text : withoutMarks(text));
+  node.show();
+  return node;
+}
+
+// A box that shows the marks of chat templates in all prompts of the page.
+function marksBox() {
+  const box = make("input", {type: "checkbox", id: "shows-marks", checked: showsMarks, onchange: () => {
+    showsMarks = box.checked;
+    document.querySelectorAll("p.prompt").forEach((node) => node.show());
+  }});
+  return make("label.check", {}, box, " Show the marks of the chat template in the prompts");
 }
 
 // Text as it is; other values, which another program wrote, as JSON.
@@ -75,15 +110,19 @@ function answersNodes(rows) {
   if (!rows.length) return [];
   const prompts = [...Map.groupBy(rows, ({prompt, side}) => JSON.stringify([prompt, side])).values()];
   const isTwo = prompts.some((answers) => answers.length > 1);
-  const titled = (row) => ({title: isTwo ? `step ${row.step}` : "", sample: row});
+  const titled = (row, i) => ({title: isTwo ? `${i ? "after" : "before"}, step ${row.step}` : "", sample: row});
   const ends = (answers) => (answers.length > 1 ? [answers[0], answers.at(-1)] : answers).map(titled);
+  const nodes = prompts.map((answers) => sideBySide(answers[0].prompt, ends(answers)));
+  const hasMarks = rows.some(({prompt}) => MARK.test(asText(prompt)));
   return [make("h2", {}, isTwo ? "The same prompts, before and after" : `Before: its answers at step ${rows[0].step}`),
-    make(isTwo ? "div" : "div.samples", {}, ...prompts.map((answers) => sideBySide(answers[0].prompt, ends(answers))))];
+    make(isTwo ? "div" : "div.samples", {}, ...nodes.slice(0, FIRST)),
+    nodes.length > FIRST ? fold(count(nodes.length - FIRST, "more prompt"),
+      make(isTwo ? "div" : "div.samples", {}, ...nodes.slice(FIRST))) : "", hasMarks ? marksBox() : ""];
 }
 
 // One prompt, and under it answers beside each other: [{title, sample or null}].
 export function sideBySide(prompt, answers) {
-  return make("div.asked", {}, make("p.prompt.said", {}, asText(prompt)),
+  return make("div.asked", {}, promptNode(prompt),
     make("div.beside", {}, ...answers.map(({title, sample}) => make("div", {},
       title ? make("p.speaker", {}, title) : null,
       sample ? sampleNode(sample, false) : make("p.quiet", {}, "not asked")))));

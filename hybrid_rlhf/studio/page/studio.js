@@ -3,6 +3,7 @@
 import {at, make, tell, tellFault} from "./dom.js";
 
 const PAGES = {
+  start: ["Start", () => import("./start.js")],
   runs: ["Runs", () => import("./runs.js")],
   run: ["Run", () => import("./run.js")],
   compare: ["Compare", () => import("./compare.js")],

@@ -2,7 +2,7 @@
 // The conversation stays while the studio's page is open, whatever other page is looked at between.
 
 import {converse} from "./chat_stream.js";
-import {all, make} from "./dom.js";
+import {all, button, make, onChange} from "./dom.js";
 import {judge, tally} from "./marks.js";
 import {get, on, post} from "./server.js";
 
@@ -19,6 +19,11 @@ let system = "";
 export async function show(root, rest, query) {
   let state = {state: "closed", models: [], reward: false};
   const view = build();
+  const showHints = onChange((hints) => view.hints.replaceChildren(...(hints ? [make("p.quiet", {}, hints.knows),
+    make("div.buttons", {}, ...hints.questions.map((text) => button(text, () => {
+      view.message.value = text;
+      view.form.requestSubmit();
+    })))] : [])));
   const models = chooser(take, rest ? [rest] : query.getAll("model"));
   const marks = tally(() => state.models[0]?.id ?? null, message);
   const talk = converse(view, {
@@ -46,6 +51,7 @@ export async function show(root, rest, query) {
     state = status;
     view.chat.hidden = state.state !== "ready" && !turns.length;
     view.scores.parentNode.hidden = !state.reward;
+    showHints(state.hints);
     talk.update();
   }
 
@@ -72,12 +78,13 @@ function build() {
   const [stop, again, fresh] = [["stop", "Stop"], ["again", "Answer again"], ["fresh", "New chat"]].map(
     ([id, text]) => make("button", {type: "button", id}, text));
   const told = make("p.told", {id: "talk-told", role: "status"});
-  const form = make("form.composer", {}, told, make("label", {for: "message"}, "Message"), message,
+  const hints = make("div.hints");
+  const form = make("form.composer", {}, hints, told, make("label", {for: "message"}, "Message"), message,
     make("div.buttons", {}, send, stop, again, fresh));
   const chat = make("div.chat", {hidden: true}, make("details", {id: "settings"}, make("summary", {}, "Settings"),
     make("div.fields", {}, ...fields, make("label.wide", {}, "System message ", instructions),
       make("label.check.wide", {hidden: true}, scores, " Show the reward model's score of each answer"))), log, form);
-  return {chat, told, scores, empty, log, form, message, send, stop, again, fresh};
+  return {chat, hints, told, scores, empty, log, form, message, send, stop, again, fresh};
 }
 
 // ---- which models are talked to: choose and open them, and the state of that
@@ -95,9 +102,12 @@ function chooser(take, wanted) {
     const [{models}, status] = await Promise.all([get("talk/models"), get("talk")]);
     const policies = models.filter((model) => model.kind === "policy");
     const chosen = wanted.length ? wanted : status.models.map((model) => model.id);
-    view.selects.forEach((select, i) => fillSelect(select, i ? "nothing" : null, policies, chosen[i]));
+    const others = chosen.filter((id) => !policies.some((model) => model.id === id)); // folders and hub ids
+    view.other.value ||= others[0] ?? "";
+    const runs = chosen.filter((id) => !others.includes(id));
+    view.selects.forEach((select, i) => fillSelect(select, "nothing", policies, runs[i], !i && !others.length));
     fillSelect(view.reward, "no scores", models.filter((model) => model.kind !== "policy"));
-    view.empty.hidden = policies.length > 0;
+    view.empty.hidden = policies.length > 0 || view.other.value !== "";
     view.onCpu.checked = status.models.length ? status.is_on_cpu : models.some((model) => model.status === "running");
     showThird(view);
     showState(status);
@@ -139,7 +149,8 @@ function chooser(take, wanted) {
 
   async function open() {
     const models = [...new Set(view.selects.map((select) => select.value).filter(Boolean))];
-    await act("talk/open", {models, reward: view.reward.value || null,
+    const paths = [view.other.value.trim()].filter(Boolean);
+    await act("talk/open", {models, paths, reward: view.reward.value || null,
       is_on_cpu: view.onCpu.checked && !view.onCpu.parentNode.hidden});
   }
 
@@ -170,7 +181,7 @@ function stateText({state, models, doing, error}) {
 }
 
 function buildChooser() {
-  const selects = MODELS.map((_, i) => make("select", {id: `talk-model-${i + 1}`, required: i === 0}));
+  const selects = MODELS.map((_, i) => make("select", {id: `talk-model-${i + 1}`}));
   const labels = selects.map((select, i) => make("label", {hidden: i > 1}, `${MODELS[i]} `, select));
   const reward = make("select", {id: "talk-reward"});
   const onCpu = make("input", {id: "talk-cpu", type: "checkbox"});
@@ -178,28 +189,32 @@ function buildChooser() {
   const state = make("p", {id: "talk-state", role: "status"});
   const seconds = make("span.quiet", {"aria-hidden": "true"});
   const notes = make("ul.quiet", {id: "talk-notes"});
+  const other = make("input", {id: "talk-other", autocomplete: "off", spellcheck: "false",
+    placeholder: "HuggingFaceTB/SmolLM2-135M-Instruct"});
   const empty = make("p", {id: "talk-empty", hidden: true}, "There is no run with a model yet: ",
-    make("a", {href: "#/new"}, "begin one"), ".");
+    make("a", {href: "#/start"}, "begin one"), ", or name any model.");
   const form = make("form", {"aria-label": "Models"}, empty,
-    make("div.fields", {}, ...labels, make("label", {}, "Reward model ", reward)),
+    make("div.fields", {}, ...labels, 
+      make("label", {}, "Any folder or hub id, as a base model ", other), make("label", {}, "Reward model ", reward)),
     make("label.check", {hidden: true}, onCpu,
       " Answer on the processor: slower, and it leaves the card to the training"),
     make("div.buttons", {}, make("button", {type: "submit", id: "talk-open"}, "Open"), close));
   const details = make("details", {id: "talk-choice", open: true}, make("summary", {}, "Models"), form);
   const node = make("section.card.chooser", {"aria-label": "Models"}, details,
     make("div.opening", {}, state, seconds), notes);
-  return {node, details, form, selects, reward, onCpu, close, state, seconds, notes, empty};
+  return {node, details, form, selects, other, reward, onCpu, close, state, seconds, notes, empty};
 }
 
-function fillSelect(select, none, models, chosen = select.value) {
+// isFirst: where nothing is chosen, the first model is.
+function fillSelect(select, none, models, chosen = select.value, isFirst = false) {
   const options = models.map(({id, status, step, why}) => {
     const about = why !== null ? ` (${status}: ${why})` : step === null ? "" : ` (${status}, step ${step})`;
     return make("option", {value: id, disabled: why !== null}, id + about);
   });
-  select.replaceChildren(...(none === null ? [] : [new Option(none, "")]), ...options);
+  select.replaceChildren(new Option(none, ""), ...options);
   const usable = options.filter((option) => !option.disabled).map((option) => option.value);
   if (usable.includes(chosen)) select.value = chosen;
-  else select.value = none === null ? usable[0] ?? "" : "";
+  else select.value = isFirst ? usable[0] ?? "" : "";
 }
 
 // The third model is offered when there is a second.
