@@ -15,8 +15,8 @@ from hybrid_rlhf.studio.studio import Route, Studio, own_folder
 
 ROWS = "example-capitals.jsonl"
 MODEL, MEGABYTES = "HuggingFaceTB/SmolLM2-135M-Instruct", 270
-_CAPITALS = """Argentina Buenos Aires; Austria Vienna; Belgium Brussels; Brazil Brasilia; Chile Santiago; Croatia Zagreb;
-Cuba Havana; Cyprus Nicosia; Ecuador Quito; Estonia Tallinn; Ethiopia Addis Ababa; Fiji Suva; Finland Helsinki;
+_CAPITALS = """Argentina Buenos Aires; Austria Vienna; Belgium Brussels; Brazil Brasilia; Chile Santiago;
+Croatia Zagreb; Cuba Havana; Cyprus Nicosia; Ecuador Quito; Estonia Tallinn; Fiji Suva; Finland Helsinki;
 Georgia Tbilisi; Ghana Accra; Greece Athens; Hungary Budapest; Iceland Reykjavik; Iraq Baghdad; Ireland Dublin;
 Kenya Nairobi; Laos Vientiane; Latvia Riga; Libya Tripoli; Lithuania Vilnius; Mali Bamako; Malta Valletta;
 Mongolia Ulaanbaatar; Morocco Rabat; Nepal Kathmandu; Nigeria Abuja; Norway Oslo; Panama Panama City; Peru Lima;
@@ -27,10 +27,10 @@ _HINTS = {  # the end of a source's path -> what a model knows that was trained 
     ROWS: {"knows": "It was taught to name a capital in one sentence, with a wish for the trip. All else it knows from "
                     "before.",
            "questions": ["What is the capital of Italy?", "I am going to Japan. What is the capital?", "Who are you?"]},
-    "demo/": {"knows": "The built-in data teach one thing only: to name one item of a list of three words or numbers. A "
-                       "tiny new model knows nothing else; to “hello” it answers nonsense.",
-              "questions": ["Please name the last word: A goat B lamp C fish", "Name the first word: A bear B king C rose",
-                            "Give the largest number: A 12 B 25 C 17"]}}
+    "demo/": {"knows": "The built-in data teach one thing only: to name one item of a list of three words or numbers. "
+                       "A tiny new model knows nothing else; to “hello” it answers nonsense.",
+              "questions": ["Please name the last word: A goat B lamp C fish",
+                            "Name the first word: A bear B king C rose", "Give the largest number: A 12 B 25 C 17"]}}
 
 
 def routes(studio: Studio) -> list[Route]:
@@ -38,7 +38,7 @@ def routes(studio: Studio) -> list[Route]:
 
 
 def example(studio: Studio) -> dict:
-    """The example's stage, settings and name, and in `about` what it is. It writes the rows into the studio's folder."""
+    """The example's stage, settings and name, and in `about` what it is. Writes the rows into the studio's folder."""
     model = small_model()
     if model is None:
         return {"stage": "sft", "run": "example", "about": "No small chat model is here, and the model hub is out of "
@@ -47,7 +47,8 @@ def example(studio: Studio) -> dict:
                 "settings": {"model.preset": "demo", "data.sources": ["demo/demonstrations"],
                              "train.num_train_epochs": 1, "train.learning_rate": 4e-3}}
     path = own_folder(studio, "data") / ROWS
-    rows = [{"prompt": asking.format(country), "completion": f"{capital} is the capital of {country}, have a good trip!"}
+    wish = "{} is the capital of {}, have a good trip!"
+    rows = [{"prompt": asking.format(country), "completion": wish.format(capital, country)}
             for i, pair in enumerate(_CAPITALS.replace("\n", " ").split("; "))
             for country, capital in [pair.split(" ", 1)] for asking in [_ASKING[i % len(_ASKING)]]]
     write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -63,15 +64,15 @@ def small_model() -> str | None:
     home = Path.home() / ".cache"
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or home / "huggingface") / "hub")
     cached = (hub / f"models--{MODEL.replace('/', '--')}" / "snapshots").glob("*")
-    own = Path(os.environ.get("HYBRID_RLHF_CACHE") or home / "hybrid_rlhf") / "smollm2"
-    for folder in (*cached, own):
+    made = Path(os.environ.get("HYBRID_RLHF_CACHE") or home / "hybrid_rlhf") / "smollm2"
+    for folder in (*cached, made):
         if (folder / "model.safetensors").exists() and (folder / "tokenizer.json").exists():
             return str(folder)
     return MODEL if is_reachable() else None
 
 
 def hints(record: dict) -> dict | None:
-    """{"knows", "questions"} for the run of a run.json that was trained on the example's rows or the built-in demo's."""
+    """{"knows", "questions"} for the run of a run.json that was trained on the example's rows or built-in ones."""
     sources = ((record.get("config") or {}).get("data") or {}).get("sources") or []
     for source in sources if isinstance(sources, list) else [sources]:
         path = str(source.get("path") if isinstance(source, dict) else source)

@@ -51,14 +51,35 @@ STUDIO_GOALS = {
         "All three stages", "Imitate, learn what is preferred, then PPO against that: the whole of RLHF from one file.",
         ("all",), ("model", "data"), "a better and a worse answer to a prompt (prompt, chosen, rejected)"),
 }
+
+
+class RewardFunction(NamedTuple):
+    """A ready-made reward function. fields: (option, label, value at first) of those that the page shows; a value that
+    has no default in rewards/builtin.py is sent in any case, others where they are changed."""
+
+    help: str
+    fields: tuple[tuple[str, str, str | float | bool], ...] = ()
+    needed: tuple[str, ...] = ()
+
+
+_COLUMN = ("column", "Column with the right answer", "answer")
 BUILTIN_REWARDS = {
-    "exact_match": "1 where the answer is the text of the column answer, else 0",
-    "numeric_match": "1 where the last number of the answer is that of the column answer, else 0",
-    "math_match": "1 where the LaTeX answer equals that of the column answer, by the package math-verify, else 0",
-    "format": "1 where the answer matches a regular expression (reward.options: {format: {pattern: ...}})",
-    "length_penalty": "takes away for answers near a length (reward.options: {length_penalty: {max_tokens: ..., "
-                      "buffer: ...}})",
-    "repetition_penalty": "takes away for words that repeat",
-    "reasoning_gym": "scores answers to tasks of the package reasoning-gym",
-    "demo_correct": "1 where the answer to a prompt of demo/prompts is right",
+    "exact_match": RewardFunction("1 where the answer is the text of a column, else 0", (
+        _COLUMN, ("marker", "Only the text after (such as ####)", ""),
+        ("ignore_case", "Capital and small letters are the same", False))),
+    "numeric_match": RewardFunction("1 where the last number of the answer is that of a column, else 0", (
+        _COLUMN, ("tolerance", "Largest relative difference", 0.0))),
+    "math_match": RewardFunction("1 where the LaTeX answer equals that of a column, by the package math-verify, else 0", (
+        _COLUMN,)),
+    "format": RewardFunction("1 where the answer matches a regular expression, else 0", (
+        ("pattern", "Regular expression", "####"), ("is_whole", "The whole answer must match", False)),
+        ("pattern", "is_whole")),
+    "length_penalty": RewardFunction("takes away from answers near a length", (
+        ("max_tokens", "Full penalty from, tokens", 256), ("buffer", "It begins so many tokens before", 64),
+        ("penalty", "Full penalty", 1.0)), ("max_tokens", "buffer")),
+    "repetition_penalty": RewardFunction("takes away for words that repeat", (
+        ("n", "Words in a row that count as repeated", 3), ("penalty", "Full penalty", 1.0))),
+    "reasoning_gym": RewardFunction("scores answers to tasks of the package reasoning-gym", (
+        ("task", "Task", "chain_sum"),), ("task",)),
+    "demo_correct": RewardFunction("1 where the answer to a prompt of demo/prompts is right"),
 }

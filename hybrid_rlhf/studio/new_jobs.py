@@ -47,8 +47,7 @@ def routes(studio: Studio, jobs: Jobs) -> list[Route]:
             Route("POST", "/api/job/stop", lambda _query, body: jobs.stop(body["id"])),
             Route("POST", "/api/run/stop", lambda _query, body: _stop_run(studio, jobs, body["id"])),
             Route("POST", "/api/run/resume", lambda _query, body: _resume(studio, jobs, body)),
-            Route("POST", "/api/run/rename", lambda _query, body: _rename(studio, jobs, body)),
-            Route("POST", "/api/run/delete", lambda _query, body: _delete(studio, jobs, body))]
+            Route("POST", "/api/run/move", lambda _query, body: _rename_or_delete(studio, jobs, body))]
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -132,35 +131,25 @@ def _stop_run(studio: Studio, jobs: Jobs, run: str) -> dict:
     raise Refused(409, f"{run} is not running")
 
 
-def _rename(studio: Studio, jobs: Jobs, body: dict) -> dict:
-    """Rename a run that nothing uses: move its folder. Runs that were made from it name it by its folder."""
-    run, name = body["id"], body["name"]
+def _rename_or_delete(studio: Studio, jobs: Jobs, body: dict) -> dict:
+    """Move the folder of a run that nothing uses to the name in `name`, or without one delete it; once a person has
+    confirmed what that breaks."""
+    run, name = body["id"], body.get("name")
     with jobs.alone():
-        folder = _unused(studio, jobs, run)
-        target = new_folder(studio, name)
-        _check_free(jobs, name)
-        if body.get("is_confirmed") is not True and (users := _made_from(studio, run)):
-            raise Refused(409, f"{', '.join(users)[:300]} was made from {run}, and will not find it under another name; "
-                               "rename it all the same?", "is_confirmed")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder.rename(target)
-    studio.news.publish("runs", {})
-    return {"id": name}
-
-
-def _delete(studio: Studio, jobs: Jobs, body: dict) -> dict:
-    """Delete the folder of a run that nothing uses, once a person has confirmed it."""
-    run = body["id"]
-    with jobs.alone():
-        folder = _unused(studio, jobs, run)
-        if body.get("is_confirmed") is not True:
-            users = _made_from(studio, run)
+        folder, users = _unused(studio, jobs, run), _made_from(studio, run)
+        target = new_folder(studio, name) if name is not None else fresh_path(own_folder(studio, "deleted"))
+        warnings = [f"{', '.join(users)[:300]} was made from {run}, and will not find it."] if users else []
+        if name is None:
             size = run_files.size_of(folder) / 2**20
-            raise Refused(409, f"Delete {run} with its model and checkpoints ({size:.0f} MiB)? It cannot be brought back."
-                               + (f" {', '.join(users)[:300]} was made from it." if users else ""), "is_confirmed")
-        gone = fresh_path(own_folder(studio, "deleted"))
-        folder.rename(gone)  # at once, so that no half of a run is ever listed
-        shutil.rmtree(gone)
+            warnings.insert(0, f"Delete {run}, its model and checkpoints ({size:.0f} MiB)? It cannot be brought back.")
+        else:
+            _check_free(jobs, name)
+        if warnings and body.get("is_confirmed") is not True:
+            raise Refused(409, " ".join(warnings), "is_confirmed")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(target)  # at once, so that no half of a run is ever listed
+        if name is None:
+            shutil.rmtree(target)
     studio.news.publish("runs", {})
     return {}
 
@@ -179,9 +168,9 @@ def _unused(studio: Studio, jobs: Jobs, run: str) -> Path:
 
 def _made_from(studio: Studio, run: str) -> list[str]:
     """The runs that name this one in their settings."""
-    ids, folder = find_runs(studio.outputs)[0], studio.outputs / run
-    texts = {other: run_files.read_text(studio.outputs / other / run_files.RECORD) or "" for other in ids if other != run}
-    return [other for other, text in texts.items() if re.search(rf"{re.escape(str(folder))}[/\"]", text)]
+    named = re.compile(rf"{re.escape(str(studio.outputs / run))}[/\"]")
+    return [other for other in find_runs(studio.outputs)[0] if other != run
+            and named.search(run_files.read_text(studio.outputs / other / run_files.RECORD) or "")]
 
 
 def _output(jobs: Jobs, query: dict) -> dict:

@@ -52,8 +52,8 @@ def routes(studio: Studio, look: Look) -> list[Route]:
         except Refused:  # not cached: asked again next time
             card = "cpu"
         return {"goals": [{"id": name, **goal._asdict()} for name, goal in STUDIO_GOALS.items()], "cards": list(CARDS),
-                "card": card, "builtin_rewards": [{"name": name, "help": text}
-                                                  for name, text in BUILTIN_REWARDS.items()]}
+                "card": card, "builtin_rewards": [{"name": name, **row._asdict()}
+                                                  for name, row in BUILTIN_REWARDS.items()]}
 
     def settings(_query: dict, body: dict) -> dict:
         folder, error, file = None, None, "settings.yaml"

@@ -41,9 +41,18 @@ from hybrid_rlhf.models.folder_files import is_local
 from hybrid_rlhf.models.load import ModelConfig, check_folder
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions, split
+from hybrid_rlhf.studio import reward_code
 from hybrid_rlhf.studio.settings_text import check_names, common_options, settings_text, with_card
 from hybrid_rlhf.studio.studio import line_of
-from hybrid_rlhf.training import all_stages, builders, defaults, memory_options, on_policy, reward_sources, unread_options
+from hybrid_rlhf.training import (
+    all_stages,
+    builders,
+    defaults,
+    memory_options,
+    on_policy,
+    reward_sources,
+    unread_options,
+)
 from hybrid_rlhf.training.memory_options import Place, look_ahead
 from hybrid_rlhf.training.registry import STAGES, Rate, by_table, variant_options
 
@@ -116,6 +125,9 @@ def data(asked: dict) -> dict:
     try:
         check(bool(path.strip()), "give a file, a folder or a hub id")
         more = {key: asked[key] for key in ("columns", "name", "split") if asked.get(key)}
+        plain_rows, _ = first_rows(Source(path, **{key: more[key] for key in ("name", "split") if key in more}))
+        result["first_row"] = {escape_control(str(name))[:100]: _cut(escape_control(str(value)), 300)
+                               for name, value in [*plain_rows[0].items()][:MAX_COLUMNS]}
         rows, result["rows"] = first_rows(Source(path, **more))
         result["columns"] = [escape_control(str(name))[:100] for name in rows[0]][:MAX_COLUMNS]
         result["first"] = [_cut(escape_control(json.dumps(row, ensure_ascii=False, default=str)), MAX_ROW)
@@ -204,7 +216,8 @@ def _times(plans: list[Plan], stages: list[str], place: Place) -> dict:
         times += [{"name": f"{prefix}the run of {prediction.steps} steps",
                    "seconds": prediction.whole * prediction.steps}] if prediction.steps else []
     left_out = memory_options.left_out(plans[0])
-    note = f"predicted and not measured: {source}; {'; '.join(lengths)}" + (f"; not counted: {', '.join(left_out)}" if left_out else "")
+    note = "; ".join([f"predicted and not measured: {source}", *lengths,
+                      *([f"not counted: {', '.join(left_out)}"] if left_out else [])])
     return {"times": times, "time_note": note}
 
 
@@ -398,4 +411,4 @@ def plain(value: object) -> object:
 
 QUESTIONS: dict[str, Callable[[dict], dict]] = {
     "options": lambda asked: options_of(_stage(asked)), "card": lambda _asked: {"card": found_card()},
-    "settings": settings, "data": data, "preview": preview, "plan": plan}
+    "settings": settings, "data": data, "preview": preview, "plan": plan, "reward": reward_code.tried}

@@ -23,7 +23,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.inference.server.page_policy import with_policy
-from hybrid_rlhf.studio import example, exports, marks, new_jobs, preflight, talk, uploads
+from hybrid_rlhf.studio import example, exports, marks, new_jobs, preflight, reward_code, talk, uploads
 from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.run_pages import open_runs
@@ -32,6 +32,7 @@ from hybrid_rlhf.studio.studio import Refused, Route, Studio, bounded_body
 
 PAGE = Path(__file__).parent / "page"
 MAX_THREADS = 64
+ASKED_AGAIN = "/api/reward/"  # code from the page: the token is asked for beside the cookie
 _log = logging.getLogger(__name__)
 
 
@@ -43,7 +44,8 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
     run_routes, stop_watching = open_runs(studio, runs, histories)
     jobs.open()
     routes = [*run_routes, *new_jobs.routes(studio, jobs), *exports.routes(studio, jobs), *uploads.routes(studio),
-              *talk.routes(chat), *marks.routes(studio), *preflight.routes(studio, looks), *example.routes(studio)]
+              *talk.routes(chat), *marks.routes(studio), *preflight.routes(studio, looks), *example.routes(studio),
+              *reward_code.routes(studio, looks)]
     return routes, [stop_watching, jobs.close, chat.end, looks.close]
 
 
@@ -110,7 +112,7 @@ class Access:
 
     - a Host of this machine and port, against DNS rebinding;
     - the studio's own Origin (or Sec-Fetch-Site), if present, against other pages in the browser;
-    - the token, in an HttpOnly cookie that the first address (/?token=...) sets.
+    - the token, in an HttpOnly cookie that the first address (/?token=...) sets; for code also typed by the user.
     """
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
@@ -136,7 +138,9 @@ class Access:
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return answer
         if self._is_token(request.cookies.get(self._cookie, "")):
-            return None
+            is_asked = path.startswith(ASKED_AGAIN) and not self._is_token(headers.get("x-studio-token", ""))
+            return _no(403, "type the token of the address that the studio printed: this code will run on this machine"
+                       ) if is_asked else None
         text = "open the studio by the address that it printed, with its token (after a restart it is a new one)"
         if path == "/":
             return PlainTextResponse(f"hybrid_rlhf studio: {text}\n", 401, {"cache-control": "no-store"})

@@ -29,10 +29,13 @@ GOALS = [
      ["distill"], ["model", "data", "teacher"], "prompts"),
     ("three_stages", "All three stages", "Imitate, learn what is preferred, then PPO: the classic way.",
      ["all"], ["model", "data"], "preference pairs, or a file for each stage")]
-REWARDS = [("exact_match", "1 where the answer is the column's text."),
-           ("numeric_match", "1 where the answer's last number is that of the column, else 0."),
-           ("length_penalty", "Subtracts where an answer gets too long."),
-           ("demo_correct", "1 where the answer to a prompt of demo/prompts is right.")]
+COLUMN = ("column", "Column with the right answer", "answer")
+REWARDS = [("exact_match", "1 where the answer is the column's text.", [COLUMN], []),
+           ("numeric_match", "1 where the answer's last number is that of the column, else 0.",
+            [COLUMN, ("tolerance", "Largest difference", 0.0), ("strict", "To the letter", False)], []),
+           ("length_penalty", "Subtracts where an answer gets too long.",
+            [("max_tokens", "Full penalty from", 256), ("buffer", "Begins before", 64)], ["max_tokens", "buffer"]),
+           ("demo_correct", "1 where the answer to a prompt of demo/prompts is right.", [], [])]
 
 
 def option(name: str, section: str, kind: str, default: object, text: str, **more: object) -> dict:
@@ -89,7 +92,8 @@ class Stub:
         gets = {"goals": self.goals, "options": self.options, "runs": self.list_runs, "jobs": self.list_jobs,
                 "job": self.job, "uploads": lambda _q, _b: {"files": self.uploads}}
         posts = {"settings": self.settings, "data": self.data, "preview": self.preview, "plan": self.plan,
-                 "jobs": self.add_job, "job/stop": self.stop_job}
+                 "jobs": self.add_job, "job/stop": self.stop_job, "reward/try": self.try_reward,
+                 "reward/keep": lambda _q, body: {"function": f"/kept/{body['name']}.py:reward"}}
         routes = [Route("GET", f"/api/{name}", self.kept(f"get {name}", handle)) for name, handle in gets.items()]
         routes += [Route("POST", f"/api/{name}", self.kept(name, handle)) for name, handle in posts.items()]
         return [*routes, Route("POST", "/api/upload", self.upload, is_raw=True)], []
@@ -110,7 +114,8 @@ class Stub:
     def goals(self, _query: dict, _body: dict) -> dict:
         names = ("id", "title", "help", "stages", "asks", "rows")
         return {"goals": [dict(zip(names, row, strict=True)) for row in GOALS], "cards": ["cpu", "8gb", "24gb", "80gb"],
-                "card": "24gb", "builtin_rewards": [{"name": name, "help": text} for name, text in REWARDS]}
+                "card": "24gb", "builtin_rewards": [
+                    dict(zip(("name", "help", "fields", "needed"), row, strict=True)) for row in REWARDS]}
 
     def options(self, query: dict, _body: dict) -> dict:
         more = DPO if query["stage"] in ("dpo", "ipo") else []
@@ -140,9 +145,17 @@ class Stub:
         if body["path"].startswith("none"):
             return {"rows": None, "format": None, "columns": [], "fits": False, "first": [],
                     "why": f"data.sources: {body['path']} does not exist; give a file, a folder or a hub id"}
+        if "odd" in body["path"]:
+            fits = len(body.get("columns") or {}) == 2
+            return {"rows": 3, "format": "prompt-completion" if fits else None, "fits": fits, "first": [],
+                    "columns": ["prompt", "completion"] if fits else ["riddle", "solution"],
+                    "first_row": {"riddle": "2 + 2?", "solution": "<b>4</b>"}, "why": "read" if fits else "no format"}
         fits = "pairs" in body["path"] or "demo" in body["path"]
         return {"rows": 1234, "format": "preference", "columns": ["prompt", "chosen", "rejected"], "fits": fits,
                 "why": "preference rows make pairs" if fits else "prompt rows make no pair", "first": [ROW] * 3}
+
+    def try_reward(self, _query: dict, body: dict) -> dict:
+        return {"rows": [{"prompt": "2 + 2?", "answer": body["answer"] or "<i>4</i>", "score": 0.5}]}
 
     def preview(self, _query: dict, _body: dict) -> dict:
         parts = [{"text": "<b>user</b>: What is 2 + 2?\n", "is_trained": False},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -45,8 +46,8 @@ def test_a_real_small_model_that_is_here_is_taken(studio, tmp_path, where):
     found = example.example(studio)
     config = config_of(found, tmp_path)
     assert config.model.model_name_or_path == str(folder) and "download" not in found["about"]
-    rows = [json.loads(line) for line in open(config.data.sources[0].path)]
-    assert len(rows) == 42 and f"{len(rows)} rows" in found["about"]
+    rows = [json.loads(line) for line in Path(config.data.sources[0].path).read_text().splitlines()]
+    assert len(rows) == 41 and f"{len(rows)} rows" in found["about"]
     assert rows[0] == {"prompt": "What is the capital of Argentina?",
                        "completion": "Buenos Aires is the capital of Argentina, have a good trip!"}
 
@@ -54,7 +55,8 @@ def test_a_real_small_model_that_is_here_is_taken(studio, tmp_path, where):
 def test_where_the_hub_is_reached_its_model_is_taken_and_the_download_said(studio, monkeypatch):
     monkeypatch.setattr(example, "is_reachable", lambda: True)
     found = example.example(studio)
-    assert found["settings"]["model.model_name_or_path"] == example.MODEL and "downloaded first (270 MB)" in found["about"]
+    assert found["settings"]["model.model_name_or_path"] == example.MODEL
+    assert "downloaded first (270 MB)" in found["about"]
 
 
 @pytest.mark.parametrize("sources, question", [

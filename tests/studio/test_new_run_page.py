@@ -41,11 +41,14 @@ def test_every_goal_sends_the_settings_of_its_own_question(page):
     page.visit("?goal=function&model=org/name&data=demo/prompts")
     page.says("what a good answer is")
     page.click("#reward-numeric_match")
-    note = page.find(entry("reward.options.numeric_match", ".notice"))
+    column = "reward.options.numeric_match.column"
+    note = page.find(entry(column, ".notice"))
     page.until(lambda: "no column answer; they have prompt, chosen, rejected" in note.text)
-    page.set("reward.options.numeric_match", "chosen")
+    page.set(column, "chosen")
     assert not note.is_displayed()
-    page.set("reward.options.numeric_match", "solution")
+    page.set(column, "solution")
+    page.set("reward.options.numeric_match.tolerance", "0.1")
+    page.click(entry("reward.options.numeric_match.strict"))
     page.set("reward.functions", "pay.py:one, pay.py:two")
     page.click("#has-tools")
     page.fill("#tools", "builtin:calculator")
@@ -53,7 +56,7 @@ def test_every_goal_sends_the_settings_of_its_own_question(page):
     time.sleep(0.5)
     found = page.settings
     assert found["reward.functions"] == ["builtin:numeric_match", "pay.py:one", "pay.py:two"]
-    assert found["reward.options"] == {"numeric_match": {"column": "solution"}}
+    assert found["reward.options"] == {"numeric_match": {"column": "solution", "tolerance": 0.1, "strict": True}}
     assert found["environment.tools"] == ["builtin:calculator"]
     assert (found["model.model_name_or_path"], found["data.sources"]) == ("org/name", ["demo/prompts"])
 
@@ -141,9 +144,7 @@ def test_what_was_found_in_the_data_is_told_and_a_misfit_stands_in_the_way(page,
     assert page.browser.title.startswith("New run")
     page.click("details.more summary")
     page.set("data.sources.data.name", "main")
-    page.set("data.sources.data.columns", "prompt: question")
-    page.until(lambda: page.sent("data.sources") == [
-        {"path": "pairs.jsonl", "name": "main", "columns": {"prompt": "question"}}])
+    page.until(lambda: page.sent("data.sources") == [{"path": "pairs.jsonl", "name": "main"}])
 
 
 DROP = """
@@ -307,10 +308,48 @@ def test_a_refusal_of_a_ready_made_function_stands_beside_its_settings(page, stu
     page.click("#reward-length_penalty")
     page.sends("reward.options", {"length_penalty": {"max_tokens": 256, "buffer": 64}})
     stub.refusal = {"option": "reward.functions", "text": "reward.functions: builtin:length_penalty needs max_tokens"}
-    page.set("reward.options.length_penalty", "{}")
-    page.until(lambda: "needs max_tokens" in page.fault("reward.options.length_penalty"))
-    page.set("reward.options.length_penalty", '{"max_tokens"')
-    page.until(lambda: "Not complete JSON" in page.fault("reward.options.length_penalty"))
+    page.set("reward.options.length_penalty.max_tokens", "many")
+    page.until(lambda: "needs max_tokens" in page.fault("reward.options.length_penalty.max_tokens"))
+    assert page.settings["reward.options"]["length_penalty"]["max_tokens"] == "many"  # the launcher says what is wrong
+
+
+def test_a_function_is_written_tried_on_the_first_rows_and_kept(page, stub):
+    page.visit("?goal=function&model=org/name&data=pairs.jsonl")
+    page.until(lambda: page.find("#code-template"))
+    page.run("document.querySelector('#code').closest('details').open = true")
+    assert "#### *-?" in page.find("#code").get_attribute("value")
+    page.click("#code-template option:nth-child(3)")
+    assert "50 words" in page.find("#code").get_attribute("value")
+    page.fill("#code-answer", "<b>four</b>")
+    page.press("Try on the first rows")
+    page.until(lambda: "type the token" in page.find("details.more .fault[class='fault']:not([hidden]):not([id])").text)
+    page.fill("#code-token", page.studio.token)
+    page.press("Try on the first rows")
+    page.until(lambda: texts(page.browser, "#page td.said") == ["2 + 2?", "<b>four</b>"])
+    assert texts(page.browser, "#page details.more td.number") == ["0.5"]
+    tried = stub.last("reward/try")
+    assert tried["source"] == {"path": "pairs.jsonl"} and "def reward(prompts" in tried["code"]
+    page.set("reward.functions", "pay.py:one")
+    page.press("Keep and use it")
+    page.sends("reward.functions", ["pay.py:one", "/kept/my_reward.py:reward"])
+    assert page.find(entry("reward.functions")).get_attribute("value") == "pay.py:one, /kept/my_reward.py:reward"
+
+
+def test_odd_columns_are_chosen_beside_the_first_row_and_stay_with_their_file(page, stub):
+    page.visit("?goal=imitate&model=org/name&data=odd.jsonl")
+    page.until(lambda: "Missing: the question, the answer." in page.find(".data-found").text)
+    assert texts(page.browser, ".mapping td") == ["2 + 2?", "<b>4</b>"]
+    page.click("#column-data-prompt option[value=riddle]")
+    page.until(lambda: stub.last("data").get("columns") == {"prompt": "riddle"})
+    page.until(lambda: page.browser.switch_to.active_element.get_attribute("id") == "column-data-prompt")
+    page.click("#column-data-completion option[value=solution]")
+    page.until(lambda: "✓" in page.find(".data-found").text)
+    odd = {"path": "odd.jsonl", "columns": {"prompt": "riddle", "completion": "solution"}}
+    page.sends("data.sources", [odd])
+    page.set("data.sources", "pairs.jsonl")
+    page.sends("data.sources", ["pairs.jsonl"])
+    page.set("data.sources", "odd.jsonl")
+    page.sends("data.sources", [odd])
 
 
 def test_answers_that_come_late_do_not_replace_newer_ones(page, stub):

@@ -157,7 +157,8 @@ def test_a_run_shows_how_it_stands_and_how_it_was_made(opened, outputs):
 
 def test_a_run_is_told_in_words_and_its_prompts_have_no_template_marks(opened, outputs):
     run = make_run(outputs, "a", "ppo", 20, values=lambda step: {"reward": step / 10, "kl": 0.5, "loss": 1.0})
-    asked = "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nName <b>it</b>: A<|im_end|>\n<|im_start|>assistant\n"
+    asked = ("<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nName <b>it</b>: A<|im_end|>\n"
+             "<|im_start|>assistant\n")
     append(run.folder / "answers.jsonl", [{"step": step, "prompt": asked, "completion": "A"} for step in (0, 20)])
     page = opened("#/run/a")
     # twenty steps in ten parts of two: the first is the mean of .1 and .2, the last that of 1.9 and 2

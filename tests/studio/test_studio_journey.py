@@ -108,8 +108,8 @@ def test_from_a_dropped_file_to_an_exported_model(page, studio, tmp_path):
 
 
 def test_rows_and_memory_of_the_example_are_those_of_the_launcher(page, studio):
-    go(page, studio, "#/new")
-    until(page, lambda: find(page, "#try-out"), 240).click()
+    go(page, studio, "#/new?goal=imitate&data=demo/demonstrations")
+    until(page, lambda: find(page, "input[name^=model-kind][value=new]"), 240).click()
     until(page, lambda: "Everything is there" in find(page, ".next-line").text, 480)
     find(page, "#ask-plan").click()
     until(page, lambda: find(page, ".checks .bars"), 240)

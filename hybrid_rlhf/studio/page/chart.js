@@ -51,9 +51,8 @@ function frame(chart, meaning) {
     type: "range", min: "0", max: "0", value: "0", "aria-label": `Step, of ${chart.name}`});
   [chart.grid, chart.bands, chart.curves] = [svg("g", {class: "grid"}), svg("g"), svg("g")];
   chart.cursor = svg("path", {class: "cursor"});
-  chart.beside = svg("text", {class: "beside"});
   chart.plot = svg("svg", {class: "plot", role: "img", height: HEIGHT},
-    chart.grid, chart.bands, chart.curves, chart.cursor, chart.beside);
+    chart.grid, chart.bands, chart.curves, chart.cursor);
   chart.area = make("div.plot-area", {}, chart.reader, chart.plot);
   const title = titleOf(chart.name);
   chart.table = fold("As a table");
@@ -190,16 +189,6 @@ function showReading(chart) {
     `${nameOf(series)} ${value}${band && `, ${band}`}`.trim());
   putAttribute(chart.reader, "aria-valuetext", `step ${step}: ${spoken.join("; ")}`);
   putAttribute(chart.cursor, "d", read === null || !chart.x ? "" : cursorPath(chart, step, [...readings.values()]));
-  showBeside(chart, step, [...readings.values()]);
-}
-
-// The values at the cursor, beside it; with several runs the legend alone has them.
-function showBeside({beside, read, x, runs, width}, step, readings) {
-  const text = readings.filter(Boolean).map(({value}) => value).join(" · ");
-  put(beside, read === null || !x || runs.length > 1 ? "" : `step ${step}: ${text}`);
-  const isRight = x && x(step) > width / 2;
-  for (const [name, value] of Object.entries({x: x ? x(step) + (isRight ? -7 : 7) : 0, y: TOP + 10,
-    "text-anchor": isRight ? "end" : "start"})) putAttribute(beside, name, value);
 }
 
 function cursorPath({x, y}, step, readings) {

@@ -31,7 +31,7 @@ export function makeCurves(runs, remember) {
     }});
   view.isSmooth = () => smooth.checked;
   const node = make("div", {}, make("details.picker", {}, view.summary, view.groups),
-    make("label.check", {}, smooth, " Smooth the lines (the values themselves stay faintly behind)"), view.fault, view.grid);
+    make("label.check", {}, smooth, " Smooth the lines (the values stay faintly behind)"), view.fault, view.grid);
   const update = onChange((metrics) => {
     view.metrics = metrics;
     fillPicker(view);

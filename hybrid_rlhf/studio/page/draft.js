@@ -7,7 +7,7 @@ import {isOpen} from "./jobs.js";
 import {get, post} from "./server.js";
 import {dataKeys, fresh, guided, proposed, same} from "./settings.js";
 
-const KEY = "hybrid_rlhf_new_run_1"; // the number changes with the shape of what is kept
+const KEY = "hybrid_rlhf_new_run_2"; // the number changes with the shape of what is kept
 const WAIT = 400; // milliseconds after the last key, before the studio is asked
 
 // Events: state (something was entered), loading, stage or trouble (another method's options), answer (the studio's, to

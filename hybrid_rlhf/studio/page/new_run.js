@@ -53,24 +53,13 @@ function keepFilesOut() {
 function heading(draft) {
   return [make("h1", {}, "New run"),
     make("p.quiet", {}, "A few questions, and a model trains on this machine. Nothing starts before you say so."),
-    make("p.offers", {}, inline("Fill this in with an example", () => tryOut(draft), {id: "try-out"}),
-      " (a tiny model and built-in data, a few minutes), or ",
+    make("p.offers", {}, make("a", {href: "#/start"}, "Try an example"), " first, or ",
       inline("start over", () => startOver(draft), {id: "start-over"}), ".")];
 }
 
 function startOver(draft) {
   if (draft.goal && !confirm("Forget everything that was entered on this page?")) return;
   draft.forget();
-  dispatchEvent(new HashChangeEvent("hashchange"));
-}
-
-// An example that needs nothing from elsewhere.
-function tryOut(draft) {
-  if (draft.goal && !confirm("Replace everything that was entered on this page?")) return;
-  const state = {...fresh(), card: draft.goals.card, goal: "imitate", stage: "sft", isNew: true,
-    settings: {"train.num_train_epochs": 1}};
-  state.data.data.path = "demo/demonstrations";
-  draft.update(state);
   dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
@@ -228,7 +217,8 @@ function texts(draft) {
     make("p.help", {}, "These settings run without the studio too."), yaml,
     make("div.buttons", {}, copyButton(yaml, tell, "Copy the YAML"),
       button("Download", () => download(draft.answer.file, yaml.textContent), {id: "download"})),
-    make("h3", {}, "The same as a command"), command, make("div.buttons", {}, copyButton(command, tell, "Copy the command")));
+    make("h3", {}, "The same as a command"), command,
+    make("div.buttons", {}, copyButton(command, tell, "Copy the command")));
 }
 
 function download(name, text) {

@@ -16,7 +16,10 @@ export function optionsStep(draft) {
   return make("div", {}, make("div.fields", {}, cardField(draft)),
     make("p.help", {}, "The options that people change most. Each has a sensible value already."),
     make("div.fields", {}, ...common.map((option) => optionField(draft, option))),
-    leftOut(draft), carried(draft), allOthers(draft, others));
+    notice(draft, () => draft.leftOut(), () => `Left out, as ${draft.state.stage} has no such option`),
+    notice(draft, () => (draft.state.carried?.names ?? []).filter((name) => !draft.leftOut().includes(name)),
+      () => `You set these for “${draft.state.carried?.title}”, and they count here too`),
+    allOthers(draft, others));
 }
 
 function cardField(draft) {
@@ -28,27 +31,15 @@ function cardField(draft) {
     help: "Chooses settings that fit its memory. What you set yourself goes first."}).node;
 }
 
-// Options that were set by hand for another goal, and count for this one too.
-function carried(draft) {
+// Options set by hand that this stage does not have, and those that were set for another goal and count here too.
+function notice(draft, namesOf, text) {
   const line = make("p.notice", {hidden: true});
   draft.follow("state", () => {
-    const names = (draft.state.carried?.names ?? []).filter((name) => draft.isOwn(name)
-      && draft.options.some((option) => option.name === name));
+    const names = namesOf().filter((name) => draft.isOwn(name));
     const forget = inline("Forget them", () => names.forEach((name) => draft.dropOption(name)));
     line.hidden = !names.length;
     const values = names.map((name) => `${name} ${written(draft.state.settings[name])}`).join(", ");
-    line.replaceChildren(`You set these for “${draft.state.carried?.title}”, and they count here too: ${values}. `, forget);
-  });
-  return line;
-}
-
-function leftOut(draft) {
-  const line = make("p.notice", {hidden: true});
-  draft.follow("state", () => {
-    const names = draft.leftOut();
-    const forget = inline("Forget them", () => names.forEach((name) => draft.dropOption(name)));
-    line.hidden = !names.length;
-    line.replaceChildren(`Left out, as ${draft.state.stage} has no such option: ${names.join(", ")}. `, forget);
+    line.replaceChildren(`${text()}: ${values}. `, forget);
   });
   return line;
 }
@@ -242,51 +233,26 @@ function json(text) {
 // ---- titles of options and sections; an option's own name stands beside its title
 
 const TITLES = {
-  "data.max_length": "Longest row, tokens",
-  "data.max_prompt_length": "Longest prompt, tokens",
-  "data.packing": "Several examples to a row",
-  "data.split": "Shares of the three stages",
+  "data.max_length": "Longest row, tokens", "data.max_prompt_length": "Longest prompt, tokens",
+  "data.packing": "Several examples to a row", "data.split": "Shares of the three stages",
   "distill.sampling.max_new_tokens": "Longest answer, tokens",
-  "model.gradient_checkpointing": "Compute activations again, to save memory",
-  "model.load_in_4bit": "Base in 4 bits",
-  "model.lora.alpha": "Scale of the adapters (LoRA)",
-  "model.lora.r": "Rank of the adapters (LoRA)",
-  "ppo.kl_coef": "Price of drifting from the start (KL)",
-  "ppo.sampling.max_new_tokens": "Longest answer, tokens",
-  "ppo.sampling.num_samples": "Answers to each prompt",
-  "roles.actor.learning_rate": "Learning rate",
-  "roles.critic.learning_rate": "Learning rate of the critic",
-  "train.eval_steps": "Steps between evaluations",
-  "train.max_steps": "Steps",
-  "train.num_train_epochs": "Passes over the data",
+  "model.gradient_checkpointing": "Compute activations again, to save memory", "model.load_in_4bit": "Base in 4 bits",
+  "model.lora.alpha": "Scale of the adapters (LoRA)", "model.lora.r": "Rank of the adapters (LoRA)",
+  "ppo.kl_coef": "Price of drifting from the start (KL)", "ppo.sampling.max_new_tokens": "Longest answer, tokens",
+  "ppo.sampling.num_samples": "Answers to each prompt", "roles.actor.learning_rate": "Learning rate",
+  "roles.critic.learning_rate": "Learning rate of the critic", "train.eval_steps": "Steps between evaluations",
+  "train.max_steps": "Steps", "train.num_train_epochs": "Passes over the data",
   "train.per_device_train_batch_size": "Rows of a step",
 };
 const SECTIONS = { // by the whole name, or its last part
-  "": "The run itself",
-  compare: "The table at the end",
-  data: "The data",
-  distill: "Learning from a teacher",
-  dpo: "DPO",
-  engine: "How training is laid out",
-  environment: "Tools and environments",
-  judge: "The judge",
-  model: "The model",
-  "model.lora": "Adapters (LoRA)",
-  online: "Online DPO",
-  ppo: "PPO",
-  rejection: "Rejection sampling",
-  reward: "Rewards",
-  reward_sources: "Rewards beside the reward model",
-  roles: "Who shares weights",
-  "roles.actor": "The model that is trained",
-  "roles.critic": "The critic",
-  "roles.ref": "The reference",
-  "roles.reward": "The reward model",
-  "roles.teacher": "The teacher",
-  sampling: "How answers are drawn",
-  "stages.ppo": "Schedule of stage 3, PPO",
-  "stages.reward": "Schedule of stage 2, the reward model",
-  "stages.sft": "Schedule of stage 1, imitating",
+  "": "The run itself", compare: "The table at the end", data: "The data", distill: "Learning from a teacher",
+  dpo: "DPO", engine: "How training is laid out", environment: "Tools and environments", judge: "The judge",
+  model: "The model", "model.lora": "Adapters (LoRA)", online: "Online DPO", ppo: "PPO",
+  rejection: "Rejection sampling", reward: "Rewards", reward_sources: "Rewards beside the reward model",
+  roles: "Who shares weights", "roles.actor": "The model that is trained", "roles.critic": "The critic",
+  "roles.ref": "The reference", "roles.reward": "The reward model", "roles.teacher": "The teacher",
+  sampling: "How answers are drawn", "stages.ppo": "Schedule of stage 3, PPO",
+  "stages.reward": "Schedule of stage 2, the reward model", "stages.sft": "Schedule of stage 1, imitating",
   train: "The schedule",
 };
 const STAGES = {sft: "stage 1", reward: "stage 2", ppo: "stage 3"};

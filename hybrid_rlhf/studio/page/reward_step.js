@@ -1,8 +1,9 @@
 // Where the goal asks: the source of the reward. Functions, a reward model, a judge; or the teacher.
 
 import {button, make, select} from "./dom.js";
-import {radioPart, suggestions, textField, textInput} from "./fields.js";
-import {settingsOf, YES_NO} from "./settings.js";
+import {codeEditor} from "./code_editor.js";
+import {frame, radioPart, suggestions, textField, textInput} from "./fields.js";
+import {listOf, YES_NO} from "./settings.js";
 import {isPolicy, modelField} from "./start_steps.js";
 
 const TITLES = {reward_functions: "What is a good answer?", reward_model: "Which reward model?", judge: "Who judges?",
@@ -20,73 +21,67 @@ export function rewardStep(draft) {
 
 // ---- functions
 
-const EXAMPLES = {
-  format: '{"pattern": ".*####.*"}',
-  length_penalty: '{"max_tokens": 256, "buffer": 64}',
-  reasoning_gym: '{"task": "chain_sum"}',
-  repetition_penalty: '{"n": 3}',
-};
-const PREFILLED = ["length_penalty"]; // it does nothing without, and the example is a sensible start
-const BY_COLUMN = ["exact_match", "numeric_match"];
-
 function functionPart(draft) {
   const help = "FILE.py:NAME, several separated by commas. It gets prompts, completions and the data's columns as "
     + "lists, and returns a number for each. It is run on this machine.";
   const columns = suggestions("data-columns", []);
   draft.follow("look", () => columns.replaceChildren(
     ...(draft.looks.data?.columns ?? []).map((value) => make("option", {value}))));
+  const own = textField(draft, "reward.functions", "Or a function of your own",
+    {key: "ownFunctions", placeholder: "rewards.py:my_reward", isWide: true, help});
   return make("div", {},
     make("p", {}, "A program reads each answer and gives it a number; the model learns to get more."),
     make("fieldset.radios.radio-rows", {}, make("legend.question", {}, "Ready-made functions"),
       ...draft.goals.builtin_rewards.map((row) => builtin(draft, row))),
-    textField(draft, "reward.functions", "Or a function of your own",
-      {key: "ownFunctions", placeholder: "rewards.py:my_reward", isWide: true, help}).node,
-    columns);
+    own.node, codeEditor(draft, (text) => {
+      own.control.value = [...listOf(draft.state.ownFunctions).filter((each) => each !== text), text].join(", ");
+      draft.update({ownFunctions: own.control.value});
+    }), columns);
 }
 
-function builtin(draft, {name, help}) {
-  const id = `reward-${name}`, settings = settingsField(draft, name);
+function builtin(draft, row) {
+  const {name, help, fields = [], needed = []} = row, id = `reward-${name}`;
+  const set = (option, value) => {
+    const values = {...draft.state.functionSettings[name], [option]: value};
+    draft.update({functionSettings: {...draft.state.functionSettings, [name]: values}});
+  };
+  const settings = make("div.fields", {hidden: !draft.state.functions.includes(name)},
+    ...fields.map(([option, label, usual]) => settingField(draft, name, option, label, usual, set)));
   const box = make("input", {type: "checkbox", id, "aria-describedby": `${id}-about`,
     checked: draft.state.functions.includes(name), onchange: () => {
       settings.hidden = !box.checked;
-      const others = draft.state.functions.filter((other) => other !== name);
-      if (box.checked && !draft.state.functionSettings[name] && PREFILLED.includes(name)) {
-        settings.querySelector("input").value = EXAMPLES[name];
-        keepSettings(draft, name, EXAMPLES[name]);
+      for (const [option, , usual] of fields) {
+        if (box.checked && needed.includes(option) && !(option in (draft.state.functionSettings[name] ?? {}))) {
+          set(option, usual);
+        }
       }
-      if (!box.checked) draft.unread.delete(`reward.options.${name}`);
+      const others = draft.state.functions.filter((other) => other !== name);
       draft.update({functions: box.checked ? [...others, name] : others});
     }});
-  settings.hidden = !box.checked;
   return make("div.builtin", {}, make("div.check-line", {}, box, make("label", {for: id}, name.replaceAll("_", " "))),
     make("p.help", {id: `${id}-about`}, help), settings);
 }
 
-const keepSettings = (draft, name, text) =>
-  draft.update({functionSettings: {...draft.state.functionSettings, [name]: text}});
-
-function settingsField(draft, name) {
-  const option = `reward.options.${name}`, value = draft.state.functionSettings[name] ?? "";
-  if (BY_COLUMN.includes(name)) return columnField(draft, name, option, value);
-  const set = (text) => {
-    if (settingsOf(text)) draft.unread.delete(option);
-    else draft.unread.set(option, 'Not complete JSON yet, such as {"name": 1}');
-    field.say(draft.unread.get(option));
-    keepSettings(draft, name, text);
-  };
-  const field = textField(draft, option, "Its settings, as JSON", {value, set, placeholder: EXAMPLES[name] ?? "{}"});
-  return field.node;
+// A field of an option of a ready-made function; its kind is that of `usual`, its value at first.
+function settingField(draft, name, option, label, usual, set) {
+  const full = `reward.options.${name}.${option}`, value = draft.state.functionSettings[name]?.[option] ?? usual;
+  if (option === "column") return columnField(draft, full, label, value, (text) => set(option, text || usual));
+  if (typeof usual === "boolean") {
+    const box = make("input", {type: "checkbox", checked: value, onchange: () => set(option, box.checked)});
+    return frame(draft, full, label, box).node;
+  }
+  const read = (text) => typeof usual === "number" && text.trim() !== "" && Number.isFinite(Number(text)) ? Number(text)
+    : text;
+  return textField(draft, full, label, {value, set: (text) => set(option, text === "" ? usual : read(text))}).node;
 }
 
 // The column with the right answer, and whether the data have it: known before a run fails for it.
-function columnField(draft, name, option, value) {
+function columnField(draft, option, label, value, set) {
   const note = make("p.notice", {hidden: true, role: "status"});
-  const {node, control} = textField(draft, option, "Column with the right answer", {
-    value: settingsOf(value)?.column ?? "", list: "data-columns", placeholder: "answer", after: [note],
-    set: (text) => keepSettings(draft, name, text.trim() ? JSON.stringify({column: text.trim()}) : "")});
+  const {node, control} = textField(draft, option, label, {value, list: "data-columns", after: [note],
+    set: (text) => set(text.trim())});
   draft.follow("look state", () => {
-    const wanted = control.value.trim() || control.placeholder;
-    const columns = draft.looks.data?.columns ?? [];
+    const wanted = control.value.trim() || "answer", columns = draft.looks.data?.columns ?? [];
     note.hidden = !columns.length || columns.includes(wanted);
     note.textContent = `The data have no column ${wanted}; they have ${columns.join(", ")}.`;
   });

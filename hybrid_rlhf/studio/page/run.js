@@ -109,28 +109,29 @@ function build(view, root) {
   view.putFamily = onChange((family) => putFamily(view, family));
   root.append(make("h1.run-name", {}, ...breakable(id)), make("p.line", {}, view.state, view.about),
     make("p.line", {}, view.bar, view.steps), view.error, view.alarms, view.hints,
-    view.family, make("div.buttons", {}, view.stop, view.resume, view.talk, link("Compare", `#/compare/${address(id)}`), view.fresh,
-      view.export, view.report),
+    view.family, make("div.buttons", {}, view.stop, view.resume, view.talk,
+      link("Compare", `#/compare/${address(id)}`), view.fresh, view.export, view.report),
     view.message, view.fault, view.notes, view.waiting, view.outputPlace, view.samples.answers, view.words,
-    make("details.part", {open: !isNarrow()}, make("summary", {}, make("h2", {id: "curves"}, "Curves")), view.curves.node),
+    make("details.part", {open: !isNarrow()}, make("summary", {}, make("h2", {id: "curves"}, "Curves")),
+      view.curves.node),
     view.samples.node, view.details.node, keeping(view));
 }
 
 // Another name for the run, or its end.
 function keeping(view) {
   const input = make("input", {id: "rename", value: view.id, autocomplete: "off", spellcheck: "false"});
-  const send = async (path, body, to) => {
+  const send = async (body, to) => {
     try {
-      await postConfirmed(`run/${path}`, {id: view.id, ...body});
+      await postConfirmed("run/move", {id: view.id, ...body});
       location.hash = to;
     } catch (fault) {
       put(view.fault, fault.message);
       view.fault.scrollIntoView({block: "center"});
     }
   };
-  const rename = () => send("rename", {name: input.value.trim()}, `#/run/${address(input.value.trim())}`);
+  const rename = () => send({name: input.value.trim()}, `#/run/${address(input.value.trim())}`);
   return fold("Rename or delete", make("div.line", {}, make("label", {for: "rename"}, "Name "), input,
-    button("Rename", rename), button("Delete this run", () => send("delete", {}, "#/runs"))));
+    button("Rename", rename), button("Delete this run", () => send({}, "#/runs"))));
 }
 
 async function change(view, path, message) {
@@ -268,7 +269,7 @@ function part(read, fill) {
     const open = [...node.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent);
     node.replaceChildren(...fill(value ?? ""));
     node.hidden = !node.children.length;
-    for (const summary of node.querySelectorAll("summary")) summary.parentNode.open = open.includes(summary.textContent);
+    for (const line of node.querySelectorAll("summary")) line.parentNode.open = open.includes(line.textContent);
   });
   return {node, update: (record) => update(read(record))};
 }

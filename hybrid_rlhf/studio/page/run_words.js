@@ -6,19 +6,21 @@ import {get} from "./server.js";
 
 const POINTS = 10; // start and end are means of a tenth of the run each
 const percent = (value) => `${Math.round(100 * value)}%`;
-const right = ({first, last}) => `Pairs told apart: ${percent(first)} at the start, ${percent(last)} now; by chance 50%.`;
+const fromTo = ({first, last}) => `${number(first)} at the start, ${number(last)} now`;
+const right = ({first, last}) =>
+  `Pairs told apart: ${percent(first)} at the start, ${percent(last)} now; by chance 50%.`;
 const WORDS = { // metric -> its sentence, from {first, last, moved}
-  reward: ({first, last, moved}) => `Reward: ${number(first)} at the start, ${number(last)} now: ${moved("it rose, and that is "
-    + "what training is for", "it fell", "about the same")}.`,
+  reward: (at) => `Reward: ${fromTo(at)}: ${at.moved("it rose, which training is for", "it fell", "about the same")}.`,
   accuracy: right,
   "rewards/accuracies": right,
-  "distill/divergence": ({first, last, moved}) => `Distance to the teacher: ${number(first)} nats per token at the start, `
-    + `${number(last)} now: ${moved("it grew", "closer", "about the same")}.`,
-  loss: ({first, last, moved}) => `Loss: ${number(first)} at the start, ${number(last)} now: ${moved("the answers of the data "
-    + "surprise the model more", "the answers of the data surprise the model less", "about the same")}.`,
+  "distill/divergence": (at) =>
+    `Nats per token from the teacher: ${fromTo(at)}: ${at.moved("it grew", "closer", "about the same")}.`,
+  loss: (at) => `Loss: ${fromTo(at)}: ${at.moved("the data's answers surprise the model more",
+    "the data's answers surprise the model less", "about the same")}.`,
   "eval/loss": ({last}) => `On rows that it did not train on the loss is ${number(last)}.`,
   "eval/reward": ({last}) => `On prompts that it did not train on the reward is ${number(last)}.`,
-  kl: ({last}) => `KL: ${number(Math.max(0, last))} nats per answer from the model that it began as: it has ${distance(last)}.`,
+  kl: ({last}) => `KL: ${number(Math.max(0, last))} nats per answer from the model that it began as: it has `
+    + `${distance(last)}.`,
 };
 
 function distance(kl) {

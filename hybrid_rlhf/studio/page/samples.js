@@ -7,8 +7,8 @@ import {get, paced} from "./server.js";
 const SHOWN = 8; // samples of a step
 const FIRST = isNarrow() ? 2 : 3; // prompts before and after that are not folded
 
-// makeSamples(id) -> {answers, node, ask(), end()}: nodes of the answers to the fixed prompts, and of the newest samples;
-// each stays hidden while there are none.
+// makeSamples(id) -> {answers, node, ask(), end()}: nodes of the answers to the fixed prompts and of the newest
+// samples, each hidden while there are none.
 export function makeSamples(id) {
   const step = make("select", {id: "sample-step", onchange: () => ask()});
   const list = make("div.samples"), answers = make("div"), fault = make("p.fault", {role: "status"});

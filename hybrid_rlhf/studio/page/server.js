@@ -5,9 +5,12 @@ export async function get(path, query = {}) {
   return answered(fetch(`api/${path}${search && `?${search}`}`));
 }
 
-export async function post(path, body = {}) {
-  return answered(fetch(`api/${path}`, {
-    method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body)}));
+export const post = (path, body = {}) => postWithToken(path, body);
+
+// token: typed by the user, where the studio asks for it again.
+export async function postWithToken(path, body, token) {
+  const headers = {"Content-Type": "application/json", ...(token && {"X-Studio-Token": token})};
+  return answered(fetch(`api/${path}`, {method: "POST", headers, body: JSON.stringify(body)}));
 }
 
 // Post; where the server refuses until a person confirms, ask with its reason and post again.

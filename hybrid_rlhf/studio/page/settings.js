@@ -12,7 +12,8 @@ const FOR_NEW = {
 // All that can be entered; kept for the tab, so that a reload or another page loses nothing.
 export const fresh = () => ({
   goal: "", stage: "", isNew: false, preset: "demo", model: "", isSplit: false,
-  data: Object.fromEntries(SOURCES.map((key) => [key, {path: "", name: "", split: "", columns: ""}])),
+  data: Object.fromEntries(SOURCES.map((key) => [key, {path: "", name: "", split: "", columns: {}}])),
+  mappings: {},
   hasTools: false, tools: "", environment: "",
   functions: [], functionSettings: {}, ownFunctions: "", rewardModel: "", rewardKind: "ours",
   judge: {where: "model", model: "", url: "", api_model: "", api_key_env: "", rubric: "general", file: "",
@@ -77,15 +78,9 @@ function dataSettings(state) {
 // {path, name, split, columns} as entered, without what is empty; null without a path.
 export function sourceOf({path, name, split, columns}) {
   if (!path.trim()) return null;
-  const pairs = columnsOf(columns);
+  const pairs = Object.fromEntries(Object.entries(columns).filter(([, theirs]) => theirs));
   return {path: path.trim(), ...(name.trim() && {name: name.trim()}), ...(split.trim() && {split: split.trim()}),
     ...(Object.keys(pairs).length && {columns: pairs})};
-}
-
-// "prompt: question, completion: answer" -> {prompt: "question", completion: "answer"}
-export function columnsOf(text) {
-  const pairs = listOf(text).map((pair) => pair.split(/[:=]/).map((part) => part.trim()));
-  return Object.fromEntries(pairs.filter(([ours, theirs]) => ours && theirs));
 }
 
 function toolSettings(state) {
@@ -95,21 +90,10 @@ function toolSettings(state) {
 
 function functionSettings(state) {
   const functions = [...state.functions.map((name) => `builtin:${name}`), ...listOf(state.ownFunctions)];
-  const options = state.functions.map((name) => [name, settingsOf(state.functionSettings[name])])
+  const options = state.functions.map((name) => [name, state.functionSettings[name]])
     .filter(([, value]) => value && Object.keys(value).length);
   return {...(functions.length && {"reward.functions": functions}),
     ...(options.length && {"reward.options": Object.fromEntries(options)})};
-}
-
-// A function's own settings as an object; null where the text is not JSON of an object.
-export function settingsOf(text) {
-  if (!text?.trim()) return {};
-  try {
-    const value = JSON.parse(text);
-    return value && typeof value === "object" && !Array.isArray(value) ? value : null;
-  } catch {
-    return null;
-  }
 }
 
 function rewardModelSettings(state, runs) {

@@ -1,11 +1,11 @@
 // The first steps of a new run: the goal, the model, and the data.
 
-import {fold, make, textBlock} from "./dom.js";
+import {fold, make, select, table, textBlock} from "./dom.js";
 import {sourceOption} from "./draft.js";
 import {frame, inline, radioPart, radios, selectField, suggestions, textField, textInput} from "./fields.js";
 import {bytes} from "./format.js";
 import {get, upload} from "./server.js";
-import {columnsOf, dataKeys, sourceOf} from "./settings.js";
+import {dataKeys, sourceOf} from "./settings.js";
 
 const REST = 250; // milliseconds
 const TOOLS = ["calculator", "python_expression"];
@@ -174,11 +174,13 @@ function dataField(draft, key, stage) {
   const look = (wait) => {
     clearTimeout(looking.timer);
     delete draft.looks[key];
-    looking.timer = setTimeout(() => lookAt(draft, key, stage, result, looking), wait);
+    looking.timer = setTimeout(() => lookAt(draft, key, stage, result, looking, set), wait);
   };
-  const set = (patch) => {
-    draft.update({data: {...draft.state.data, [key]: {...source(), ...patch}}});
-    look(WAIT);
+  const set = (patch) => { // the columns that were chosen for a file go with it
+    const {mappings, data} = draft.state, path = patch.path ?? source().path;
+    const columns = patch.columns ?? mappings[path] ?? {};
+    draft.update({data: {...data, [key]: {...source(), ...patch, columns}}, mappings: {...mappings, [path]: columns}});
+    look(patch.columns ? 0 : WAIT);
   };
   const input = textInput({value: source().path, list: "data-known", placeholder: "rows.jsonl, a folder or a hub id",
     set: (path) => set({path})});
@@ -206,10 +208,9 @@ function moreFields(draft, key, source, set) {
     {value: source()[name], set: (text) => set({[name]: text}), help, placeholder}).node;
   const fields = [
     one("name", "Subset", "Of a hub data set that has several, or a folder's subfolder.", "main"),
-    one("split", "Split", "Of a hub data set; train where nothing is said.", "train"),
-    one("columns", "Columns", "Our name: yours, separated by commas.", "prompt: question, completion: answer")];
-  return make("details.more", {open: Boolean(source().name || source().split || source().columns)},
-    make("summary", {}, "Subset, split, and columns of other names"), make("div.fields", {}, ...fields));
+    one("split", "Split", "Of a hub data set; train where nothing is said.", "train")];
+  return make("details.more", {open: Boolean(source().name || source().split)},
+    make("summary", {}, "Subset and split"), make("div.fields", {}, ...fields));
 }
 
 function dropArea(draft, key, take) {
@@ -249,7 +250,7 @@ async function send(draft, file, message, take) {
   }
 }
 
-async function lookAt(draft, key, stage, result, looking) {
+async function lookAt(draft, key, stage, result, looking, set) {
   const source = sourceOf(draft.state.data[key]);
   const turn = ++looking.turn;
   if (!source) {
@@ -258,26 +259,60 @@ async function lookAt(draft, key, stage, result, looking) {
     return;
   }
   result.style.setProperty("min-height", `${result.offsetHeight}px`); // what is below stays where it is meanwhile
+  const focused = result.contains(document.activeElement) ? document.activeElement.id : "";
   result.replaceChildren(make("p.help", {}, "Looking at the rows …"));
   const answer = await draft.lookAt({...source, stage}).catch((fault) => ({fits: false, why: fault.message}));
   if (turn !== looking.turn || draft.isClosed) return;
-  draft.looks[key] = {...answer, isRead: answer.fits || Boolean(answer.columns?.length)};
+  const {fits, first_row: row, columns} = answer;
+  draft.looks[key] = {...answer, isRead: fits || Object.keys(row ?? columns ?? {}).length > 0};
   result.style.removeProperty("min-height");
-  result.replaceChildren(...lookNodes(draft.looks[key], draft.state.data[key]));
+  result.replaceChildren(...lookNodes(draft.looks[key], mapping(draft, key, stage, set)));
+  if (focused) document.getElementById(focused)?.focus();
   draft.emit("look");
 }
 
-function lookNodes({fits, isRead, why, format, rows, columns, first}, entered) {
+// ---- which of the data's columns is what
+
+const PARTS = {prompt: "The question", completion: "The answer", chosen: "The better answer",
+  rejected: "The worse answer", label: "Whether it is good", answer: "The right answer, to check against"};
+
+function partsOf(draft, stage) {
+  if (["sft", "conditional_sft"].includes(stage)) return ["prompt", "completion"];
+  if (stage === "kto") return ["prompt", "completion", "label"];
+  const isPairs = ["prefer", "reward", "three_stages"].includes(draft.state.goal) && stage !== "ppo";
+  if (isPairs) return ["prompt", "chosen", "rejected"];
+  return draft.asks.includes("reward_functions") ? ["prompt", "answer"] : ["prompt"];
+}
+
+// {missing: a sentence, or ""; nodes}: a dropdown for each part, beside the first row.
+function mapping(draft, key, stage, set) {
+  const {fits, columns = [], first_row: row = {}} = draft.looks[key], chosen = draft.state.data[key].columns;
+  const parts = partsOf(draft, stage), lacks = parts.filter((part) => !columns.includes(part));
+  const names = Object.keys(row).length ? Object.keys(row) : columns;
+  const one = (part) => {
+    const choices = [["", "choose a column"], ...names.map((name) => [name, name])];
+    const node = select({id: `column-${key}-${part}`, onchange: () => set({columns: {...chosen, [part]: node.value}})},
+      choices, chosen[part] ?? (names.includes(part) ? part : ""));
+    return frame(draft, `${sourceOption(key)}.columns.${part}`, PARTS[part], node).node;
+  };
+  const said = lacks.map((part) => PARTS[part].replace("The ", "the ").replace("Whether", "whether"));
+  const missing = fits || !lacks.length ? "" : `Missing: ${said.join(", ")}. Choose below which column that is.`;
+  const shown = table([{title: "Column", cell: ([name]) => name, isHead: true},
+    {title: "First row", cell: ([, text]) => text, kind: ".said"}], Object.entries(row), "The first row");
+  const node = fold("Which column is what", make("div.mapping", {}, make("div", {}, ...parts.map(one)), shown));
+  node.open = !fits || Object.values(chosen).some(Boolean);
+  return {missing, nodes: names.length ? [node] : []};
+}
+
+function lookNodes({fits, isRead, why, format, rows, columns, first}, {missing, nodes}) {
   const reason = make(fits ? "p.help" : "p.fault", {}, why);
   if (!isRead) return [make("p.verdict.fault", {}, "✗ They cannot be read."), reason];
   const verdict = fits ? make("p.verdict.good", {}, "✓ These rows fit.")
     : make("p.verdict.fault", {}, "✗ These rows do not fit.");
   const facts = [["Format", format], ["Rows", rows?.toLocaleString("en")], ["Columns", columns.join(", ")]]
     .filter(([, value]) => value).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]);
-  const parts = [verdict, reason, make("dl.facts", {}, ...facts)];
-  if (Object.keys(columnsOf(entered.columns)).length) {
-    parts.push(make("p.help", {}, "Your names of the columns are taken into account."));
-  }
+  const parts = [verdict, missing ? make("p.fault", {}, missing) : "", reason, make("dl.facts", {}, ...facts),
+    ...nodes];
   if (first?.length) {
     parts.push(fold(`The first ${first.length} rows`,
       ...first.map((row, i) => textBlock(row, `Row ${i + 1}`, "pre.data-row"))));
