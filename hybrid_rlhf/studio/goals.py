@@ -74,10 +74,10 @@ BUILTIN_REWARDS = {
     "format": RewardFunction("1 where the answer matches a regular expression, else 0", (
         ("pattern", "Regular expression", "####"), ("is_whole", "The whole answer must match", False)),
         ("pattern", "is_whole")),
-    "length_penalty": RewardFunction("takes away from answers near a length", (
+    "length_penalty": RewardFunction("lowers the score of answers near a length", (
         ("max_tokens", "Full penalty from, tokens", 256), ("buffer", "It begins so many tokens before", 64),
         ("penalty", "Full penalty", 1.0)), ("max_tokens", "buffer")),
-    "repetition_penalty": RewardFunction("takes away for words that repeat", (
+    "repetition_penalty": RewardFunction("lowers the score for words that repeat", (
         ("n", "Words in a row that count as repeated", 3), ("penalty", "Full penalty", 1.0))),
     "reasoning_gym": RewardFunction("scores answers to tasks of the package reasoning-gym", (
         ("task", "Task", "chain_sum"),), ("task",)),

@@ -73,6 +73,7 @@ def routes(studio: Studio, look: Look) -> list[Route]:
     return [Route("GET", "/api/goals", goals),
             Route("GET", "/api/options", lambda query, _body: known_options(str(query.get("stage")))),
             Route("POST", "/api/settings", settings),
+            Route("POST", "/api/reward/try", lambda _query, body: look.ask("reward", body)),
             ask("data", "path", "stage", "columns", "name", "split"),
             ask("preview", "stage", "settings", "card"),
             ask("plan", "stage", "settings", "card", "memory")]

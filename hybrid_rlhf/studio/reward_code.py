@@ -11,16 +11,14 @@ from pathlib import Path
 
 from hybrid_rlhf.core.errors import UserError, check
 from hybrid_rlhf.core.own_files import write_file
-from hybrid_rlhf.studio.preflight import Look
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder
 
 NAME, SECONDS = "reward", 10.0  # of the function; for one call of it
 _ANSWERS = ("completion", "answer", "chosen", "output", "response")  # columns whose text is tried as an answer
 
 
-def routes(studio: Studio, look: Look) -> list[Route]:
-    return [Route("POST", "/api/reward/try", lambda _query, body: look.ask("reward", body)),
-            Route("POST", "/api/reward/keep", lambda _query, body: keep(studio, body["name"], body["code"]))]
+def routes(studio: Studio) -> list[Route]:
+    return [Route("POST", "/api/reward/keep", lambda _query, body: keep(studio, body["name"], body["code"]))]
 
 
 def keep(studio: Studio, name: str, code: str) -> dict:

@@ -45,7 +45,7 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
     jobs.open()
     routes = [*run_routes, *new_jobs.routes(studio, jobs), *exports.routes(studio, jobs), *uploads.routes(studio),
               *talk.routes(chat), *marks.routes(studio), *preflight.routes(studio, looks), *example.routes(studio),
-              *reward_code.routes(studio, looks)]
+              *reward_code.routes(studio)]
     return routes, [stop_watching, jobs.close, chat.end, looks.close]
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from hybrid_rlhf.rewards.builtin import BUILTINS
-from hybrid_rlhf.studio import reward_code
+from hybrid_rlhf.studio import preflight, reward_code
 from hybrid_rlhf.studio.goals import BUILTIN_REWARDS
 from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.studio.studio_app import make_app
@@ -28,7 +28,7 @@ def studio(tmp_path):
 def client(studio):
     from starlette.testclient import TestClient
 
-    app = make_app(studio, reward_code.routes(studio, DirectLook()), TOKEN, PORT)
+    app = make_app(studio, [*reward_code.routes(studio), *preflight.routes(studio, DirectLook())], TOKEN, PORT)
     with TestClient(app, base_url=f"http://127.0.0.1:{PORT}", cookies={f"studio_{PORT}": TOKEN}) as found:
         yield found
 

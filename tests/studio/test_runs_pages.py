@@ -385,7 +385,7 @@ def test_a_run_that_has_written_nothing_can_be_dropped_stopped_and_changed(opene
 def test_every_page_stays_within_a_narrow_screen_has_no_axe_findings_and_one_origin(full):
     page = full("#/runs")
     page.get_log("performance"), page.get_log("browser")  # what came before
-    for where in ("#/runs", "#/run/demo/ppo", "#/compare/demo/ppo,demo/other", "#/compare/demo/ppo"):
+    for where in ("#/runs", "#/start", "#/run/demo/ppo", "#/compare/demo/ppo,demo/other", "#/compare/demo/ppo"):
         full(where)
         until(page, lambda: not page.find_elements("css selector", ".chart") or is_drawn(page, "reward"))
         page.execute_script("for (const d of document.querySelectorAll('details')) d.open = true")

@@ -134,7 +134,7 @@ const loadExports = async (page) => page.showExports((await get("exports")).expo
 
 function showExports(page, exports) {
   page.exports = exports;
-  page.list.replaceChildren(...(exports.length ? exports.map(article) : [make("p.quiet", {}, "Nothing yet.")]));
+  page.list.replaceChildren(...(exports.length ? exports.map(article) : [make("p.quiet", {}, "Nothing yet: choose a run above.")]));
   return page.hasName ? null : choose(page);
 }
 

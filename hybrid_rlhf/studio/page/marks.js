@@ -24,7 +24,8 @@ export function tally(model, tell) {
       const query = new URLSearchParams({goal: "prefer", stage, data, ...(model() && {model: model()})});
       return make("a", {href: `#/new?${query}`}, `Train on ${totals[kind]} ${totals[kind] === 1 ? one : kind}`);
     });
-    counts.replaceChildren(...(links.length ? links : ["Nothing is marked yet: judge an answer, or say it better."]));
+    counts.replaceChildren(...(links.length ? links : ["Nothing is marked yet. Good and Bad train by KTO: "
+      + "what is good becomes likelier. A better answer makes a pair, which trains by DPO: the better one over the other."]));
   }
 
   async function load() {
