@@ -25,7 +25,7 @@ Zambia Lusaka"""
 _ASKING = ("What is the capital of {}?", "Which city is the capital of {}?", "I am going to {}. What is the capital?")
 _HINTS = {  # the end of a source's path -> what a model knows that was trained on it, and questions
     ROWS: {"knows": "It was taught to name a capital in one sentence, with a wish for the trip. All else it knows from "
-                    "before.",
+                    "before, and so small a model gets capitals wrong.",
            "questions": ["What is the capital of Italy?", "I am going to Japan. What is the capital?", "Who are you?"]},
     "demo/": {"knows": "The built-in data teach one thing only: to name one item of a list of three words or numbers. "
                        "A tiny new model knows nothing else; to “hello” it answers nonsense.",
