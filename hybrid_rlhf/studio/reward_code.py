@@ -5,7 +5,6 @@ Both run or store code, so the middleware asks for the studio's token again (stu
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 
@@ -13,25 +12,23 @@ from hybrid_rlhf.core.errors import UserError, check
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder
 
-NAME, SECONDS = "reward", 10.0  # of the function; for one call of it
+FILE, NAME, SECONDS = "my_reward", "reward", 10.0  # NAME: of the function; SECONDS: for one call of it
 _ANSWERS = ("completion", "answer", "chosen", "output", "response")  # columns whose text is tried as an answer
 
 
 def routes(studio: Studio) -> list[Route]:
-    return [Route("POST", "/api/reward/keep", lambda _query, body: keep(studio, body["name"], body["code"]))]
+    return [Route("POST", "/api/reward/keep", lambda _query, body: keep(studio, body["code"]))]
 
 
-def keep(studio: Studio, name: str, code: str) -> dict:
-    """Save the code as NAME.py; {"function"} is what reward.functions takes. Another code of that name stays, and this
-    one gets a number."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,60}", name):
-        raise Refused(400, "a name has letters, digits, - and _ alone", "name")
+def keep(studio: Studio, code: str) -> dict:
+    """Save the code as FILE.py, or where that holds another one as FILE-2.py; {"function"} is what reward.functions
+    takes."""
     try:
-        compile(code, name, "exec")
+        compile(code, FILE, "exec")
     except (SyntaxError, ValueError) as error:
         raise Refused(400, f"this is not Python: {error}") from error
     folder, number = own_folder(studio, "rewards"), 1
-    while (path := folder / (f"{name}.py" if number == 1 else f"{name}-{number}.py")).exists() and (
+    while (path := folder / (f"{FILE}.py" if number == 1 else f"{FILE}-{number}.py")).exists() and (
             path.read_text("utf-8") != code):
         number += 1
     write_file(path, code)

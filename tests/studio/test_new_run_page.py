@@ -331,8 +331,10 @@ def test_a_function_is_written_tried_on_the_first_rows_and_kept(page, stub):
     assert tried["source"] == {"path": "pairs.jsonl"} and "def reward(prompts" in tried["code"]
     page.set("reward.functions", "pay.py:one")
     page.press("Keep and use it")
-    page.sends("reward.functions", ["pay.py:one", "/kept/my_reward.py:reward"])
-    assert page.find(entry("reward.functions")).get_attribute("value") == "pay.py:one, /kept/my_reward.py:reward"
+    page.until(lambda: "reward/keep" in stub.asked)
+    kept = f"/kept/{len(stub.last('reward/keep')['code'])}.py:reward"
+    page.sends("reward.functions", ["pay.py:one", kept])
+    assert page.find(entry("reward.functions")).get_attribute("value") == f"pay.py:one, {kept}"
 
 
 def test_odd_columns_are_chosen_beside_the_first_row_and_stay_with_their_file(page, stub):

@@ -68,20 +68,20 @@ def test_without_the_token_typed_again_nothing_runs_and_nothing_is_kept(client, 
     code = f"open({str(tmp_path / 'ran')!r}, 'w')\n{COUNTS}"
     for token in ("", "wrong"):
         assert attempt(client, rows, code, token=token).status_code == 403
-        kept = client.post("/api/reward/keep", json={"name": "a", "code": code}, headers={"X-Studio-Token": token})
+        kept = client.post("/api/reward/keep", json={"code": code}, headers={"X-Studio-Token": token})
         assert kept.status_code == 403 and "type the token" in kept.json()["error"]
     assert not (tmp_path / "ran").exists() and not (studio.home / "rewards").exists()
 
 
 def test_a_function_is_kept_as_a_file_and_another_one_does_not_replace_it(studio):
     folder = studio.home / "rewards"
-    assert reward_code.keep(studio, "mine", "a = 1")["function"] == f"{folder}/mine.py:reward"
-    assert reward_code.keep(studio, "mine", "a = 1")["function"] == f"{folder}/mine.py:reward"
-    assert reward_code.keep(studio, "mine", "a = 2")["function"] == f"{folder}/mine-2.py:reward"
-    assert (folder / "mine.py").read_text() == "a = 1" and (folder / "mine-2.py").read_text() == "a = 2"
-    for name, code in (("../x", "a = 1"), ("", "a = 1"), (".a", "a"), ("mine", "a ="), ("mine", "a\0")):
-        with pytest.raises(Refused):
-            reward_code.keep(studio, name, code)
+    assert reward_code.keep(studio, "a = 1")["function"] == f"{folder}/my_reward.py:reward"
+    assert reward_code.keep(studio, "a = 1")["function"] == f"{folder}/my_reward.py:reward"
+    assert reward_code.keep(studio, "a = 2")["function"] == f"{folder}/my_reward-2.py:reward"
+    assert (folder / "my_reward.py").read_text() == "a = 1" and (folder / "my_reward-2.py").read_text() == "a = 2"
+    for code in ("a =", "a\0"):
+        with pytest.raises(Refused, match="not Python"):
+            reward_code.keep(studio, code)
 
 
 @pytest.mark.parametrize("name", BUILTINS)

@@ -36,7 +36,6 @@ export function codeEditor(draft, keep) {
   };
   const fill = () => (code.value = HEAD + TEMPLATES[template.value]);
   const template = select({id: "code-template", onchange: fill}, Object.keys(TEMPLATES).map((key) => [key, key]));
-  const [name, nameNode] = field("code-name", "Name of the file", {value: "my_reward"});
   const [answer, answerNode] = field("code-answer", "Answer to score (empty: each row's own)", {});
   const [secret, secretNode] = field("code-token", "The studio's token, at the end of the address that it printed",
     {type: "password", value: token, oninput: () => (token = secret.value.trim())});
@@ -56,7 +55,7 @@ export function codeEditor(draft, keep) {
   }, ({rows}) => table([{title: "Prompt", cell: (row) => row.prompt, kind: ".said"},
     {title: "Answer", cell: (row) => row.answer || "(empty)", kind: ".said"},
     {title: "Score", isNumber: true, cell: ({score}) => (score === null ? "none" : number(score))}], rows, "Scores"));
-  const save = act("keep", () => ({code: code.value, name: name.value.trim()}), (kept) => {
+  const save = act("keep", () => ({code: code.value}), (kept) => {
     keep(kept.function);
     return make("p.verdict.good", {}, `✓ Kept, and used by this run: ${kept.function}`);
   });
@@ -66,6 +65,6 @@ export function codeEditor(draft, keep) {
       + "and every column of your data. It returns a list with a number for each answer; None leaves one out."),
     make("div.entry", {}, make("label", {for: "code-template"}, "Begin with"), template),
     make("div.entry", {}, make("label", {for: "code"}, "The function, in Python"), code),
-    make("div.fields", {}, nameNode, answerNode, secretNode),
+    make("div.fields", {}, answerNode, secretNode),
     make("div.buttons", {}, button("Try on the first rows", attempt), button("Keep and use it", save)), result);
 }

@@ -1,7 +1,7 @@
-// Names of metrics for people; the metric's own name stands beside in small letters. "*" stands for any text.
+// Names of metrics for people; the metric's own name stands beside in small letters.
 
 const TITLES = {
-  reward: "Reward", reward_std: "Spread of the rewards", "rewards/*/mean": "Reward by *", loss: "Loss",
+  reward: "Reward", reward_std: "Spread of the rewards", loss: "Loss",
   kl: "Distance from the start (KL)", kl_coef: "Price of the distance (KL)", entropy: "How undecided it is (entropy)",
   accuracy: "Pairs told apart", margin: "From worse to better", mean_token_accuracy: "Tokens guessed right",
   perplexity: "Perplexity", "rewards/accuracies": "Pairs told apart", "rewards/margins": "From worse to better",
@@ -17,13 +17,6 @@ const TITLES = {
 
 // The title of a metric; its name where it has none.
 export function titleOf(name) {
-  const plain = name.replace(/^eval\//, ""), isHeldOut = plain !== name;
-  for (const [pattern, title] of Object.entries(TITLES)) {
-    const [before, after] = pattern.split("*");
-    const fits = after === undefined ? plain === pattern : plain.startsWith(before) && plain.endsWith(after);
-    if (!fits) continue;
-    const inside = after === undefined ? "" : plain.slice(before.length, plain.length - after.length);
-    return title.replace("*", inside) + (isHeldOut ? ", held out" : "");
-  }
-  return name;
+  const source = /^rewards\/(.+)\/mean$/.exec(name)?.[1];
+  return TITLES[name] ?? (source ? `Reward by ${source}` : name);
 }

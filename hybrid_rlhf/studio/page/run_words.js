@@ -13,8 +13,6 @@ const WORDS = { // metric -> its sentence, from {first, last, moved}
   reward: (at) => `Reward: ${fromTo(at)}: ${at.moved("it rose, which training is for", "it fell", "about the same")}.`,
   accuracy: right,
   "rewards/accuracies": right,
-  "distill/divergence": (at) =>
-    `Nats per token from the teacher: ${fromTo(at)}: ${at.moved("it grew", "closer", "about the same")}.`,
   loss: (at) => `Loss: ${fromTo(at)}: ${at.moved("the data's answers surprise the model more",
     "the data's answers surprise the model less", "about the same")}.`,
   "eval/loss": ({last}) => `On rows that it did not train on the loss is ${number(last)}.`,

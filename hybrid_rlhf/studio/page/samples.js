@@ -60,8 +60,7 @@ export function withoutMarks(text) {
   if (!MARK.test(text)) return text;
   const turns = text.split(MARK).map((part) => [SPEAKER.exec(part)?.[1], part.replace(SPEAKER, "").trim()])
     .filter(([who, said]) => said && who !== "system"); // a template's usual one stands in every prompt
-  if (!turns.length) return text;
-  return turns.length === 1 ? turns[0][1] : turns.map(([who, said]) => (who ? `${who}: ${said}` : said)).join("\n");
+  return turns.length < 2 ? turns[0]?.[1] ?? text : turns.map(([who, said]) => (who ? `${who}: ${said}` : said)).join("\n");
 }
 
 function promptNode(prompt) {

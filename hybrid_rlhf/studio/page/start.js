@@ -33,8 +33,7 @@ export function welcome(heading) {
       pressed.removeAttribute("aria-disabled");
     }
   }
-  const below = heading === "h1" ? "h2" : "h3";
-  const door = (title, ...inside) => make("section.card.door", {}, make(below, {}, title), ...inside);
+  const door = (title, ...inside) => make("section.card.door", {}, make(`h${+heading[1] + 1}`, {}, title), ...inside);
   const link = (href, text) => make("div.buttons", {}, make("a.button", {href}, text));
   return make("div.welcome", {}, make(heading, {}, "Train a language model on this machine"),
     make("p", {}, "Give examples, preferences or a score for good answers: the model practises until it answers more "
