@@ -195,7 +195,7 @@ function buildChooser() {
     make("a", {href: "#/start"}, "begin one"), ", or name any model.");
   const form = make("form", {"aria-label": "Models"}, empty,
     make("div.fields", {}, ...labels, 
-      make("label", {}, "Any folder or hub id, as a base model ", other), make("label", {}, "Reward model ", reward)),
+      make("label", {}, "Any folder or hub id ", other), make("label", {}, "Reward model ", reward)),
     make("label.check", {hidden: true}, onCpu,
       " Answer on the processor: slower, and it leaves the card to the training"),
     make("div.buttons", {}, make("button", {type: "submit", id: "talk-open"}, "Open"), close));
