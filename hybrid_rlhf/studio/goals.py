@@ -69,7 +69,7 @@ BUILTIN_REWARDS = {
         ("ignore_case", "Capital and small letters are the same", False))),
     "numeric_match": RewardFunction("1 where the last number of the answer is that of a column, else 0", (
         _COLUMN, ("tolerance", "Largest relative difference", 0.0))),
-    "math_match": RewardFunction("1 where the LaTeX answer equals that of a column, by the package math-verify, else 0", (
+    "math_match": RewardFunction("1 where the LaTeX answer equals that of a column, by math-verify, else 0", (
         _COLUMN,)),
     "format": RewardFunction("1 where the answer matches a regular expression, else 0", (
         ("pattern", "Regular expression", "####"), ("is_whole", "The whole answer must match", False)),
