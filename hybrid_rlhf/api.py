@@ -95,8 +95,9 @@ class Training:
             self.output_dir = self.config.output_dir  # ~ written out
             trl_words.check_ending(self.args)
             check_trackers(self.config.report_to)
-        self.callbacks = list(callbacks or ())
-        self._watcher = Callbacks(self.callbacks, self.args, processing_class) if callbacks else None
+            self.callbacks, self._processing_class = list(callbacks or ()), processing_class
+            takes_best = getattr(self.args, "load_best_model_at_end", False)
+            self._watcher = self._make_watcher() if callbacks or takes_best else None
         if args is not None:
             print_main(*trl_words.told(args, stage, self.config))
         _tell_of_one_process()
@@ -152,7 +153,10 @@ class Training:
         """One more transformers.TrainerCallback."""
         with _one_line():
             self.callbacks.append(callback)
-            self._watcher = Callbacks(self.callbacks, self.args, None)
+            self._watcher = self._make_watcher()
+
+    def _make_watcher(self) -> Callbacks:
+        return Callbacks(self.callbacks, self.args, self._processing_class, lambda: self.history)
 
     @property
     def state(self) -> object:

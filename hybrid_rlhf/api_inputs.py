@@ -72,7 +72,8 @@ def formatted(data: object, formatting_func: Callable | None, config: TrlConfig)
           "formatting_func and dataset_text_field need rows in memory, not a path")
     if formatting_func is not None:
         return [{"text": formatting_func(row)} for row in data]
-    return [{"text" if column == name else column: value for column, value in row.items()} for row in data]
+    return [{column: value for column, value in row.items() if column not in ("text", name)} | (
+        {"text": row[name]} if name in row else {}) for row in data]
 
 
 def _is_source(item: object) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import rank
 from hybrid_rlhf.run.watchers import Asked
 
+_NEVER = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_prediction_step", "on_predict",
+          "on_push_begin")
 _EVENTS = {"step_begin": "on_step_begin", "step_end": "on_step_end", "log": "on_log", "evaluate": "on_evaluate",
            "save": "on_save"}
 
@@ -15,17 +17,27 @@ _EVENTS = {"step_begin": "on_step_begin", "step_end": "on_step_end", "log": "on_
 class Callbacks:
     """Calls each callback as transformers does: on_train_begin and _end, on_epoch_begin and _end, on_step_begin and
     _end, on_log, on_evaluate, on_save, with args, state, control, model and processing_class. A control of
-    should_training_stop, should_save or should_evaluate is followed after the step. Metrics are those of metrics.jsonl,
-    eval/loss as eval_loss."""
+    should_training_stop, should_save or should_evaluate is followed after the step, or the evaluation. Metrics are
+    those of metrics.jsonl, eval/loss as eval_loss; steps are the run's, of which each may be several updates.
 
-    def __init__(self, callbacks: Sequence, args: object, tokenizer: object) -> None:
+    history: gives the rows of metrics.jsonl of an earlier part of the run. Raises UserError for what is not a callback,
+    and for one that waits for an event that does not come.
+    """
+
+    def __init__(self, callbacks: Sequence, args: object, tokenizer: object, history: Callable[[], list[dict]]) -> None:
         from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
         made = [each() if isinstance(each, type) else each for each in callbacks]
         for each in made:
             check(isinstance(each, TrainerCallback),
                   f"callbacks: {each!r:.60} is not a transformers.TrainerCallback; give one, or its class")
+            for name in _NEVER:
+                check(getattr(type(each), name) is getattr(TrainerCallback, name),
+                      f"callbacks: {type(each).__name__}.{name} would never be called; use on_step_end")
+        if getattr(args, "load_best_model_at_end", False) and args.metric_for_best_model is None:
+            vars(args)["metric_for_best_model"] = "loss"  # as transformers does
         self._callbacks, self._args, self._tokenizer, self._model = made, args, tokenizer, None
+        self._history = history
         self.state, self.control, self._epochs = TrainerState(), TrainerControl(), 0
         self.state.is_world_process_zero = self.state.is_local_process_zero = rank() == 0
 
@@ -36,11 +48,14 @@ class Callbacks:
         state.epoch = values.get("epoch", state.epoch)
         if event == "begin":
             state.max_steps, self._model = facts["total_steps"], _model_of(facts["trainer"])
+            state.num_train_epochs = getattr(self._args, "num_train_epochs", 0)
+            self._take_history([row for row in self._history() if row["step"] <= facts["step"]])
             self._call("on_train_begin")
             self._call("on_epoch_begin")
         elif event == "end":
             self._call("on_epoch_end")
             self._call("on_train_end")
+            self._model = None
         elif event == "log":
             state.log_history.append({**values, "step": facts["step"]})
             self._call("on_log", logs=values)
@@ -54,9 +69,20 @@ class Callbacks:
                 self._call("on_epoch_end")
                 self._call("on_epoch_begin")
         control = self.control
-        asked = Asked(control.should_training_stop, control.should_save, control.should_evaluate)
-        control.should_save = control.should_evaluate = False
+        asked = Asked(control.should_training_stop, control.should_save, control.should_evaluate,
+                      getattr(self._args, "load_best_model_at_end", False))
+        if event in ("step_end", "evaluate"):  # after others nothing reads what they ask for
+            control.should_save = control.should_evaluate = False
         return asked
+
+    def _take_history(self, rows: list[dict]) -> None:
+        """The state of a run that goes on."""
+        for row in rows:
+            values = {name.replace("eval/", "eval_"): value for name, value in row.items()}
+            self.state.log_history.append(values)
+            self.state.global_step, self.state.epoch = row["step"], row.get("epoch", self.state.epoch)
+            self._note_best(values)
+        self._epochs = int(self.state.epoch or 0)
 
     def _call(self, name: str, **facts: object) -> None:
         for each in self._callbacks:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import ClassVar
 
 from hybrid_rlhf import trl_fields
 from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.data.sources import as_sources, first_rows
+from hybrid_rlhf.run.checkpointing import SMALL_IS_GOOD
 from hybrid_rlhf.trl_fields import IDLE, REFUSED, TAKEN, Field
 
 _OPTIMIZERS = {"adamw_torch_fused": "adamw", "adamw_torch": "adamw", "adamw_8bit": "adamw_8bit", "sgd": "sgd",
@@ -32,8 +34,12 @@ class TrlConfig:
     FIELDS: ClassVar[Mapping[str, Field]] = {}
 
     def __init__(self, output_dir: str | None = None, **values: object) -> None:
-        self.given = ({} if output_dir is None else {"output_dir": str(output_dir)}) | values
-        vars(self).update({name: field.default for name, field in self.FIELDS.items()} | self.given)
+        vars(self).update({name: field.default for name, field in self.FIELDS.items()}, given={})
+        for name, value in (({} if output_dir is None else {"output_dir": str(output_dir)}) | values).items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self.given[name] = vars(self)[name] = value
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
@@ -76,6 +82,8 @@ def settings_of(config: TrlConfig, rows: object, positions: Callable[[], int | N
     first = _first(rows)
     parts = [lambda: _schedule(config, rows), lambda: _saving(config, rows),
              lambda: _loading(config), lambda: _data(config, first, positions), lambda: _losses(config)]
+    if turns := getattr(config, "max_tool_calling_iterations", None):
+        values["environment.max_turns"] = turns + 1  # theirs are those after the first
     if "num_generations" in config.FIELDS:
         parts += [lambda: _rollouts(config), lambda: _longest(config.max_completion_length, positions())]
     elif "response_length" in config.FIELDS:
@@ -91,10 +99,15 @@ def settings_of(config: TrlConfig, rows: object, positions: Callable[[], int | N
 
 
 def _first(rows: object) -> Mapping:
-    """The first row, where rows are in memory."""
-    row = rows[0] if isinstance(rows, Sized) and hasattr(rows, "__getitem__") and not isinstance(
-        rows, (str, Mapping)) and len(rows) else None
-    return row if isinstance(row, Mapping) else {}
+    """The first row of rows in memory, or of a file; {} where it cannot be read, which is told where all are."""
+    try:
+        if isinstance(rows, Iterable) and not isinstance(rows, (str, Mapping)):
+            row = next(iter(rows), {})
+            if isinstance(row, Mapping) and "path" not in row:
+                return row
+        return next(iter(first_rows(as_sources(rows)[0], 1)[0]), {})
+    except (UserError, OSError, LookupError):
+        return {}
 
 
 def _word(value: object) -> str:
@@ -130,15 +143,42 @@ def _answers(config: TrlConfig) -> int:
 
 
 def _num_updates(config: TrlConfig, rows: object) -> int | None:
-    """All updates of the run; None where the number of rows is unknown."""
+    """All updates of the run (rollouts of a PPOConfig); None where the number of rows is unknown."""
     if config.max_steps > 0:
         return config.max_steps
-    if not isinstance(rows, Sized) or isinstance(rows, str):
+    if getattr(config, "total_episodes", None):
+        return math.ceil(config.total_episodes / _of_step(config))
+    steps = _steps_of_epoch(config, rows)
+    if steps is None:
         return None
+    return max(1, math.ceil(steps * config.num_train_epochs - 1e-9)) * updates_per_rollout(config)
+
+
+def _of_step(config: TrlConfig) -> int:
+    """Rows of a step of all processes: of an update, or prompts of a rollout."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    of_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * world
-    answers = len(rows) * getattr(config, "num_generations", 1) * getattr(config, "num_iterations", 1)
-    return max(1, math.ceil(answers / of_step * config.num_train_epochs))
+    if "num_generations" in config.FIELDS:
+        return _answers(config) // config.num_generations * world
+    return (config.per_device_train_batch_size * config.gradient_accumulation_steps
+            * getattr(config, "num_mini_batches", 1) * world)
+
+
+def _steps_of_epoch(config: TrlConfig, rows: object) -> int | None:
+    """As the run will count them: stages that sample leave out the rows after the last full batch."""
+    if not isinstance(rows, Sized) or isinstance(rows, (str, Mapping)) or "path" in _first_item(rows):
+        return None
+    whole, rest = divmod(len(rows), _of_step(config))
+    return max(1, whole) if _samples(config) else whole + bool(rest)
+
+
+def _samples(config: TrlConfig) -> bool:
+    return any(name in config.FIELDS for name in ("num_generations", "response_length", "lmbda"))
+
+
+def _first_item(rows: object) -> Mapping:
+    """Of a list of paths and sources, one that says so."""
+    item = next(iter(rows), {})  # type: ignore[call-overload]
+    return item if isinstance(item, Mapping) else {"path": item}
 
 
 def _schedule(config: TrlConfig, rows: object) -> dict:
@@ -155,8 +195,6 @@ def _schedule(config: TrlConfig, rows: object) -> dict:
               "train.logging_steps": _every(config.logging_steps, "logging_steps", config, rows)}
     if config.max_steps > 0:
         values["train.max_steps"] = math.ceil(config.max_steps / per)
-    if schedule == "constant" and warmup:
-        values["train.lr_scheduler_type"] = "constant_with_warmup"
     when, every = _word(config.eval_strategy), config.eval_steps or config.logging_steps
     if when == "steps":
         values["train.eval_steps"] = _every(every, "eval_steps", config, rows)
@@ -175,10 +213,9 @@ def _every(steps: float, name: str, config: TrlConfig, rows: object) -> int:
 
 
 def _epoch(name: str, config: TrlConfig, rows: object) -> int:
-    total = _num_updates(config, rows) if config.max_steps <= 0 else None
-    check(total is not None, f"{name}='epoch': the number of rows or epochs is not known here; write 'steps' and a "
-                             "number")
-    return max(1, round(total / config.num_train_epochs / updates_per_rollout(config)))
+    steps = _steps_of_epoch(config, rows)
+    check(steps is not None, f"{name}='epoch': the number of rows is not known here; write 'steps' and a number")
+    return steps
 
 
 def _saving(config: TrlConfig, rows: object) -> dict:
@@ -189,8 +226,11 @@ def _saving(config: TrlConfig, rows: object) -> dict:
     elif when == "epoch":
         values["train.save_steps"] = _epoch("save_strategy", config, rows)
     if config.load_best_model_at_end or when == "best":
-        metric = config.metric_for_best_model or "loss"
-        values["train.save_best"] = f"eval/{metric.removeprefix('eval_').removeprefix('eval/')}"
+        metric = (config.metric_for_best_model or "loss").removeprefix("eval_").removeprefix("eval/")
+        is_larger = not metric.endswith(SMALL_IS_GOOD)
+        check(config.greater_is_better in (None, is_larger), f"greater_is_better={config.greater_is_better}: the best "
+              f"{metric} is the {'largest' if is_larger else 'smallest'} here; leave it out, or take another metric")
+        values["train.save_best"] = f"eval/{metric}"
     trackers = config.report_to if isinstance(config.report_to, (list, tuple)) else [config.report_to]
     check("all" not in trackers, "report_to='all'; write their names, such as report_to=['wandb']")
     values["report_to"] = [name for name in trackers if name not in (None, "none")]
@@ -204,7 +244,7 @@ def _precision(config: TrlConfig) -> dict:
     check(not (config.bf16 and config.fp16), "bf16 and fp16 are both True; leave one of them out")
     if config.bf16 or config.fp16:
         return {"model.dtype": "bfloat16" if config.bf16 else "float16"}
-    return {"model.dtype": "float32"} if "bf16" in config.given else {}
+    return {"model.dtype": "float32"} if config.given.get("bf16") is False else {}
 
 
 def _loading(config: TrlConfig) -> dict:
@@ -227,7 +267,7 @@ def _data(config: TrlConfig, first: Mapping, positions: Callable[[], int | None]
     if "max_length" in config.FIELDS and config.max_length is None:
         values["data.max_length"] = positions() or _UNBOUNDED
     if "completion_only_loss" in config.FIELDS:
-        is_apart = "completion" in first or not first
+        is_apart = "completion" in first
         only = config.completion_only_loss is not False if is_apart else config.assistant_only_loss
         values["data.train_on"] = "response" if only or config.assistant_only_loss else "all"
     return values
@@ -286,7 +326,9 @@ def _rollouts(config: TrlConfig) -> dict:
                                f"num_generations={size}; give one that is")
     return {"train.per_device_train_batch_size": answers // size, "train.gradient_accumulation_steps": 1,
             "ppo.num_minibatches": _minibatches(config), "ppo.missing_eos_penalty": 0.0, "ppo.normalise_scores": False,
-            "ppo.score_clip": None}
+            "ppo.score_clip": None} | (
+                {"ppo.replay_truncation": False}  # ratios are of all tokens there
+                if config.top_p < 1 or config.top_k or config.min_p else {})
 
 
 def _ppo(config: TrlConfig, rows: object) -> dict:
@@ -312,7 +354,8 @@ def _longest(sampled: int, positions: int | None) -> dict:
 # Fields that the functions above read together with others, or in other words than their option's.
 _TOGETHER = frozenset((
     "lr_scheduler_type", "warmup_steps", "optim", "logging_steps", "max_steps", "eval_strategy", "eval_steps",
-    "save_strategy", "save_steps", "load_best_model_at_end", "metric_for_best_model", "bf16", "fp16", "report_to",
+    "save_strategy", "save_steps", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "report_to",
+    "bf16", "fp16",
     "gradient_checkpointing", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_private_repo",
     "model_init_kwargs", "activation_offloading", "dataset_text_field", "completion_only_loss", "assistant_only_loss",
     "loss_type", "scale_rewards", "importance_sampling_level", "steps_per_generation", "generation_batch_size",

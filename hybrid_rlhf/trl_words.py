@@ -46,7 +46,9 @@ _NEVER_CALLED = {
     "create_scheduler": "write lr_scheduler_type=...", "get_train_dataloader": "give rows in the order you want",
     "get_eval_dataloader": "give eval_dataset", "evaluation_loop": "", "prediction_loop": "",
     "log": "write a callback with on_log", "_prepare_dataset": "prepare the rows before", "tokenize_row":
-    "prepare the rows before", "concatenated_forward": "", "get_batch_loss_metrics": "", "dpo_loss": ""}
+    "prepare the rows before", "concatenated_forward": "", "get_batch_loss_metrics": "", "dpo_loss": "",
+    "_prepare_inputs": "", "_get_train_sampler": "give rows in the order you want", "_generate": "",
+    "_generate_single_turn": "", "_get_per_token_logps_and_entropies": ""}
 _OWN_STEP = "write a step of your own as examples/custom_flow.py does"
 
 
@@ -71,7 +73,8 @@ def missing(name: str) -> str | None:
 
 def check_overridden(kind: type, base: type) -> None:
     """UserError for a subclass of a trainer with a method that nothing here would call."""
-    for name in vars(kind):
+    above = (name for each in kind.__mro__ if not issubclass(base, each) for name in vars(each))
+    for name in above:
         if name in _NEVER_CALLED and not hasattr(base, name):
             raise UserError(f"{kind.__name__}.{name} would never be called; {_NEVER_CALLED[name] or _OWN_STEP}")
 

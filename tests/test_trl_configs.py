@@ -264,9 +264,88 @@ def test_callbacks_are_called_as_by_transformers_and_may_stop_the_run(place):
     assert stopping.state.global_step == 3
 
 
+def test_the_best_checkpoint_is_what_is_exported_where_trl_would_load_it(place):
+    trainer = SFTTrainer(str(place / "model"), args=SFTConfig(
+        place / "best", max_steps=6, learning_rate=0.3, lr_scheduler_type="constant", eval_strategy="steps",
+        eval_steps=1, load_best_model_at_end=True, bf16=False), train_dataset=TOLD,
+        eval_dataset=[{"prompt": "x y", "completion": " z"}])
+    trainer.train()
+    measured = {row["step"]: row["eval/loss"] for row in trainer.history if "eval/loss" in row}
+    best = min(measured, key=measured.get)
+    assert best < 6
+    last = SFTTrainer(str(place / "model"), args=SFTConfig(
+        place / "cut", max_steps=best, learning_rate=0.3, lr_scheduler_type="constant", bf16=False), train_dataset=TOLD)
+    last.train()
+    ours, theirs = (each.model.state_dict() for each in (trainer, last))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with pytest.raises(UserError, match="greater_is_better=True: the best loss is the smallest here"):
+        SFTTrainer("m", args=SFTConfig("x", load_best_model_at_end=True, greater_is_better=True), train_dataset=TOLD)
+
+
+@pytest.mark.parametrize(("count", "given", "updates"), [
+    (5, {"per_device_train_batch_size": 4}, 6), (9, {"num_train_epochs": 100.0}, 200), (64, {"max_steps": 7}, 7)])
+def test_warm_up_and_epochs_are_of_the_updates_that_the_run_makes(place, count, given, updates):
+    train = SFTTrainer("m", args=SFTConfig("x", warmup_steps=4, save_strategy="epoch", **given),
+                       train_dataset=TEXTS[:1] * count).config.train
+    assert train.warmup_ratio * updates == pytest.approx(4)
+    assert train.save_steps == (2 if count < 64 else 8)
+    with pytest.raises(UserError, match="warmup_steps=4: the number of rows is not known"):
+        SFTTrainer("m", args=SFTConfig("x", warmup_steps=4), train_dataset=["a.jsonl"])
+
+
+def test_fifteen_prompts_make_the_updates_that_the_run_makes_of_them(place):
+    config = GRPOConfig("x", per_device_train_batch_size=64, num_iterations=2, warmup_steps=3)
+    train = GRPOTrainer(str(place / "model"), reward_funcs=len, args=config,
+                        train_dataset=[{"prompt": "a"}] * 15).config.train
+    assert train.warmup_ratio == pytest.approx(3 / 6)  # 3 epochs of one rollout, used twice
+
+
+def test_attributes_that_are_set_later_count_as_those_given_at_once():
+    config = SFTConfig("x")
+    config.bf16, config.gradient_checkpointing, config.dataloader_num_workers = False, True, 2
+    model = SFTTrainer("m", args=config, train_dataset=TOLD).config.model
+    assert (model.dtype, model.gradient_checkpointing) == ("float32", True) and config.idle() == [
+        "dataloader_num_workers"]
+    config.neftune_noise_alpha = 5
+    with pytest.raises(UserError, match="neftune_noise_alpha=5: it is not offered"):
+        SFTTrainer("m", args=config, train_dataset=TOLD)
+    assert SFTTrainer("m", args=SFTConfig("x", bf16=None), train_dataset=TOLD).config.model.dtype == "auto"
+
+
+def test_samples_under_top_p_and_calls_of_tools_are_trl_s(place):
+    def ask(question: str) -> str:
+        """Answers a question.
+
+        Args:
+            question: What is asked.
+        """
+        return question
+
+    config = GRPOTrainer(str(place / "model"), reward_funcs=len, tools=[ask], train_dataset=[{"prompt": "a"}] * 16,
+                         args=GRPOConfig("x", top_p=0.5, max_tool_calling_iterations=1)).config
+    assert config.ppo.replay_truncation is False and config.environment.max_turns == 2
+
+
+def test_conversations_in_a_file_are_trained_as_those_in_memory(tmp_path):
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TALKS))
+    for rows in (str(tmp_path / "talks.jsonl"), [str(tmp_path / "talks.jsonl")]):
+        assert SFTTrainer("m", args=SFTConfig("x"), train_dataset=rows).config.data.train_on == "all"
+
+
+def test_a_callback_that_waits_for_what_does_not_come_is_refused():
+    from transformers import TrainerCallback
+
+    class Waits(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, **facts):
+            pass
+
+    with pytest.raises(UserError, match=r"Waits\.on_optimizer_step would never be called; use on_step_end"):
+        SFTTrainer("m", args=SFTConfig("x"), train_dataset=TOLD, callbacks=[Waits])
+
+
 def test_a_text_column_of_another_name_and_a_formatting_function(place):
     named = SFTTrainer(str(place / "model"), args=SFTConfig("x", dataset_text_field="words"),
-                       train_dataset=[{"words": "a b"}])
+                       train_dataset=[{"words": "a b", "text": "other"}])
     assert json.loads(named._rows["data.sources"].text) == {"text": "a b"}
     made = SFTTrainer(str(place / "model"), args=SFTConfig("x"), train_dataset=[{"q": "a"}],
                       formatting_func=lambda row: f"<{row['q']}>")

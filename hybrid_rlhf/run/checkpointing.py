@@ -19,7 +19,7 @@ from hybrid_rlhf.run.train_config import TrainConfig
 
 _SAVES_AT_MOST = 0.05  # share of the time, with train.save_minutes
 _SKIPPED = "/skipped_updates"  # suffix of metrics that count skipped updates of the whole run
-_SMALL_IS_GOOD = ("loss", "perplexity", "kl")
+SMALL_IS_GOOD = ("loss", "perplexity", "kl")
 
 
 class Saver:
@@ -180,7 +180,7 @@ class Saver:
             return False
         check(name in evaluated, f"train.save_best is {name!r}, and the evaluation has {', '.join(sorted(evaluated))}"
                                  f"{nearest(name, evaluated)}")
-        value, sign = evaluated[name], -1 if name.rsplit("/", 1)[-1] in _SMALL_IS_GOOD else 1
+        value, sign = evaluated[name], -1 if name.rsplit("/", 1)[-1] in SMALL_IS_GOOD else 1
         if value != value or (self._best is not None and value * sign <= self._best * sign):
             return False
         self._best = value

@@ -24,7 +24,7 @@ from hybrid_rlhf.core.startup import restore_gc
 from hybrid_rlhf.engine.train.accumulate import rehearsal
 from hybrid_rlhf.report.alarms import FREE
 from hybrid_rlhf.report.pace import ANSWER, EVALUATE, EXPORT, REPORT, SAVE, Forecast
-from hybrid_rlhf.run import process_count, tensor_file
+from hybrid_rlhf.run import checkpoint, process_count, tensor_file
 from hybrid_rlhf.run.checkpoint import split
 from hybrid_rlhf.run.checkpointing import Saver
 from hybrid_rlhf.run.ending import Leaving, Stopped, leaves, on_record
@@ -128,7 +128,16 @@ def _train(saver: Saver, reporter: Reporter, interrupts: list[int],
             raise Stopped(f"stopped after step {step} of {total_steps}")
         if is_last:
             break
-    tell("end", step=saver.step)
+    if tell("end", step=saver.step).best:
+        _take_best(saver, reporter)
+
+
+def _take_best(saver: Saver, reporter: Reporter) -> None:
+    """Load the best checkpoint's weights, for the export."""
+    paths = checkpoint.steps(saver.folder / checkpoint.BEST)
+    if paths:
+        saver.trainer.load_state(process_count.read_joined(paths[-1])["trainer"])
+        reporter.announce(f"the model is that of {paths[-1].name}, the best by {saver.config.save_best}")
 
 
 def _announce_stop(saver: Saver, reporter: Reporter) -> None:

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 
 class Asked(NamedTuple):
-    """What a watcher asks for after an event. stop: end the run after this step, as after its last one."""
+    """What a watcher asks for after step_end or evaluate: stop: end the run after this step, as after its last one; and
+    after end: best: export the best checkpoint (train.save_best), not the last step's weights."""
 
     stop: bool = False
     save: bool = False
     evaluate: bool = False
+    best: bool = False
 
 
 # (event, what belongs to it). begin: trainer, step, total_steps. step_begin, step_end: step; the latter with values, as

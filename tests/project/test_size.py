@@ -18,7 +18,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/commands": (2016, 9),
     "hybrid_rlhf/core": (3123, 22),
     "hybrid_rlhf/data": (3896, 17),
-    "hybrid_rlhf/engine": (6511, 43),
+    "hybrid_rlhf/engine": (6519, 43),
     "hybrid_rlhf/environments": (1880, 9),
     "hybrid_rlhf/export": (913, 6),
     "hybrid_rlhf/kernels": (6163, 36),
@@ -28,14 +28,14 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/rewards": (3245, 18),
     "hybrid_rlhf/roles": (1097, 10),
     "hybrid_rlhf/rollout": (1160, 8),
-    "hybrid_rlhf/run": (2172, 13),
+    "hybrid_rlhf/run": (2183, 13),
     "hybrid_rlhf/studio": (8502, 50),
     "hybrid_rlhf/trainers": (1486, 10),
     "training": (5262, 29),
     "inference": (3682, 27),
-    "tests": (57982, 341),
+    "tests": (58073, 341),
     "benchmarks": (7726, 52),
-    ENTRY_POINTS: (2111, 11),
+    ENTRY_POINTS: (2191, 11),
 }
 
 

@@ -7,8 +7,10 @@ by piece, which stays in the cache. On a card torch's kernels for many tensors s
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +51,7 @@ class MasterAdamW(torch.optim.Optimizer):
                 # moments too, before the first activations: lasting memory between those would fragment the heap
                 self.state[parameter] |= {"master": scatter(parameter.detach().float(), parameter.dtype, generators),
                                           **_fresh(parameter)}
-                parameter.register_post_accumulate_grad_hook(self._collect)
+                parameter.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(self)))
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self.param_groups:
@@ -234,7 +236,7 @@ def scatter(master: Tensor, dtype: torch.dtype, generators: dict[torch.device, t
     of .1 in bfloat16 that takes 25 updates of 1e-5, and a short run would train nothing. Scattered, as many weights
     show an update as are due, and their mean is the masters': stochastic rounding (1502.02551, section 3), drawn once.
     Zeros stay, near which numbers are as fine as any update. generators: by device; one that lacks is added, and always
-    gives the same.
+    gives the same, for the same parts in the same order: at ZeRO 1 to 3 the number of processes is part of the draw.
     """
     most = (1 << _LOWER_BITS[dtype] - 1) - 1
     if master.device not in generators:
@@ -242,8 +244,14 @@ def scatter(master: Tensor, dtype: torch.dtype, generators: dict[torch.device, t
     for (piece,) in _pieces(_PIECE, master):
         noise = torch.randint(-most, most + 1, piece.shape, dtype=torch.int32, device=master.device,
                               generator=generators[master.device])
-        piece.view(torch.int32).add_(noise.mul_(piece != 0))
+        piece.view(torch.int32).add_(noise.mul_((piece != 0) & piece.isfinite()))
     return master
+
+
+def _collect(optimizer: weakref.ref, parameter: nn.Parameter) -> None:
+    """A parameter's hook, which must not hold the optimizer: the parameter is held by that, and gc frees no hooks."""
+    if (one := optimizer()) is not None:
+        one._collect(parameter)
 
 
 def _is_on_cpu(tensor: Tensor) -> bool:

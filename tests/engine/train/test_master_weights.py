@@ -1,6 +1,8 @@
 """bfloat16 weights at ZeRO 0: fp32 masters and moments, stepped as plain torch steps fp32 weights."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -104,6 +106,7 @@ def test_scattered_masters_round_to_their_weights_and_small_updates_show_in_the_
     monkeypatch.setattr(adamw_master, "_PIECE", 1000)
     weights = (0.1 * torch.randn(400, 500, generator=torch.Generator().manual_seed(3))).to(dtype)
     weights[0, :6] = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0**-9, torch.finfo(dtype).max])
+    weights[0, 6] = float("inf")
     masters = adamw_master.scatter(weights.float(), dtype, {})
     assert torch.equal(masters.to(dtype), weights)
     assert not masters[0, :2].any()
@@ -130,6 +133,15 @@ def test_a_step_that_is_less_than_bfloat16_can_show_is_seen_in_a_part_of_the_wei
     change = (full - before).double()
     assert 0.001 < float((change != 0).double().mean()) < 0.1
     assert float(change.mean()) == pytest.approx(-2e-6, rel=0.2)
+
+
+def test_an_optimizer_is_freed_with_its_engine():
+    engine, _ = trained()
+    optimizer = weakref.ref(engine.training._masters)
+    engine.training.engine.destroy()
+    del engine
+    gc.collect()
+    assert optimizer() is None
 
 
 def test_a_failed_pass_leaves_no_sum_behind():
