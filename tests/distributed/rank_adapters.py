@@ -25,12 +25,12 @@ def check_adapters() -> dict:
         model = adapted_model()
         engine = HybridEngine(PolicyModule(model))
         engine.prepare_training(ADAMW, lambda step: 1.0, ZeroConfig(stage))
-        actor, norms = Actor(engine, None, tokens_allowed()), []
+        actor, norms, begun = Actor(engine, None, tokens_allowed()), [], masters_of(engine)
         for step in range(STEPS):
             loss = lambda tokens, count: (-tokens.logprobs.sum() / count, {})  # noqa: E731
             norms.append(actor.fit_tokens(rows_of(step)[0].rows(own_rows(step)), loss).compute()["grad_norm"])
-        masters = {k.removeprefix("model."): v for k, v in engine.training.state()["weights"].items()}
-        before, after, expected = masters_by_hand()
+        masters = masters_of(engine)
+        before, after, expected = masters_by_hand(begun)
         ours, theirs = (moved(w, before) for w in (masters, after))
         out[str(stage)] = {
             "stage": engine.training.stage, "norm": relative(norms, expected), "moved": float(theirs.norm()),
@@ -73,10 +73,16 @@ def adapted_model() -> torch.nn.Module:
     return model
 
 
-def masters_by_hand() -> tuple[dict, dict, list[float]]:
-    """Before, after, and norms: the whole batch's gradient in bf16, torch's AdamW on fp32 masters."""
+def masters_of(engine: HybridEngine) -> dict:
+    return {k.removeprefix("model."): v for k, v in engine.training.state()["weights"].items()}
+
+
+def masters_by_hand(begun: dict) -> tuple[dict, dict, list[float]]:
+    """Before, after, and norms: the whole batch's gradient in bf16, torch's AdamW on fp32 masters from `begun` on, each
+    of which rounds to its weight."""
     model = adapted_model()
-    own = {n: torch.nn.Parameter(p.detach().float()) for n, p in model.named_parameters() if p.requires_grad}
+    own = {n: torch.nn.Parameter(begun[n]) for n, p in model.named_parameters() if p.requires_grad}
+    assert all(torch.equal(own[n].bfloat16(), model.get_parameter(n)) for n in own)
     before = {n: p.detach().clone() for n, p in own.items()}
     optimizer, norms = torch.optim.AdamW(own.values(), lr=RATE, weight_decay=0.0, eps=EPSILON), []
     for step in range(STEPS):

@@ -25,6 +25,7 @@ _PIECE = 1 << 19  # elements: 2 MiB of each fp32 tensor
 _BATCH = 1 << 25  # elements that a card steps at once: 128 MiB of fp32 gradients
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _BUCKET = 1 << 24  # elements of one all-reduce
+_DRAWN = 1 << 16  # random numbers at once; another number would be another draw
 _LOWER_BITS = {torch.bfloat16: 16, torch.float16: 13}  # those of an fp32 number that its rounding drops
 
 
@@ -32,7 +33,7 @@ class MasterAdamW(torch.optim.Optimizer):
     """Decoupled AdamW (1711.05101) by torch's own kernels on an fp32 `master` of each 16-bit parameter.
 
     state[parameter]: master (16-bit parameters only; fp32 ones are their own), exp_avg and exp_avg_sq in fp32, step.
-    The parameter is its master, rounded; `scatter` says where that begins. Call `expect` before each backward pass:
+    The parameter is its master, rounded; `scatter` moves that at the start. Call `expect` before each backward pass:
     where a minibatch has several, the gradients are summed in fp32, in state[parameter]['sum'], so that the split
     changes nothing but rounding. On a CPU the sums stay allocated, for clearing new memory for them takes longer than
     the step itself; on a card they are freed after the step, to make room for the next rollout. Each of several
@@ -45,12 +46,10 @@ class MasterAdamW(torch.optim.Optimizer):
         self._fused, self._factor, self._is_summing = fused, 1.0, False
         self._summed: set[nn.Parameter] = set()  # those whose sum is in use
         self._spare: dict[torch.device, Tensor] = {}  # on CPUs alone
-        generators: dict[torch.device, torch.Generator] = {}
         for parameter in self._parameters():
             if parameter.dtype != torch.float32:
                 # moments too, before the first activations: lasting memory between those would fragment the heap
-                self.state[parameter] |= {"master": scatter(parameter.detach().float(), parameter.dtype, generators),
-                                          **_fresh(parameter)}
+                self.state[parameter] |= {"master": parameter.detach().float(), **_fresh(parameter)}
                 parameter.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(self)))
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -229,23 +228,30 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def scatter(master: Tensor, dtype: torch.dtype, generators: dict[torch.device, torch.Generator]) -> Tensor:
+def scatter(master: Tensor, dtype: torch.dtype, seed: int, start: int = 0) -> None:
     """Move each fp32 weight, in place, to anywhere among the numbers that round to it in `dtype`, of 16 bits.
 
     From the middle a weight would show no update before the sum of all is half the distance to its neighbour: for one
     of .1 in bfloat16 that takes 25 updates of 1e-5, and a short run would train nothing. Scattered, as many weights
     show an update as are due, and their mean is the masters': stochastic rounding (1502.02551, section 3), drawn once.
-    Zeros stay, near which numbers are as fine as any update. generators: by device; one that lacks is added, and always
-    gives the same, for the same parts in the same order: at ZeRO 1 to 3 the number of processes is part of the draw.
+    Zeros stay, near which numbers are as fine as any update.
+
+    master: the numbers of a parameter from number `start` on, flat (N,), or all of it. seed: the parameter's; a number
+    is moved by its seed and place alone, whichever process holds it.
     """
-    most = (1 << _LOWER_BITS[dtype] - 1) - 1
-    if master.device not in generators:
-        generators[master.device] = torch.Generator(master.device).manual_seed(0)
-    for (piece,) in _pieces(_PIECE, master):
-        noise = torch.randint(-most, most + 1, piece.shape, dtype=torch.int32, device=master.device,
-                              generator=generators[master.device])
+    if not master.is_contiguous():
+        whole = master.contiguous()
+        scatter(whole, dtype, seed, start)
+        master.copy_(whole)
+        return
+    numbers, most, at = master.view(-1), (1 << _LOWER_BITS[dtype] - 1) - 1, 0
+    generator = torch.Generator(master.device).manual_seed(seed)
+    while at < start + numbers.numel():
+        noise = torch.randint(-most, most + 1, (_DRAWN,), dtype=torch.int32, device=master.device, generator=generator)
+        piece = numbers[max(0, at - start) : max(0, at + _DRAWN - start)]
+        noise = noise[max(0, start - at) :][: piece.numel()]
         piece.view(torch.int32).add_(noise.mul_((piece != 0) & piece.isfinite()))
-    return master
+        at += _DRAWN
 
 
 def _collect(optimizer: weakref.ref, parameter: nn.Parameter) -> None:

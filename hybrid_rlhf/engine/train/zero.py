@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.distributed import gather_over_ranks, init_process_group, is_main, world_size
 from hybrid_rlhf.engine.train import zero_state
-from hybrid_rlhf.engine.train.adamw_master import MasterAdamW, scatter
+from hybrid_rlhf.engine.train.adamw_master import MasterAdamW
 from hybrid_rlhf.engine.train.deepspeed_compat import (
     check_parts,
     discard_gradients,
-    flat_masters,
     flat_weights,
     is_loss_scale_exhausted,
     is_overflown,
@@ -104,6 +103,7 @@ class ZeroTraining:
         self._masters = self._optimizer if isinstance(self._optimizer, MasterAdamW) else None
         self.scale = scale_for(module, self._dtype)
         self.engine = self._initialize(module, is_shared=parameters is not None)
+        zero_state.scatter_masters(self)
         self.set_learning_rate(optimizer.learning_rate)
 
     def _groups(self, weight_decay: float) -> list[dict]:
@@ -128,9 +128,6 @@ class ZeroTraining:
         engine = _deepspeed_engine(settings, model=module, optimizer=self._optimizer,
                                    model_parameters=list(self.parameters.values()))
         check_parts(engine.optimizer, self.stage, self.parameters.values())
-        generators = {}
-        for master in flat_masters(engine.optimizer, self.stage) if self.stage and self._dtype != torch.float32 else ():
-            scatter(master.data, self._dtype, generators)
         return engine
 
     def set_learning_rate(self, learning_rate: float) -> None:

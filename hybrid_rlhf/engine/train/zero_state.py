@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.distributed import rank, world_size
 from hybrid_rlhf.engine.train import repartition
-from hybrid_rlhf.engine.train.adamw_master import MasterAdamW
+from hybrid_rlhf.engine.train.adamw_master import MasterAdamW, scatter
 from hybrid_rlhf.engine.train.deepspeed_compat import (
     flat_masters,
     groups_of,
@@ -81,6 +81,23 @@ def load_shard(training, state: Mapping) -> None:  # noqa: ANN001
     else:
         set_loss_scale(training.engine.optimizer, first["loss_scale"])
     spread_masters(training.engine.optimizer, training.stage)
+
+
+def scatter_masters(training) -> None:  # noqa: ANN001
+    """Move the fp32 masters of 16-bit weights at the start, each by its parameter and place; see `scatter`."""
+    sizes = {name: size_of(p) for name, p in training.parameters.items()}
+    stepped, seeds = _stepped(training), {name: i for i, name in enumerate(sizes)}
+    if training.stage == 0:
+        stepped = {name: state["master"] for name, p in stepped.items()
+                   if "master" in (state := training._optimizer.state.get(p, {}))}
+        for name, master in stepped.items():
+            scatter(master, training.parameters[name].dtype, seeds[name])
+    elif (dtype := next(iter(training.parameters.values())).dtype) != torch.float32:
+        lengths = {name: part.numel() for name, part in stepped.items()}
+        for span in repartition.spans(partition(training), sizes, world_size(), lengths):
+            if span.rank == rank():
+                part = stepped[span.part].data[span.offset : span.offset + span.end - span.begin]
+                scatter(part, dtype, seeds[span.name], span.begin)
 
 
 def partition(training) -> Partition:  # noqa: ANN001
