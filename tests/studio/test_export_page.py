@@ -79,7 +79,7 @@ def test_an_export_by_keyboard_alone(browser, studio):
     assert texts(browser, "#export-run option") == ["demo/ppo (ppo)", "demo/sft (sft)"]  # finished ones
     assert find(browser, "#export-run").get_attribute("value") == "demo/sft"
     assert find(browser, "#export-name").get_attribute("value") == "demo-sft"
-    assert texts(browser, ".export-card pre") == ["# demo/sft <b>is a card</b>"]  # as text
+    until(browser, lambda: texts(browser, ".export-card pre") == ["# demo/sft <b>is a card</b>"])  # as text
     find(browser, "#page").click()
     browser.execute_script("document.getElementById('export-run').focus()")
     press(browser, "demo/p", Keys.TAB)

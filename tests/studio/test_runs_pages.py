@@ -33,7 +33,7 @@ def test_an_empty_folder_says_what_to_do_first(opened):
     page = opened("#/runs")
     link = until(page, lambda: find(page, "#page a[href='#/new']"))
     assert link.is_displayed()
-    assert "no run in this folder yet" in find(page, "#page").text
+    until(page, lambda: "no run in this folder yet" in find(page, "#page").text)
     assert find(page, "svg.loop").get_attribute("aria-label").startswith("The loop of training: 1. A prompt")
     assert not find(page, "table.runs").is_displayed()
 
@@ -379,6 +379,7 @@ def test_every_page_stays_within_a_narrow_screen_has_no_axe_findings_and_one_ori
         until(page, lambda: not page.find_elements("css selector", ".chart") or is_drawn(page, "reward"))
         page.execute_script("for (const d of document.querySelectorAll('details')) d.open = true")
         if where == "#/runs":
+            until(page, lambda: texts(page, "tr.run input"))
             find(page, "tr.run input").click()
         time.sleep(0.3)
         for scheme in ("light", "dark"):
