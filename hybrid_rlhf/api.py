@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import importlib
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -18,12 +19,15 @@ from pathlib import Path, PurePath
 from hybrid_rlhf import trl_words
 from hybrid_rlhf.api_inputs import Rows, dotted, environments_of, formatted, rewards_of, rows_of, words
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
-from hybrid_rlhf.core.distributed import print_main
+from hybrid_rlhf.core.distributed import print_main, rank
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.memory import bound_product_caches, grow_segments
 from hybrid_rlhf.core.options import expanded
+from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.startup import quiet_libraries
+from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.report.trackers import check_trackers
+from hybrid_rlhf.run.checkpointing import SMALL_IS_GOOD
 from hybrid_rlhf.run.runfile import ROWS_FOLDER
 from hybrid_rlhf.run.watchers import watched_by
 from hybrid_rlhf.training import unread_options
@@ -149,6 +153,33 @@ class Training:
         for folder, item in self._saved.items():
             item.save_pretrained(folder)
 
+    @property
+    def processing_class(self) -> object:
+        """The trained model's tokenizer, or before training the one that was given."""
+        return self.tokenizer if self.metrics else self._processing_class
+
+    def is_world_process_zero(self) -> bool:
+        return rank() == 0
+
+    def log_metrics(self, split: str, metrics: Mapping) -> None:
+        """Print metrics, as transformers' trainer does."""
+        print_main(f"***** {split} metrics *****", *(f"  {name} = {value}" for name, value in sorted(metrics.items())))
+
+    def save_metrics(self, split: str, metrics: Mapping) -> None:
+        """Write metrics to SPLIT_results.json in the run's folder."""
+        if rank() == 0:
+            write_file(Path(self.output_dir) / f"{split}_results.json", to_json(dict(metrics), indent=1) + "\n")
+
+    def save_state(self) -> None:
+        """The run's folder has its state already: metrics.jsonl, run.json and the checkpoints."""
+
+    def create_model_card(self, *_: object, **__: object) -> None:
+        """The model's folder has its card already."""
+
+    def __getattr__(self, name: str) -> object:
+        raise AttributeError(f"{type(self).__name__} has no {name}; there are train, evaluate, generate, save_model, "
+                             "push_to_hub, model, tokenizer, state, history, metrics and args")
+
     def add_callback(self, callback: object) -> None:
         """One more transformers.TrainerCallback."""
         with _one_line():
@@ -187,7 +218,8 @@ class Training:
         return read_history(path) if path.exists() else []
 
     def evaluate(self) -> dict[str, float]:
-        """What the finished run measured on the held-out rows after its last step, names beginning with eval/."""
+        """What the finished run measured on the held-out rows after its last step (with load_best_model_at_end, at the
+        best one), names beginning with eval/; with args, as in TRL, eval_."""
         from hybrid_rlhf.run import runfile
 
         self._model_folder()
@@ -195,15 +227,23 @@ class Training:
         with _one_line():
             check(any(name.startswith("eval/") for name in metrics),
                   f"{self.output_dir} has evaluated nothing; give eval_dataset, or eval_fraction=0.05 of the rows")
-        return FinalMetrics({name: value for name, value in metrics.items() if name.startswith("eval/")})
+        name = self.config.train.save_best
+        rows = [row for row in self.history if name in row]
+        if getattr(self.args, "load_best_model_at_end", False) and rows:
+            metrics = (min if name.endswith(SMALL_IS_GOOD) else max)(rows, key=lambda row: row[name])
+        mark = "eval_" if self.args.given and type(self.args) is not TrlConfig else "eval/"
+        return FinalMetrics({name.replace("eval/", mark): value for name, value in metrics.items()
+                             if name.startswith("eval/")})
 
     def save_model(self, output_dir: str | PurePath | None = None) -> str:
         """The trained model and its tokenizer in a new folder, as `hybrid-rlhf export` writes it, or where they are
-        already; returns the folder. The run's own folder has them in model/, which a line says."""
-        if output_dir is None or Path(output_dir).absolute() == Path(self.output_dir).absolute():
-            if output_dir is not None:
-                print_main(f"save_model: the model is in {self._model_folder()}")
+        already; returns the folder. The run's own folder gets a copy of its model/, as TRL's scripts expect."""
+        if output_dir is None:
             return self._model_folder()
+        if Path(output_dir).absolute() == Path(self.output_dir).absolute():
+            for file in Path(self._model_folder()).iterdir() if rank() == 0 else ():
+                shutil.copy2(file, Path(output_dir) / file.name)
+            return str(output_dir)
         from hybrid_rlhf.commands import export
 
         self._model_folder()
@@ -361,6 +401,14 @@ class FinalMetrics(dict):
 
     _FIRST = ("reward", "loss", "accuracy", "mean_token_accuracy", "rewards/accuracies", "kl")
 
+    @property
+    def metrics(self) -> dict:
+        return self
+
+    @property
+    def training_loss(self) -> float | None:
+        return self.get("loss")
+
     def _repr_pretty_(self, printer, _is_circle: bool) -> None:  # noqa: ANN001 - IPython's
         names = [name for first in self._FIRST for name in (first, f"eval/{first}") if name in self]
         shown = [f"{name} {self[name]:.4g}" for name in names if self[name] is not None]
@@ -380,7 +428,7 @@ def _one_line():  # noqa: ANN202
     try:
         yield
     except UserError as error:
-        bare = UserError(str(error))
+        bare = UserError(str(error).replace("give --resume never", "call train(resume_from_checkpoint=False)"))
         for note in getattr(error, "__notes__", []):
             bare.add_note(note)
         raise bare from None

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from hybrid_rlhf import trl_fields
 from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.data.sources import as_sources, first_rows
 from hybrid_rlhf.run.checkpointing import SMALL_IS_GOOD
 from hybrid_rlhf.trl_fields import IDLE, REFUSED, TAKEN, Field
@@ -241,6 +242,8 @@ def _saving(config: TrlConfig, rows: object) -> dict:
 
 
 def _precision(config: TrlConfig) -> dict:
+    check(not config.use_cpu or device().type == "cpu",
+          "use_cpu=True: hide the card from the process, CUDA_VISIBLE_DEVICES= python script.py")
     check(not (config.bf16 and config.fp16), "bf16 and fp16 are both True; leave one of them out")
     if config.bf16 or config.fp16:
         return {"model.dtype": "bfloat16" if config.bf16 else "float16"}
@@ -361,4 +364,4 @@ _TOGETHER = frozenset((
     "loss_type", "scale_rewards", "importance_sampling_level", "steps_per_generation", "generation_batch_size",
     "multi_objective_aggregation", "use_bias_correction_kl", "epsilon", "epsilon_high", "sapo_temperature_pos",
     "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "reward_clip_range",
-    "total_episodes", "missing_eos_penalty", "center_rewards_coefficient"))
+    "use_cpu", "total_episodes", "missing_eos_penalty", "center_rewards_coefficient"))

@@ -101,7 +101,7 @@ _COMMON = {
     **_refused("it is not offered; leave it out", neftune_noise_alpha=None, optim_args=None, optim_target_modules=None,
                lr_scheduler_kwargs=None),
     **_refused("rows come in an order drawn from the seed; leave it out", train_sampling_strategy="random"),
-    **_refused("hide the card from the process: CUDA_VISIBLE_DEVICES= python script.py", use_cpu=False),
+    "use_cpu": _taken(False, "", "where there is a card: CUDA_VISIBLE_DEVICES= python script.py"),
 }
 _MODEL = {
     "model_init_kwargs": _taken(None, "model.dtype", "dtype, attn_implementation, trust_remote_code, load_in_4bit; "

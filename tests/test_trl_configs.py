@@ -26,6 +26,8 @@ TEXTS = [{"text": row["prompt"] + row["completion"]} for row in TOLD]
 PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": f" is a cat{' no' * i}."}
          for i, row in enumerate(TOLD)]
 LABELLED = [{**row, "label": i % 2 == 0} for i, row in enumerate(TOLD)]
+ASKED = [{"prompt": f"\n\nHuman: Name {row['prompt']}\n\nAssistant:", "chosen": row["completion"],
+          "rejected": " No."} for row in TOLD]  # strings, though they look like a conversation
 TALKS = [{"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]}
          for row in TOLD]
 
@@ -76,15 +78,18 @@ def losses(place, capsys, trainer: str, rows: list, **given) -> tuple[list[float
     config, model = trainer.replace("Trainer", "Config"), str(place / "model")
     given = {"max_steps": 4, "logging_steps": 1, "bf16": False, "report_to": "none", "save_strategy": "no", **given}
     data = Dataset.from_list(rows)
+    given["use_cpu"] = True
     oracle = getattr(trl, trainer)(model, args=getattr(trl, config)(
-        str(place / "theirs"), use_cpu=True, gradient_checkpointing=False, **given), train_dataset=data)
+        str(place / "theirs"), gradient_checkpointing=False, **given), train_dataset=data)
     oracle.train()
     capsys.readouterr()
     ours = getattr(hybrid_rlhf, trainer)(model, args=getattr(hybrid_rlhf, config)(
         str(place / f"ours{len(list(place.iterdir()))}"), **given), train_dataset=data)
     ours.train()
-    return ([row["loss"] for row in oracle.state.log_history if "loss" in row],
-            [row["loss"] for row in ours.history if "loss" in row])
+    theirs, found = oracle.state.log_history, ours.state.log_history
+    if "logps/chosen" in found[0]:  # at the first step, before any update
+        assert found[0]["logps/chosen"] == pytest.approx(theirs[0]["logps/chosen"], rel=1e-5)
+    return [row["loss"] for row in theirs if "loss" in row], [row["loss"] for row in found if "loss" in row]
 
 
 @pytest.mark.parametrize(("trainer", "rows", "given"), [
@@ -92,7 +97,7 @@ def losses(place, capsys, trainer: str, rows: list, **given) -> tuple[list[float
     ("SFTTrainer", TOLD, {"completion_only_loss": False, "warmup_steps": 2, "weight_decay": 0.1}),
     ("SFTTrainer", TOLD, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
     ("DPOTrainer", PAIRS, {"learning_rate": 1e-3}), ("DPOTrainer", PAIRS, {"loss_type": ["ipo"], "beta": 0.3}),
-    ("KTOTrainer", LABELLED, {"learning_rate": 1e-3, "desirable_weight": 1.3})])
+    ("DPOTrainer", ASKED, {"learning_rate": 1e-4}), ("KTOTrainer", LABELLED, {"learning_rate": 1e-3, "desirable_weight": 1.3})])
 def test_losses_are_trl_s_step_by_step(place, capsys, trainer, rows, given):
     theirs, ours = losses(place, capsys, trainer, rows, **given)
     first = 1 if "warmup_steps" in given else 4  # TRL's warm-up begins with an update at rate 0
@@ -204,13 +209,21 @@ def test_a_model_and_a_tokenizer_from_memory_are_trained_and_stay_as_they_are(pl
     given = {"max_steps": 2, "report_to": [], "learning_rate": 1e-3}
     trainer = SFTTrainer(model=model, args=SFTConfig(place / "memory", **given), train_dataset=TOLD,
                          processing_class=tokenizer)
-    trainer.train()
+    ended = trainer.train()
+    assert ended.training_loss == ended.metrics["loss"] == trainer.history[-1]["loss"]
+    trainer.log_metrics("train", ended.metrics), trainer.save_metrics("train", ended.metrics), trainer.save_state()
+    assert json.loads((place / "memory" / "train_results.json").read_text())["loss"] == ended.training_loss
+    with pytest.raises(AttributeError, match="SFTTrainer has no optimizer; there are train, evaluate"):
+        print(trainer.optimizer)
     path = SFTTrainer(str(place / "model"), args=SFTConfig(place / "path", bf16=False, **given), train_dataset=TOLD)
     path.train()
     assert [row["loss"] for row in trainer.history] == [row["loss"] for row in path.history]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not torch.equal(trainer.model.state_dict()["lm_head.weight"], before["lm_head.weight"])
-    assert trainer.save_model(str(place / "memory")).endswith("model")
+    assert trainer.save_model(str(place / "memory")) == str(place / "memory")
+    again = AutoModelForCausalLM.from_pretrained(place / "memory").state_dict()  # as TRL's scripts
+    assert torch.equal(again["lm_head.weight"], trainer.model.state_dict()["lm_head.weight"])
+    assert trainer.processing_class.vocab_size == tokenizer.vocab_size and trainer.is_world_process_zero()
 
 
 def test_peft_chooses_the_modules_as_it_does_for_trl(place):
@@ -276,6 +289,7 @@ def test_the_best_checkpoint_is_what_is_exported_where_trl_would_load_it(place):
     last = SFTTrainer(str(place / "model"), args=SFTConfig(
         place / "cut", max_steps=best, learning_rate=0.3, lr_scheduler_type="constant", bf16=False), train_dataset=TOLD)
     last.train()
+    assert trainer.evaluate()["eval_loss"] == measured[best]
     ours, theirs = (each.model.state_dict() for each in (trainer, last))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with pytest.raises(UserError, match="greater_is_better=True: the best loss is the smallest here"):

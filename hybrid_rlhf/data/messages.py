@@ -142,9 +142,14 @@ def assistant(content: str) -> dict:
     return {"role": "assistant", "content": content}
 
 
+class Plain(str):
+    """A string that stays as it is, even where it looks like a transcript (data.raw)."""
+
+
 def is_transcript(text: object) -> bool:
     """Whether a string is an HH transcript: "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
-    return isinstance(text, str) and text.lstrip().startswith("Human:") and "\n\nAssistant:" in text
+    return (isinstance(text, str) and not isinstance(text, Plain) and text.lstrip().startswith("Human:")
+            and "\n\nAssistant:" in text)
 
 
 def parse_transcript(text: str, is_prompt: bool = False) -> list[dict]:

@@ -21,6 +21,7 @@ from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.messages import (
     WITH_MEDIA,
+    Plain,
     assistant,
     clean,
     common_prompt,
@@ -156,7 +157,7 @@ def format_of(rows: Iterable[dict], where: str) -> Format:
 
 
 def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Example:
-    """Convert a row to canonical form. is_raw: a string prompt stays a string, without the system column. Raises
+    """Convert a row to canonical form. is_raw: a string stays one, a transcript too, without the system column. Raises
     SkipRow for a row to drop and count, UserError for a wrong type."""
     for column in form.required:
         if column not in row:
@@ -167,6 +168,8 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
         raise SkipRow(WITH_MEDIA)
     try:
         shown = without_system(row) if is_raw and "prompt" in form.required else row
+        if is_raw:
+            shown = {name: Plain(value) if isinstance(value, str) else value for name, value in shown.items()}
         example = form.read(shown, *form.required)
         if form.is_repeating and example.rests:
             example.answers, example.notes[REPEATED] = example.rests, 1

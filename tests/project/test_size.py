@@ -17,7 +17,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1365, 10),
     "hybrid_rlhf/commands": (2016, 9),
     "hybrid_rlhf/core": (3123, 22),
-    "hybrid_rlhf/data": (3896, 17),
+    "hybrid_rlhf/data": (3904, 17),
     "hybrid_rlhf/engine": (6539, 43),
     "hybrid_rlhf/environments": (1880, 9),
     "hybrid_rlhf/export": (913, 6),
@@ -33,9 +33,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1486, 10),
     "training": (5262, 29),
     "inference": (3682, 27),
-    "tests": (58087, 341),
+    "tests": (58102, 341),
     "benchmarks": (7726, 52),
-    ENTRY_POINTS: (2191, 11),
+    ENTRY_POINTS: (2242, 11),
 }
 
 
