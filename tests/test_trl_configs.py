@@ -97,7 +97,8 @@ def losses(place, capsys, trainer: str, rows: list, **given) -> tuple[list[float
     ("SFTTrainer", TOLD, {"completion_only_loss": False, "warmup_steps": 2, "weight_decay": 0.1}),
     ("SFTTrainer", TOLD, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
     ("DPOTrainer", PAIRS, {"learning_rate": 1e-3}), ("DPOTrainer", PAIRS, {"loss_type": ["ipo"], "beta": 0.3}),
-    ("DPOTrainer", ASKED, {"learning_rate": 1e-4}), ("KTOTrainer", LABELLED, {"learning_rate": 1e-3, "desirable_weight": 1.3})])
+    ("DPOTrainer", ASKED, {"learning_rate": 1e-4}),
+    ("KTOTrainer", LABELLED, {"learning_rate": 1e-3, "desirable_weight": 1.3})])
 def test_losses_are_trl_s_step_by_step(place, capsys, trainer, rows, given):
     theirs, ours = losses(place, capsys, trainer, rows, **given)
     first = 1 if "warmup_steps" in given else 4  # TRL's warm-up begins with an update at rate 0

@@ -52,8 +52,8 @@ class DataConfig:
         eval_fraction: Share of each stage's prompts held out for evaluation, by hash too.
         max_length: Longest sequence in tokens. Longer demonstrations lose their tail, longer pairs are dropped.
         max_prompt_length: Longest prompt in tokens for stages that sample; longer ones are dropped.
-        raw: Whether strings stay as they are, transcripts too. false renders them as turns wherever the tokenizer has a chat template:
-            a prompt as the user's, a completion as the assistant's. Rows of `text` always stay.
+        raw: Whether strings stay as they are, transcripts too. false renders them as turns wherever the tokenizer has a
+            chat template: a prompt as the user's, a completion as the assistant's. Rows of `text` always stay.
         train_on: response (assistant turns and EOS), or all tokens.
         append_eos: Whether plain-text answers end with EOS. false for text that is continued and never has to end;
             messages always end with it.
