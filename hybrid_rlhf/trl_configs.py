@@ -243,7 +243,7 @@ def _saving(config: TrlConfig, rows: object) -> dict:
 
 def _precision(config: TrlConfig) -> dict:
     check(not config.use_cpu or device().type == "cpu",
-          "use_cpu=True: hide the card from the process, CUDA_VISIBLE_DEVICES= python script.py")
+          "use_cpu=True, and the process has a card; write CUDA_VISIBLE_DEVICES= python script.py")
     check(not (config.bf16 and config.fp16), "bf16 and fp16 are both True; leave one of them out")
     if config.bf16 or config.fp16:
         return {"model.dtype": "bfloat16" if config.bf16 else "float16"}
