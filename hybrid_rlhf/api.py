@@ -231,7 +231,7 @@ class Training:
         rows = [row for row in self.history if name in row]
         if getattr(self.args, "load_best_model_at_end", False) and rows:
             metrics = (min if name.endswith(SMALL_IS_GOOD) else max)(rows, key=lambda row: row[name])
-        mark = "eval_" if self.args.given and type(self.args) is not TrlConfig else "eval/"
+        mark = "eval/" if type(self.args) is TrlConfig else "eval_"
         return FinalMetrics({name.replace("eval/", mark): value for name, value in metrics.items()
                              if name.startswith("eval/")})
 
