@@ -73,7 +73,7 @@ class Training:
             meant, faults = {}, trl_words.faults(options or {})
             options = {name: value for name, value in (options or {}).items() if name not in trl_words.ARGUMENTS}
             if args is not None:
-                stage = trl_words.stage_of(stage, args)
+                stage = trl_words.checked_stage(stage, args)
                 meant, refused = settings_of(args, rows, lambda: _configured(model, "max_position_embeddings"))
                 faults += refused
             values, tied = trl_words.lora_options(peft_config, args and (lambda: _configured(model, "model_type")))
@@ -327,7 +327,7 @@ class Training:
         return f"<stage {self.stage} in {self.output_dir}: {'trained' if self.metrics else 'not trained here yet'}>"
 
     def _model(self, model: object, meant: Mapping) -> dict[str, str]:
-        """The settings that name the model to start from. One of text and of nothing else in memory keeps its dtype."""
+        """The settings that name the model to start from. One from memory keeps its dtype, unless args say another."""
         if model is None:
             return {}
         from hybrid_rlhf.training.builders import model_folder

@@ -63,8 +63,9 @@ def _by_name(data: object) -> str:
 
 
 def formatted(data: object, formatting_func: Callable | None, config: TrlConfig) -> object:
-    """The rows with the column `text`, which formatting_func makes of a row, or which has another name there
-    (dataset_text_field)."""
+    """The rows, in a list where they can be read only once, with the column `text`, which formatting_func makes of a
+    row, or which has another name there (dataset_text_field)."""
+    data = list(data) if isinstance(data, Iterator) else data
     name = getattr(config, "dataset_text_field", "text")
     if data is None or (formatting_func is None and name == "text"):
         return data
@@ -182,7 +183,7 @@ SHORT = {"learning_rate": "roles.actor.learning_rate", "tp": "roles.actor.tp", "
          "temperature": "ppo.sampling.temperature", "top_k": "ppo.sampling.top_k",
          "num_generations": "ppo.sampling.num_samples", "beta": "ppo.kl_coef", "epsilon": "ppo.cliprange",
          "num_iterations": "ppo.num_ppo_epochs", "reward_weights": "reward.weights",
-         "max_completion_length": "ppo.sampling.max_new_tokens", "max_tool_calling_iterations": "environment.max_turns"}
+         "max_completion_length": "ppo.sampling.max_new_tokens"}
 
 
 def _options(config_class: type, prefix: str = "") -> Iterator[tuple[str, type]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import rank
+from hybrid_rlhf.run.checkpointing import SMALL_IS_GOOD
 from hybrid_rlhf.run.watchers import Asked
 
 _NEVER = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_prediction_step", "on_predict",
@@ -93,9 +94,9 @@ class Callbacks:
         """Keep the best value of metric_for_best_model, by which EarlyStoppingCallback goes."""
         metric = getattr(self._args, "metric_for_best_model", None) or "loss"
         value, best = values.get(f"eval_{metric.removeprefix('eval_')}"), self.state.best_metric
-        is_larger = getattr(self._args, "greater_is_better", None)
-        is_larger = not metric.endswith("loss") if is_larger is None else is_larger
-        if value is not None and (best is None or (value > best if is_larger else value < best)):
+        is_better = value is not None and (best is None or (
+            value < best if metric.endswith(SMALL_IS_GOOD) else value > best))
+        if is_better:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
 

@@ -88,7 +88,7 @@ def settings_of(config: TrlConfig, rows: object, positions: Callable[[], int | N
     if "num_generations" in config.FIELDS:
         parts += [lambda: _rollouts(config), lambda: _longest(config.max_completion_length, positions())]
     elif "response_length" in config.FIELDS:
-        parts += [lambda: _ppo(config, rows), lambda: _longest(config.response_length, positions())]
+        parts += [lambda: _ppo(config), lambda: _longest(config.response_length, positions())]
     elif "lmbda" in config.FIELDS:
         parts += [lambda: _distillation(config), lambda: _longest(config.max_new_tokens, positions())]
     for part in parts:
@@ -160,8 +160,7 @@ def _of_step(config: TrlConfig) -> int:
     world = int(os.environ.get("WORLD_SIZE", 1))
     if "num_generations" in config.FIELDS:
         return _answers(config) // config.num_generations * world
-    return (config.per_device_train_batch_size * config.gradient_accumulation_steps
-            * getattr(config, "num_mini_batches", 1) * world)
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * world
 
 
 def _steps_of_epoch(config: TrlConfig, rows: object) -> int | None:
@@ -267,8 +266,10 @@ def _loading(config: TrlConfig) -> dict:
 def _data(config: TrlConfig, first: Mapping, positions: Callable[[], int | None]) -> dict:
     """TRL keeps strings as they are, and trains all of a text and of a conversation."""
     values: dict[str, object] = {"data.raw": True}
-    if "max_length" in config.FIELDS and config.max_length is None:
-        values["data.max_length"] = positions() or _UNBOUNDED
+    is_read = "max_length" in config.FIELDS and getattr(config, "lmbda", 0) < 1
+    if is_read and not config.given.get("max_length"):  # TRL's default, or None: no limit
+        limit = config.max_length or _UNBOUNDED
+        values["data.max_length"] = min(limit, positions() or limit)
     if "completion_only_loss" in config.FIELDS:
         is_apart = "completion" in first
         only = config.completion_only_loss is not False if is_apart else config.assistant_only_loss
@@ -334,8 +335,10 @@ def _rollouts(config: TrlConfig) -> dict:
                 if config.top_p < 1 or config.top_k or config.min_p else {})
 
 
-def _ppo(config: TrlConfig, rows: object) -> dict:
-    answers = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.num_mini_batches
+def _ppo(config: TrlConfig) -> dict:
+    answers = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    check(answers % config.num_mini_batches == 0, f"num_mini_batches is {config.num_mini_batches}, and a process has "
+          f"{answers} answers in a rollout; give a divisor of that")
     values = {"train.per_device_train_batch_size": answers, "train.gradient_accumulation_steps": 1,
               "roles.critic.learning_rate": config.learning_rate, "ppo.normalise_scores": False, "ppo.score_clip": None,
               "ppo.missing_eos_penalty": config.missing_eos_penalty or 0.0}

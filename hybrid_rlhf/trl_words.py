@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from functools import reduce
 
 from hybrid_rlhf import trl_configs
 from hybrid_rlhf.core.config import UserError, check
@@ -52,13 +53,10 @@ _NEVER_CALLED = {
 _OWN_STEP = "write a step of your own as examples/custom_flow.py does"
 
 
-def faults(options: Iterable[str]) -> list[str]:
+def faults(options: Mapping[str, object]) -> list[str]:
     """A line for each argument of TRL's trainers that has another form here, or none."""
-    lines = []
-    for name, value in dict(options).items():
-        if name in ARGUMENTS and value is not None and value != (None, None):
-            lines.append(f"{name} is not taken here; {ARGUMENTS[name]}")
-    return lines
+    return [f"{name} is not taken here; {ARGUMENTS[name]}" for name, value in options.items()
+            if name in ARGUMENTS and value is not None and value != (None, None)]
 
 
 def raise_all(lines: list[str]) -> None:
@@ -79,8 +77,9 @@ def check_overridden(kind: type, base: type) -> None:
             raise UserError(f"{kind.__name__}.{name} would never be called; {_NEVER_CALLED[name] or _OWN_STEP}")
 
 
-def stage_of(stage: str, config: TrlConfig) -> str:
-    """The stage of a trainer by its configuration: some of GRPO's losses are stages of their own."""
+def checked_stage(stage: str, config: TrlConfig) -> str:
+    """The stage of a trainer with this configuration: GRPO's ways to scale rewards are stages of their own. UserError
+    for another trainer's configuration."""
     theirs = type(config).__name__
     fits = {"sft": "SFTConfig", "reward": "RewardConfig", "dpo": "DPOConfig", "kto": "KTOConfig", "ppo": "PPOConfig",
             "rloo": "RLOOConfig", "distill": "GKDConfig"}.get(stage, "GRPOConfig")
@@ -133,13 +132,12 @@ def check_ending(config: object) -> None:
 
 def told(config: TrlConfig, stage: str, settings: object) -> list[str]:
     """Lines for the terminal: where TRL's defaults differ from the launcher's, and what has no effect here."""
-    lines, parts = [], []
-    for option in STAGES[stage].defaults:
-        if option == MAX_STEPS:  # how long the run is, its `run:` line says
-            continue
-        value, usual = value_of(settings, option), value_of(resolve(with_value(settings, option, None)), option)
-        if value is not None and usual is not None and value != usual:
-            parts.append(f"{option} {value:g} ({usual:g})")
+    options = [option for option in STAGES[stage].defaults if option != MAX_STEPS]  # the `run:` line has the length
+    usual = resolve(reduce(lambda config, option: with_value(config, option, None), options, settings))
+    pairs = [(option, value_of(settings, option), value_of(usual, option)) for option in options]
+    parts = [f"{option} {value:g} ({other:g})" for option, value, other in pairs if None not in (value, other)
+             and value != other]
+    lines = []
     if parts:
         lines.append(f"{type(config).__name__}, as in TRL (in brackets train.py's default): {', '.join(parts)}")
     per = updates_per_rollout(config)

@@ -120,7 +120,9 @@ def test_defaults_are_trl_s_and_a_line_has_the_launcher_s(place, capsys):
     train, data = trainer.config.train, trainer.config.data
     assert (train.learning_rate, train.num_train_epochs, train.per_device_train_batch_size) == (2e-5, 3.0, 8)
     assert (train.lr_scheduler_type, train.warmup_ratio, train.weight_decay) == ("linear", 0, 0)
-    assert (data.raw, data.eval_fraction, data.max_length, trainer.config.seed) == (True, 0.0, 1024, 42)
+    positions = json.loads((place / "model" / "config.json").read_text())["max_position_embeddings"]
+    assert (data.raw, data.eval_fraction, trainer.config.seed) == (True, 0.0, 42)
+    assert data.max_length == positions < 1024  # TRL's default, 1024, and no more than the model has
     told = capsys.readouterr().err
     assert "SFTConfig, as in TRL (in brackets train.py's default): train.learning_rate 2e-05 (0.0002)" in told
     assert "without effect here: dataloader_num_workers (docs/coming-from.md#trl says why)" in told
@@ -356,6 +358,23 @@ def test_a_callback_that_waits_for_what_does_not_come_is_refused():
 
     with pytest.raises(UserError, match=r"Waits\.on_optimizer_step would never be called; use on_step_end"):
         SFTTrainer("m", args=SFTConfig("x"), train_dataset=TOLD, callbacks=[Waits])
+
+
+def test_rows_that_can_be_read_once_lose_none(place):
+    trainer = SFTTrainer(str(place / "model"), args=SFTConfig("x"), train_dataset=(row for row in TOLD))
+    assert [json.loads(line) for line in trainer._rows["data.sources"].text.splitlines()] == TOLD
+    assert trainer.config.data.train_on == "response"
+
+
+def test_ppo_counts_rollouts_and_minibatches_as_trl_0_24_does(place):
+    config = hybrid_rlhf.PPOTrainer(str(place / "model"), reward_funcs=len, train_dataset=[{"prompt": "a"}] * 100,
+                                    args=hybrid_rlhf.PPOConfig(
+        "x", per_device_train_batch_size=5, gradient_accumulation_steps=4, num_mini_batches=2, total_episodes=1000,
+        save_strategy="epoch", response_length=8)).config
+    assert (config.train.per_device_train_batch_size, config.ppo.num_minibatches) == (20, 2)
+    assert (config.train.max_steps, config.train.save_steps, config.roles.actor.learning_rate) == (50, 5, 5e-5)
+    assert config.ppo.num_ppo_epochs == 4
+    assert (config.ppo.kl_coef, config.ppo.sampling.temperature, config.ppo.whitens) == (0.05, 0.7, True)
 
 
 def test_a_text_column_of_another_name_and_a_formatting_function(place):

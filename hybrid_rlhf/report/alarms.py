@@ -220,7 +220,7 @@ def unmoved(history: History) -> list[Alarm]:
     if None in values or len((kl := values[0]).values) < FEW_STEPS:
         return []
     _, length, reward = values
-    if (abs(kl.end) >= min(MIN_KL, MIN_KL_PER_TOKEN * length.end) or reward.end - reward.start > 2 * reward.error()):
+    if abs(kl.end) >= min(MIN_KL, MIN_KL_PER_TOKEN * length.end) or reward.end - reward.start > 2 * reward.error():
         return []
     return [Alarm("hardly trained", f"after {kl.steps[-1]} steps the policy is {kl.end:.2g} nats per response from the "
                                     f"reference, and the score went from {reward.start:.3g} to {reward.end:.3g}, which "

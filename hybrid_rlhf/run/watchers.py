@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 
 class Asked(NamedTuple):
-    """What a watcher asks for after step_end or evaluate: stop: end the run after this step, as after its last one; and
-    after end: best: export the best checkpoint (train.save_best), not the last step's weights."""
+    """What a watcher asks for. After step_end and evaluate: to stop after this step as after the last one, to save, to
+    evaluate (not again after evaluate). After end: to export the best checkpoint (train.save_best), not the last step.
+    """
 
     stop: bool = False
     save: bool = False

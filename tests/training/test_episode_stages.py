@@ -12,6 +12,7 @@ import hybrid_rlhf
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.trainers.ppo import PPOTrainer
 from tests.factories.scripted import conversation, scripted_causal_lm
+from tests.factories.times_tool import SCHEMA, TIMES
 from tests.factories.tiny import own_cache
 from tests.factories.trl_templates import tokenizer_of
 
@@ -32,16 +33,7 @@ class Game:
     def reset(self, **row):
         self.calls = 0
 
-    def times(self, a: int, b: int) -> int:
-        """Multiplies two numbers.
-
-        Args:
-            a: The first number.
-            b: The second number.
-        """
-        self.calls += 1
-        return a * b
-
+''' + TIMES + '''
     def get_reward(self) -> float:
         return float(self.calls)
 
@@ -53,12 +45,7 @@ def right(completions, environments=None, **_):
 
 
 def asked(tokenizer, text: str) -> str:
-    schema = {"type": "function", "function": {
-        "name": "times", "description": "Multiplies two numbers.", "parameters": {
-            "type": "object", "properties": {"a": {"type": "integer", "description": "The first number."},
-                                             "b": {"type": "integer", "description": "The second number."}},
-            "required": ["a", "b"]}, "return": {"type": "integer"}}}
-    return tokenizer.apply_chat_template([{"role": "user", "content": text}], tools=[schema], tokenize=False,
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}], tools=[SCHEMA], tokenize=False,
                                          add_generation_prompt=True)
 
 

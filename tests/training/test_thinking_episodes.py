@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from hybrid_rlhf.cli import main
 from tests.factories.scripted import conversation, scripted_causal_lm
+from tests.factories.times_tool import SCHEMA, TIMES
 from tests.factories.tiny import own_cache
 from tests.factories.trl_templates import template_of, tokenizer_of
 
@@ -20,16 +21,7 @@ class Game:
     def reset(self, **row):
         self.calls, self.asked = 0, 0
 
-    def times(self, a: int, b: int) -> int:
-        """Multiplies two numbers.
-
-        Args:
-            a: The first number.
-            b: The second number.
-        """
-        self.calls += 1
-        return a * b
-
+''' + TIMES + '''
     def step(self, messages):
         self.asked += 1
         return "Sure?", self.asked == 2, float("36" in messages[-1]["content"])
@@ -43,11 +35,6 @@ class Talk:
         self.asked += 1
         return "Sure?", self.asked == 3, float("36" in messages[-1]["content"])
 '''
-SCHEMA = {"type": "function", "function": {
-    "name": "times", "description": "Multiplies two numbers.", "parameters": {
-        "type": "object", "properties": {"a": {"type": "integer", "description": "The first number."},
-                                         "b": {"type": "integer", "description": "The second number."}},
-        "required": ["a", "b"]}, "return": {"type": "integer"}}}
 JSON = '<tool_call>\n{"name": "times", "arguments": {"a": 12, "b": 3}}\n</tool_call><|im_end|>'
 XML = "<tool_call>\n<function=times>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n3\n</parameter>\n</function>\n" \
       "</tool_call><|im_end|>"

@@ -50,7 +50,7 @@ class MasterAdamW(torch.optim.Optimizer):
             if parameter.dtype != torch.float32:
                 # moments too, before the first activations: lasting memory between those would fragment the heap
                 self.state[parameter] |= {"master": parameter.detach().float(), **_fresh(parameter)}
-                parameter.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(self)))
+                parameter.register_post_accumulate_grad_hook(partial(_hand_on, weakref.ref(self)))
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self.param_groups:
@@ -254,7 +254,7 @@ def scatter(master: Tensor, dtype: torch.dtype, seed: int, start: int = 0) -> No
         at += _DRAWN
 
 
-def _collect(optimizer: weakref.ref, parameter: nn.Parameter) -> None:
+def _hand_on(optimizer: weakref.ref, parameter: nn.Parameter) -> None:
     """A parameter's hook, which must not hold the optimizer: the parameter is held by that, and gc frees no hooks."""
     if (one := optimizer()) is not None:
         one._collect(parameter)

@@ -43,6 +43,7 @@ def by_hand(pieces) -> tuple[nn.Module, dict, list[float]]:
     """bf16 forward and backward of each piece, gradients summed in fp32, torch's AdamW on fp32 weights."""
     module, masters = net(), at_start()
     own = {n: nn.Parameter(masters[n]) for n, p in module.named_parameters()}
+    assert all(torch.equal(own[n].bfloat16(), p) for n, p in module.named_parameters())
     groups = [{"params": [p for p in own.values() if p.ndim > 1], "weight_decay": 0.1},
               {"params": [p for p in own.values() if p.ndim <= 1], "weight_decay": 0.0}]
     optimizer, norms = torch.optim.AdamW(groups, lr=1), []
