@@ -25,7 +25,6 @@ _PIECE = 1 << 19  # elements: 2 MiB of each fp32 tensor
 _BATCH = 1 << 25  # elements that a card steps at once: 128 MiB of fp32 gradients
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _BUCKET = 1 << 24  # elements of one all-reduce
-_DRAWN = 1 << 16  # random numbers at once; another number would be another draw
 _LOWER_BITS = {torch.bfloat16: 16, torch.float16: 13}  # those of an fp32 number that its rounding drops
 
 
@@ -227,31 +226,36 @@ class MasterAdamW(torch.optim.Optimizer):
             adamw(masters, gradients, averages, squares, [], counts, foreach=has_many, **rules)
 
 
+def rounding_noise(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For `scatter`: numbers (2^20,) int32, always the same, that may be added to the bits of an fp32 number so that it
+    rounds to the same number in `dtype`, of 16 bits."""
+    most = (1 << _LOWER_BITS[dtype] - 1) - 1
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-most, most + 1, (1 << 20,), dtype=torch.int32, generator=generator).to(device)
+
+
 @torch.no_grad()
-def scatter(master: Tensor, dtype: torch.dtype, seed: int, start: int = 0) -> None:
-    """Move each fp32 weight, in place, to anywhere among the numbers that round to it in `dtype`, of 16 bits.
+def scatter(master: Tensor, noise: Tensor, place: int) -> None:
+    """Move each fp32 weight, in place, to anywhere among the numbers that round to it in 16 bits.
 
     From the middle a weight would show no update before the sum of all is half the distance to its neighbour: for one
     of .1 in bfloat16 that takes 25 updates of 1e-5, and a short run would train nothing. Scattered, as many weights
     show an update as are due, and their mean is the masters': stochastic rounding (1502.02551, section 3), drawn once.
     Zeros stay, near which numbers are as fine as any update.
 
-    master: the numbers of a parameter from number `start` on, flat (N,), or all of it. seed: the parameter's; a number
-    is moved by its seed and place alone, whichever process holds it.
+    noise: of `rounding_noise`; number i of master is moved by noise[(place + i) % 2^20], whichever process holds it.
     """
     if not master.is_contiguous():
         whole = master.contiguous()
-        scatter(whole, dtype, seed, start)
+        scatter(whole, noise, place)
         master.copy_(whole)
         return
-    numbers, most, at = master.view(-1), (1 << _LOWER_BITS[dtype] - 1) - 1, 0
-    generator = torch.Generator(master.device).manual_seed(seed)
-    while at < start + numbers.numel():
-        noise = torch.randint(-most, most + 1, (_DRAWN,), dtype=torch.int32, device=master.device, generator=generator)
-        piece = numbers[max(0, at - start) : max(0, at + _DRAWN - start)]
-        noise = noise[max(0, start - at) :][: piece.numel()]
-        piece.view(torch.int32).add_(noise.mul_((piece != 0) & piece.isfinite()))
-        at += _DRAWN
+    numbers, at = master.view(-1), 0
+    while at < numbers.numel():
+        part = noise[(place + at) % len(noise) :][: numbers.numel() - at]
+        piece = numbers[at : at + len(part)]
+        piece.view(torch.int32).add_(part * ((piece != 0) & piece.isfinite()))
+        at += len(part)
 
 
 def _hand_on(optimizer: weakref.ref, parameter: nn.Parameter) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.distributed import rank, world_size
 from hybrid_rlhf.engine.train import repartition
-from hybrid_rlhf.engine.train.adamw_master import MasterAdamW, scatter
+from hybrid_rlhf.engine.train.adamw_master import MasterAdamW, rounding_noise, scatter
 from hybrid_rlhf.engine.train.deepspeed_compat import (
     flat_masters,
     groups_of,
@@ -86,18 +86,21 @@ def load_shard(training, state: Mapping) -> None:  # noqa: ANN001
 def scatter_masters(training) -> None:  # noqa: ANN001
     """Move the fp32 masters of 16-bit weights at the start, each by its parameter and place; see `scatter`."""
     sizes = {name: size_of(p) for name, p in training.parameters.items()}
-    stepped, seeds = _stepped(training), {name: i for i, name in enumerate(sizes)}
+    places = {name: 7919 * i for i, name in enumerate(sizes)}  # parameters of one shape begin at unlike numbers
+    stepped, noise = _stepped(training), {}
     if training.stage == 0:
-        stepped = {name: state["master"] for name, p in stepped.items()
-                   if "master" in (state := training._optimizer.state.get(p, {}))}
-        for name, master in stepped.items():
-            scatter(master, training.parameters[name].dtype, seeds[name])
-    elif (dtype := next(iter(training.parameters.values())).dtype) != torch.float32:
+        parts = [(state["master"], p.dtype, places[name]) for name, p in stepped.items()
+                 if "master" in (state := training._optimizer.state.get(p, {}))]
+    else:
+        dtype = next(iter(training.parameters.values())).dtype
         lengths = {name: part.numel() for name, part in stepped.items()}
-        for span in repartition.spans(partition(training), sizes, world_size(), lengths):
-            if span.rank == rank():
-                part = stepped[span.part].data[span.offset : span.offset + span.end - span.begin]
-                scatter(part, dtype, seeds[span.name], span.begin)
+        parts = [(stepped[s.part].data[s.offset : s.offset + s.end - s.begin], dtype, places[s.name] + s.begin)
+                 for s in repartition.spans(partition(training), sizes, world_size(), lengths)
+                 if s.rank == rank()] if dtype != torch.float32 else []
+    for master, dtype, place in parts:
+        key = dtype, master.device
+        noise[key] = noise[key] if key in noise else rounding_noise(*key)
+        scatter(master, noise[key], place)
 
 
 def partition(training) -> Partition:  # noqa: ANN001

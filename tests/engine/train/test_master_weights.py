@@ -103,24 +103,22 @@ def test_small_steps_add_up_in_the_masters_where_bfloat16_would_round_them_away(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scattered_masters_round_to_their_weights_and_small_updates_show_in_the_mean(dtype, monkeypatch):
-    monkeypatch.setattr(adamw_master, "_DRAWN", 1000)
-    weights = (0.1 * torch.randn(400, 500, generator=torch.Generator().manual_seed(3))).to(dtype)
+def test_scattered_masters_round_to_their_weights_and_small_updates_show_in_the_mean(dtype):
+    weights = (0.1 * torch.randn(1200, 1000, generator=torch.Generator().manual_seed(3))).to(dtype)
     weights[0, :6] = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0**-9, torch.finfo(dtype).max])
     weights[0, 6] = float("inf")
-    masters = weights.float()
-    adamw_master.scatter(masters, dtype, 5)
-    assert torch.equal(masters.to(dtype), weights)
+    noise = adamw_master.rounding_noise(dtype, torch.device("cpu"))
+    assert len(noise) < weights.numel() and torch.equal(noise, adamw_master.rounding_noise(dtype, noise.device))
+    masters, other = weights.float(), weights.float()
+    adamw_master.scatter(masters, noise, 5000), adamw_master.scatter(other, noise, 5001)
+    assert torch.equal(masters.to(dtype), weights) and not torch.equal(other, masters)
     assert not masters[0, :2].any()
     assert not (masters[0, 2:6] == weights[0, 2:6]).any()
-    part, turned = weights.float().view(-1)[1234:5678].clone(), weights.float().t().contiguous().t()
-    adamw_master.scatter(part, dtype, 5, 1234)  # another process's part, and another layout of the memory
-    adamw_master.scatter(turned, dtype, 5)
-    assert torch.equal(part, masters.view(-1)[1234:5678])
+    part, turned = weights.float().view(-1)[1_040_000:1_090_000].clone(), weights.float().t().contiguous().t()
+    adamw_master.scatter(part, noise, 1_045_000)  # another process's part, and another layout of the memory
+    adamw_master.scatter(turned, noise, 5000)
+    assert torch.equal(part, masters.view(-1)[1_040_000:1_090_000])
     assert torch.equal(turned, masters)
-    other = weights.float()
-    adamw_master.scatter(other, dtype, 6)
-    assert not torch.equal(other, masters)
     for update in (1e-6, -1e-5, 1e-4):  # the distance of neighbours at .1 is 5e-4 in bfloat16
         shown = ((masters + update).to(dtype).double() - weights.double())[1:].mean()
         assert float(shown) == pytest.approx(update, rel=0.15 if abs(update) < 1e-5 else 0.05)
