@@ -34,6 +34,7 @@ RUNTIME = [
     "websocket-client>=1.8",  # builtin:openenv
 ]
 EXTRAS = {
+    "vision": ["pillow>=12.0"],  # images; torchvision that fits torch is used where it is there
     "quantize": ["bitsandbytes>=0.50.2"],
     "report": ["matplotlib>=3.11", "tensorboard>=2.21"],
     # httpx: the studio's way to its chat; psutil: its processes
@@ -53,7 +54,7 @@ EXTRAS["test"] = [
     "setuptools>=77", "wheel>=0.45",  # the packaging tests build without network
     "nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4",  # run the example notebook
     "selenium>=4.51",  # drives Chromium, where that is installed, over the server's page
-    *EXTRAS["quantize"], *EXTRAS["report"], *EXTRAS["serve"], *EXTRAS["gguf"], *EXTRAS["math"],
+    *EXTRAS["quantize"], *EXTRAS["report"], *EXTRAS["serve"], *EXTRAS["gguf"], *EXTRAS["math"], *EXTRAS["vision"],
 ]
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.core.image_files import ImageRef
+
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """`tensor` on `device`. The copy from the host to an accelerator is asynchronous: a plain one would wait for it,
@@ -96,8 +98,9 @@ class SequenceBatch:
     input_ids (B, T) long; attention_mask (B, T) bool, real tokens, made from lengths (never by comparing ids with the
     pad id: pad may equal eos); loss_mask (B, T) bool, the tokens to be predicted. position_ids (B, T) is set only for
     packed rows, where it restarts at 0 with every sample. kept: where the marked tokens were drawn by truncated
-    sampling, their candidates: the distribution is then normalised over these alone. Decisions about sizes (which
-    tokens are marked, which rows share a prefix) use `on_host()`: reading an accelerator's tensors would wait for it.
+    sampling, their candidates: the distribution is then normalised over these alone. images: of each row, in the order
+    of their tokens; None where no row has one. Decisions about sizes (which tokens are marked, which rows share a
+    prefix) use `on_host()`: reading an accelerator's tensors would wait for it.
     """
 
     input_ids: Tensor
@@ -105,6 +108,7 @@ class SequenceBatch:
     loss_mask: Tensor
     position_ids: Tensor | None = None
     kept: KeptSets | None = None
+    images: list[tuple[ImageRef, ...]] | None = None
     _origin: SequenceBatch | None = field(default=None, init=False, repr=False, compare=False)
     _places: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -139,8 +143,10 @@ class SequenceBatch:
     def rows(self, index: Tensor) -> SequenceBatch:
         """The rows `index` (a long tensor), cut to their longest real length."""
         width = int(self.attention_mask[index].sum(1).max()) if len(index) else 0
+        images = None if self.images is None else [self.images[i] for i in index.tolist()]
         return replace(self, **{k: v[index, :width] for k, v in self._tensors().items()},
-                       kept=None if self.kept is None else self.kept.rows(index))
+                       kept=None if self.kept is None else self.kept.rows(index),
+                       images=images if images and any(images) else None)
 
 
 def pad_right(rows: Sequence[Sequence[float] | Tensor], value: float, dtype: torch.dtype = torch.long) -> Tensor:

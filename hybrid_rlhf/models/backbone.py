@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.tensors import SequenceBatch
+from hybrid_rlhf.models import images
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.transformers_compat import never_packed
 from hybrid_rlhf.models.weight_parts import computing
@@ -27,12 +28,16 @@ def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
     """Last hidden states (B, T, H) of the backbone of `model` (causal or sequence classification).
 
     Right padding needs no mask (causal models never look right); packed rows are told apart by position_ids alone,
-    which transformers' mask functions understand when no attention_mask is given.
+    which transformers' mask functions understand when no attention_mask is given. Rows with images go through the
+    module that joins both; ValueError for a model that reads no images.
     """
     return _states(model, batch).last_hidden_state
 
 
 def _states(model: nn.Module, batch: SequenceBatch, **options: bool) -> Any:  # of transformers
+    if batch.images is not None:
+        with never_packed():
+            return images.states(model, joining(model), batch.input_ids, batch.images, use_cache=False, **options)
     backbone = text_backbone(model)
     if batch.position_ids is not None:
         return backbone(input_ids=batch.input_ids, use_cache=False, position_ids=batch.position_ids, **options)
@@ -247,6 +252,12 @@ def text_forward(model: nn.Module) -> nn.Module:
 def text_backbone(model: nn.Module) -> nn.Module:
     """The module that computes the hidden states of tokens; for a BackboneWithHead its backbone."""
     return model.get_submodule(places(model).text) if hasattr(model, "config") else model.base_model
+
+
+def joining(model: nn.Module) -> nn.Module:
+    """The module of an image-text model that joins images and text, and computes the hidden states of both."""
+    causal, backbone, _ = places(model)
+    return model.get_submodule(f"{causal}.{backbone}" if causal else backbone)
 
 
 def reads_text(model: nn.Module) -> Callable[[str], bool]:

@@ -52,7 +52,9 @@ def beginnings(batch: SequenceBatch) -> list[tuple[int, bytes]]:
 
 def prefix_groups(batch: SequenceBatch) -> Tensor | None:
     """(B,) long: each row's group, the rows with its prefix, as the index of its first row; None where sharing saves
-    too little."""
+    too little, and for rows with images, whose prefix is more than its tokens."""
+    if batch.images is not None:
+        return None
     first: dict[tuple[int, bytes], int] = {}
     keys = beginnings(batch)
     groups = torch.tensor([first.setdefault(key, i) for i, key in enumerate(keys)])
@@ -61,7 +63,9 @@ def prefix_groups(batch: SequenceBatch) -> Tensor | None:
 
 
 def packing(batch: SequenceBatch) -> Packing | None:
-    """How the rows of `batch` share their prefixes; None where that saves too little."""
+    """How the rows of `batch` share their prefixes; None where that saves too little, or there are images."""
+    if batch.images is not None:
+        return None
     device, batch = batch.input_ids.device, batch.on_host()
     lengths, width = batch.attention_mask.sum(1).tolist(), batch.input_ids.shape[1]
     groups: dict[tuple[int, bytes], list[int]] = {}

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from hybrid_rlhf.core.distributed import gather_over_ranks, max_over_ranks, sum_over_ranks
 from hybrid_rlhf.core.errors import present
+from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import KeptSets, SequenceBatch, length_mask, masked_sum, pad_right, to_device
 from hybrid_rlhf.rollout.episode_record import Episode, measure, readable
@@ -27,12 +28,17 @@ class Prompts:
     """B prompts, as an on-policy loader yields them.
 
     ids: token ids with the template's generation marker; texts: the same as text; columns: every other column of the
-    rows, one list of B values each, passed to reward functions.
+    rows, one list of B values each, passed to reward functions. images: those of each prompt, in the order of their
+    tokens (none if not given).
     """
 
     ids: list[list[int]]
     texts: list[str]
     columns: dict[str, list] = field(default_factory=dict)
+    images: list[tuple[ImageRef, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.images = self.images or [()] * len(self.ids)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -43,12 +49,14 @@ class Prompts:
         def each(values: Sequence) -> list:
             return [v for v in values for _ in range(num_samples)]
 
-        return Prompts(each(self.ids), each(self.texts), {k: each(v) for k, v in self.columns.items()})
+        return Prompts(each(self.ids), each(self.texts), {k: each(v) for k, v in self.columns.items()},
+                       each(self.images))
 
     def rows(self, index: Sequence[int]) -> Prompts:
         """The prompts `index`, in that order."""
         return Prompts([self.ids[i] for i in index], [self.texts[i] for i in index],
-                       {k: [v[i] for i in index] for k, v in self.columns.items()})
+                       {k: [v[i] for i in index] for k, v in self.columns.items()},
+                       [self.images[i] for i in index])
 
 
 class Totals(NamedTuple):
@@ -179,7 +187,8 @@ class Rollout:
             rows.append(prompt + ids[:n])
             marks.append([False] * len(prompt) + actions[:n])
         mask = length_mask(torch.tensor([len(row) for row in rows]))
-        return SequenceBatch(pad_right(rows, pad_id), mask, pad_right(marks, False, torch.bool), kept=self.kept)
+        return SequenceBatch(pad_right(rows, pad_id), mask, pad_right(marks, False, torch.bool), kept=self.kept,
+                             images=self.prompts.images if any(self.prompts.images) else None)
 
     def rows(self, index: Tensor) -> Rollout:
         """The sequences `index` (a long tensor), in that order."""

@@ -61,6 +61,7 @@ DEPENDENCIES = {
     "huggingface_hub": (f"{H}.commands.export", f"{H}.models.saving", f"{H}.trl_words"),
     "math_verify": (f"{H}.rewards.builtin",),
     "matplotlib": (f"{H}.report.plots",),
+    "PIL": (f"{H}.core.image_files",),
     "packaging": (f"{H}.commands.doctor",),
     "peft": (f"{H}.models.lora", f"{H}.models.peft_compat"),
     "psutil": (f"{H}.studio",),
@@ -72,14 +73,15 @@ DEPENDENCIES = {
     "tokenizers": (f"{H}.models",),
     "transformers": (f"{H}.api", f"{H}.trl_callbacks", f"{H}.models.hf_attention", f"{H}.models.load",
                      f"{H}.models.backbone",
-                     f"{H}.models.saving", f"{H}.models.shapes", f"{H}.models.tokenizer",
+                     f"{H}.models.processor_compat", f"{H}.models.saving", f"{H}.models.shapes",
+                     f"{H}.models.tokenizer",
                      f"{H}.models.tool_schema", f"{H}.models.transformers_compat"),
     "triton": (f"{H}.kernels",),
     "uvicorn": (f"{H}.inference.server", f"{H}.studio.command"),
     "websocket": (f"{H}.environments.builtin.openenv",),
 }
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library
-LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "gguf", "huggingface_hub",
+LAZY = {"PIL", "accelerate", "bitsandbytes", "datasets", "deepspeed", "gguf", "huggingface_hub",
         "math_verify", "matplotlib", "peft", "pyarrow", "reasoning_gym", "tokenizers", "transformers", "websocket"}
 # Folders of tests beside those that have a package's name.
 TEST_FOLDERS = {"benchmarks", "crash", "distributed", "factories", "fuzz", "journeys", "mutation", "project",

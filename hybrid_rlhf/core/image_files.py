@@ -1,0 +1,67 @@
+"""Images of rows, by reference: a batch carries names of files, and the model's processor reads each when it is needed.
+
+The size is decided once, when a row is tokenized, since it decides how many tokens an image has.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, NamedTuple
+
+from hybrid_rlhf.core.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_FILE_PIXELS = 100_000_000  # of a file; a larger one could fill the memory (Pillow warns at 89 million)
+
+
+class ImageRef(NamedTuple):
+    """An image in the file `path`, read as RGB of width x height pixels."""
+
+    path: str
+    width: int
+    height: int
+
+
+class ImageError(Exception):
+    """An image that cannot be read; the message says why, without its name."""
+
+
+def look_at(path: str, max_pixels: int) -> ImageRef:
+    """The image in a file, scaled down to at most max_pixels. Decodes it whole. Raises ImageError where it cannot be
+    read."""
+    image = _decoded(path)
+    scale = min(1.0, (max_pixels / (image.width * image.height)) ** 0.5)
+    return ImageRef(path, max(1, int(image.width * scale)), max(1, int(image.height * scale)))
+
+
+def open_image(image: ImageRef) -> Image:
+    """The image as RGB in its size. Raises UserError where the file is gone or is another one since `look_at`."""
+    from PIL.Image import Resampling
+
+    try:
+        opened = _decoded(image.path)
+    except ImageError as error:
+        raise UserError(f"image {image.path} {error}, and it was read when its row was tokenized; put it back"
+                        ) from error
+    size = (image.width, image.height)
+    return opened if opened.size == size else opened.resize(size, Resampling.BICUBIC)
+
+
+def _decoded(path: str) -> Image:
+    """The first frame, upright, as RGB."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise UserError("rows with images need the package pillow; install hybrid-rlhf[vision]") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound below is ours
+            with Image.open(path) as image:
+                if image.width * image.height > MAX_FILE_PIXELS:
+                    raise ImageError(f"has {image.width} x {image.height} pixels, and {MAX_FILE_PIXELS:,} are read")
+                return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:  # Pillow's for files
+        reason = "Pillow knows no such image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+        raise ImageError(f"cannot be read ({reason})") from error
