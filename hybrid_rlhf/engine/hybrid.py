@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hybrid_rlhf.core.distributed import RankGroup, max_over_ranks
+from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.engine.decode.admission import (
     check_generates,
     check_lengths,
+    check_reads_images,
     check_turns,
     fitting_cache,
     fitting_slots,
@@ -197,7 +199,7 @@ class HybridEngine(Generic[ModuleT]):
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int = 0, *,
                  limits: Sequence[int] | None = None, numbers: Sequence[int] | None = None,
-                 keep_candidates: bool = False) -> Generation:
+                 keep_candidates: bool = False, images: Sequence[Sequence[ImageRef]] | None = None) -> Generation:
         """Sample one response to each prompt (token ids). Only inside `inference()`.
 
         limits: most tokens of each response (sampling.max_new_tokens for all). numbers: each request's number
@@ -205,12 +207,17 @@ class HybridEngine(Generic[ModuleT]):
         (on a card up to rounding, which differs with the number of rows).
         Under tensor parallelism each rank gives its own prompts (or none), all are drawn together, and each gets its
         own responses. keep_candidates: whether the candidate tokens of truncated sampling are recorded
-        (Generation.kept). Raises UserError for a prompt that leaves no room for max_new_tokens in the model's context,
+        (Generation.kept). images: of each prompt, in the order of their tokens; no response then has a token of an
+        image. Raises UserError for a prompt that leaves no room for max_new_tokens in the model's context,
         for a cache that cannot hold one request, and for logits that are not finite.
         """
         self._require_inference("generate")
         limits = [sampling.max_new_tokens] * len(prompts) if limits is None else list(limits)
         numbers = range(len(prompts)) if numbers is None else numbers
+        never = self._runner.images.token_ids if images and any(images) else []
+        if never:
+            check_reads_images(self._runner, self.ranks)
+            prompts = [self._runner.images.numbered(*each) for each in zip(prompts, images, strict=True)]
         asked = [(*each, seed) for each in zip(numbers, prompts, limits, strict=True)]
         stops, check = self._stops(sampling), partial(check_lengths, self._runner, prompts, limits)
         if self.ranks:
@@ -218,13 +225,14 @@ class HybridEngine(Generic[ModuleT]):
             requests = draw_together(self.ranks, asked, sampling, check, draw)
         else:
             check()
-            requests = self._draw(asked, sampling, stops, keep_candidates)
+            requests = self._draw(asked, sampling, stops, keep_candidates, never)
         return Generation([r.tokens for r in requests],
                           ["eos" if r.tokens[-1] in stops else "length" for r in requests],
                           [r.logprobs for r in requests],
                           [r.kept for r in requests] if keep_candidates and sampling.is_truncated else None)
 
-    def _draw(self, asked: list[tuple], sampling: SamplingConfig, stops: list[int], keep: bool) -> list[Request]:
+    def _draw(self, asked: list[tuple], sampling: SamplingConfig, stops: list[int], keep: bool,
+              never: Sequence[int] = ()) -> list[Request]:
         """Run the requests (number, prompt, limit, seed), with half the slots where memory ran out; they draw the
         same."""
         capacity = max((len(prompt) + limit for _, prompt, limit, _ in asked), default=0)
@@ -238,7 +246,7 @@ class HybridEngine(Generic[ModuleT]):
                 else:
                     cache = self._fitting_cache(slots, capacity)
                     slots = cache.num_slots
-                    scheduler = Scheduler(self._runner, cache, sampling, stops, keep_candidates=keep)
+                    scheduler = Scheduler(self._runner, cache, sampling, stops, keep_candidates=keep, never=never)
                     for _ in scheduler.run(requests):
                         pass
                     self._note(cache.num_bytes(), scheduler.num_preempted)

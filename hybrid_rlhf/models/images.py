@@ -48,6 +48,10 @@ class ImageReader:
         return ReadImage(out["text_replacement_offsets"][0][0]["replacement"],
                          {name: value for name, value in out.items() if name not in unused})
 
+    def num_tokens(self, image: ImageRef) -> int:
+        """How many of `token_ids` an image has in a prompt."""
+        return sum(i in self.token_ids for i in self._processor.tokenizer(self.read(image).text)["input_ids"])
+
     def types(self, ids: Tensor) -> Tensor:
         """(B, T) long: 1 for the tokens of images, 0 for text."""
         known = torch.tensor(sorted(self.token_ids), device=ids.device)
@@ -88,7 +92,19 @@ def inputs_of(reader: ImageReader, composite: nn.Module, ids: Tensor, images: Se
     for name in read[0]:  # such as the grid of patches, which decides positions
         if name in takes and not name.startswith("pixel_"):
             named[name] = torch.cat([inputs[name] for inputs in read]).to(ids.device)
+    if hasattr(composite, "get_rope_index"):  # positions in three axes
+        named["position_ids"] = composite.get_rope_index(ids, **named)[0]
     return named | {"mm_encoder_outputs": {"image": _joined([features[image] for image in flat])}}
+
+
+def position_shift(reader: ImageReader, composite: nn.Module, image: ImageRef) -> int:
+    """How far the positions behind an image are from their places in the row: 0, or less than that where the model has
+    positions in three axes, of which an image takes as many as its longer side has (2409.12191, section 2.1)."""
+    if not hasattr(composite, "get_rope_index"):
+        return 0
+    ids = torch.tensor([[i] * reader.num_tokens(image) for i in sorted(reader.token_ids)[:1]])
+    grid = {name: value for name, value in reader.read(image).inputs.items() if not name.startswith("pixel_")}
+    return int(composite.get_rope_index(ids, mm_token_type_ids=torch.ones_like(ids), **grid)[1])
 
 
 def _features(reader: ImageReader, composite: nn.Module, image: ImageRef) -> Any:  # of transformers

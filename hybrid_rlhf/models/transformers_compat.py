@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import product
@@ -168,12 +168,15 @@ def _changed(owner: object, **values: object) -> Iterator[None]:
 
 
 @contextmanager
-def custom_attention(model: nn.Module, name: str, attention: Callable, mask: Callable) -> Iterator[None]:
-    """Within the block, `model` attends by `attention` with the masks of `mask`, registered as `name`."""
+def custom_attention(model: nn.Module, name: str, attention: Callable, mask: Callable,
+                     apart: Collection[str] = ()) -> Iterator[None]:
+    """Within the block, `model` attends by `attention` with the masks of `mask`, registered as `name`; but for the
+    modules named `apart`, with all that is in them."""
     attentions, masks, key = _attentions(), _masks(), "_attn_implementation_internal"
     TRANSFORMERS.require(model.config, key)
     # the config of every module, since composite models hold copies
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), key)}
+    configs = {id(m.config): m.config for place, m in model.named_modules() if hasattr(getattr(m, "config", None), key)
+               and not any(f"{place}.".startswith(f"{other}.") for other in apart)}
     before = [(config, getattr(config, key)) for config in configs.values()]
     attentions[name], masks[name] = attention, mask
     try:

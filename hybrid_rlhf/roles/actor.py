@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.divergence import TeacherTargets
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
@@ -74,9 +75,11 @@ class Actor:
         first, _ = place_over_ranks(len(prompts))
         numbers = range(first, first + len(prompts))
         if self.episodes is not None:
+            check(not any(prompts.images), "environment: a prompt has images, which episodes do not read; leave such "
+                                           "rows out")
             return self.episodes.play(self.engine, prompts, sampling, seed, numbers, keep_candidates)
         generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers,
-                                          keep_candidates=keep_candidates)
+                                          keep_candidates=keep_candidates, images=prompts.images)
         ended = [reason == "eos" for reason in generation.finish_reasons]
         texts = [completion_text(self.tokenizer, *row) for row in zip(generation.tokens, ended, strict=True)]
         rollout = Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)

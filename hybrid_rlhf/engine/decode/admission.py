@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import RankGroup
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes
 from hybrid_rlhf.engine.decode.pages import page_size
 from hybrid_rlhf.engine.decode.runner import Runner
@@ -54,6 +55,17 @@ def _allowed_bytes(runner: Runner, max_bytes: int | None) -> int | None:
     """Bytes that a cache may take: 90% of the free memory, and at most max_bytes. None: unknown."""
     free = free_bytes(runner.device)
     return min((b for b in (max_bytes, free and int(0.9 * free)) if b is not None), default=None)
+
+
+def check_reads_images(runner: Runner, ranks: RankGroup | None) -> None:
+    """Raise UserError where prompts with images cannot be sampled: by transformers' generate, over several ranks."""
+    name = type(runner.model).__name__
+    if runner.path == "generate":
+        why = "; ".join(f"{path}: {reason}" for path, reason in runner.reasons.items())
+        raise UserError(f"{name} does not run on the decode engine ({why}), which alone reads prompts with images here; "
+                        "take another model, or rows without images")
+    if ranks:
+        raise UserError("prompts with images are not sampled over several ranks; use tp 1")
 
 
 def check_generates(model: nn.Module) -> None:

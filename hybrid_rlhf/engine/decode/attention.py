@@ -68,7 +68,8 @@ class SlotAttention:
     def mask(self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable,
              local_size: int | None = None, **_others: object) -> Tensor | None:
         """transformers' mask interface: (B, 1, Q, W) bool, or None where the mask is plainly causal."""
-        if mask_function is self._causal or (local_size is not None and kv_length <= local_size):
+        is_narrow = local_size is not None and kv_length <= local_size and not self.cache.step.sees_ahead
+        if mask_function is self._causal or is_narrow:
             return None
         return self.bool_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length,
                               mask_function=mask_function)
@@ -79,8 +80,10 @@ class SlotAttention:
         rows = torch.arange(batch_size, device=positions.device)[:, None, None, None]
         columns = torch.arange(kv_length, device=positions.device)[None, None, None]
         seen = mask_function(rows, torch.zeros_like(rows[:1]), positions[:, None, :, None], columns)
-        # always causal: a model's mask may narrow this, but not show later or unwritten columns
-        return (seen & (columns <= positions[:, None, :, None])).expand(batch_size, 1, -1, -1)
+        # always causal: a model's mask may narrow this, but not show later or unwritten columns, except in an image
+        if not self.cache.step.sees_ahead:
+            seen = seen & (columns <= positions[:, None, :, None])
+        return seen.expand(batch_size, 1, -1, -1)
 
     def float_mask(self, *, dtype: torch.dtype = torch.float32, **named: object) -> Tensor:
         """`bool_mask` as numbers to add: 0, or the smallest of the dtype where masked."""

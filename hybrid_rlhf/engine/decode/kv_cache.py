@@ -30,6 +30,8 @@ class Step:
     ragged: where rows continue from different numbers of columns, (row, index in it, slot, column), (N,) int64 each, of
     all real tokens; the padding behind them is not stored. Over pages the cache sets these to page and column there;
     and `grid`, of a prefill that is not ragged: the page (N, Q) and column there (Q,) of each token.
+    shift (B, 1): what positions are more than columns, behind images of fewer positions than tokens. sees_ahead: the
+    tokens of an image may attend to its later ones, if the model's mask says so.
     `fresh` holds weak references to the keys that a layer handed out: strong ones would hold a second cache.
     """
 
@@ -42,6 +44,8 @@ class Step:
     offset: int = 0
     ragged: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     has_idle: bool = False
+    shift: Tensor | None = None
+    sees_ahead: bool = False
     grid: tuple[Tensor, Tensor] | None = None
     pages: Tensor | None = None  # of each row of a decode step (B, N), and where its token lies, once asked for
     place: tuple[Tensor, Tensor] | None = None

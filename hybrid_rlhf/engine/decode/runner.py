@@ -8,8 +8,9 @@ prompt do not differ before their first draw.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hybrid_rlhf.core.tensors import pad_right
 from hybrid_rlhf.engine.decode.attention import SlotAttention
 from hybrid_rlhf.engine.decode.fused_layers import Form, decode_layers, find_decode_layers
 from hybrid_rlhf.engine.decode.hf_generate import cache_growth, forced_logits
+from hybrid_rlhf.engine.decode.image_prompts import ImagePrompts, has_images, shifts_on
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache, Step, make_cache
 from hybrid_rlhf.engine.decode.model_overrides import adapted, counters, has_own_attention_adapted
 from hybrid_rlhf.engine.decode.parity import (
@@ -37,7 +39,7 @@ from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
 from hybrid_rlhf.kernels.products import own_products
-from hybrid_rlhf.models.backbone import text_backbone, text_forward, text_logits
+from hybrid_rlhf.models.backbone import joining, text_backbone, text_forward, text_logits, towers
 from hybrid_rlhf.models.hf_attention import (
     cache_name,
     causal_mask_function,
@@ -76,6 +78,7 @@ class Runner:
         self.capture = None  # records decode steps over static buffers (cuda_graphs.py), once tried
         self._direct: set[int] = set()
         self._attention = SlotAttention(self.ops, causal_mask_function())
+        self.images, self._towers = ImagePrompts(model), towers(model)
         self.fusions = Fusions()
         self.layers: list[Form] = []  # decoder layers that one kernel call computes in decode steps
         self._inside = False
@@ -103,7 +106,8 @@ class Runner:
             stack.enter_context(without_padding_check(self.model))
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"
-                stack.enter_context(custom_attention(self.model, name, self._attention.attend, self._attention.mask))
+                stack.enter_context(custom_attention(self.model, name, self._attention.attend, self._attention.mask,
+                                                     apart=self._towers))
             if self.path in ("native", "eager"):
                 stack.enter_context(adapted(self.model, self._attention, with_attention=self.path == "native"))
             self._inside = True
@@ -133,21 +137,26 @@ class Runner:
         self.bytes_per_slot = cache.num_bytes(is_growing=False) / cache.num_slots
 
     def prefill(self, cache: SlotCache, prompts: Sequence[Sequence[int]], source: Sequence[int],
-                targets: Sequence[int], offset: int = 0) -> Any:
+                targets: Sequence[int], offset: int = 0, shifts: Sequence[int] = ()) -> Any:
         """Store the columns of N prompts: prompt source[i] in slot targets[i]. Prompts are padded on the right.
 
-        offset: columns that the slots hold already (the same for all). Returns the backbone's output.
+        offset: columns that the slots hold already (the same for all); shifts: of positions there (image_prompts.py).
+        Returns the backbone's output.
         """
-        ids = pad_right(prompts, 0).to(self.device)
+        with_images = any(map(has_images, prompts))
+        ids = pad_right([self.images.ids_of(p) for p in prompts] if with_images else prompts, 0).to(self.device)
         positions = torch.arange(offset, offset + ids.shape[1], device=self.device).expand(len(prompts), -1)
         is_plain = list(source) == list(range(len(prompts)))
         step = Step(positions, offset + ids.shape[1], is_prefill=True, offset=offset,
                     source=None if is_plain else torch.tensor(source, device=self.device),
-                    targets=torch.tensor(targets, device=self.device))
+                    targets=torch.tensor(targets, device=self.device), shift=shifts_on(self.device, shifts),
+                    sees_ahead=with_images)
+        if with_images:
+            return self._forward(joining(self.model), cache, step, ids, self.images.inputs(prompts, ids))
         return self._forward(self._body, cache, step, ids)
 
-    def extend(self, cache: SlotCache, chunks: Sequence[Sequence[int]], slots: Sequence[int], offsets: Sequence[int]
-               ) -> None:
+    def extend(self, cache: SlotCache, chunks: Sequence[Sequence[int]], slots: Sequence[int], offsets: Sequence[int],
+               shifts: Sequence[int] = ()) -> None:
         """Store further columns of N sequences in one forward: chunk i in slots[i], behind offsets[i] columns.
 
         Padding has the position of its row's last token, as later positions may exceed the model's. A model that counts
@@ -157,7 +166,7 @@ class Runner:
             groups = [range(len(chunks))] if len(set(offsets)) == 1 else [[i] for i in range(len(chunks))]
             for group in groups:
                 self.prefill(cache, [chunks[i] for i in group], range(len(group)), [slots[i] for i in group],
-                             offset=offsets[group[0]])
+                             offset=offsets[group[0]], shifts=[shifts[i] for i in group] if shifts else ())
             return
         real = [(i, j, slots[i], offsets[i] + j) for i, chunk in enumerate(chunks) for j in range(len(chunk))]
         longest = max(map(len, chunks))
@@ -165,7 +174,7 @@ class Runner:
                   for at, chunk in zip(offsets, chunks, strict=True)]
         step = Step(torch.tensor(places, device=self.device), max(row[-1] for row in places) + 1, is_prefill=True,
                     ragged=torch.tensor(real, device=self.device).unbind(1),
-                    targets=torch.tensor(slots, device=self.device))
+                    targets=torch.tensor(slots, device=self.device), shift=shifts_on(self.device, shifts))
         self._forward(self._body, cache, step, pad_right(chunks, 0).to(self.device))
 
     @property
@@ -175,22 +184,24 @@ class Runner:
         return base if cache_name(base) else text_forward(self.model)
 
     def decode(self, cache: SlotCache, tokens: Tensor, positions: Tensor, width: int, slots: Tensor | None,
-               has_idle: bool = False) -> Tensor:
-        """One token per row: tokens (B,), positions (B,) int64 -> logits (B, V). slots None: row b is slot b.
-        has_idle: rows at position -1 do not count."""
-        step = Step(positions[:, None], width, slots, has_idle=has_idle)
+               has_idle: bool = False, shift: Tensor | None = None) -> Tensor:
+        """One token per row: tokens (B,), positions (B,) int64, columns of the cache -> logits (B, V). slots None: row
+        b is slot b. has_idle: rows at position -1 do not count. shift (B, 1): as in Step."""
+        step = Step(positions[:, None], width, slots, has_idle=has_idle, shift=shift)
         out = self._forward(text_forward(self.model), cache, step, tokens[:, None])
         logits = text_logits(self.model, out)[:, -1]
         return self._group.firsts(logits) if self._group and not self._gathers else logits
 
     @torch.no_grad()
-    def _forward(self, module: nn.Module, cache: SlotCache, step: Step, ids: Tensor):  # noqa: ANN202
+    def _forward(self, module: nn.Module, cache: SlotCache, step: Step, ids: Tensor,  # noqa: ANN202
+                 more: Mapping[str, object] = MappingProxyType({})):
         self.check_inside()
         cache.begin(step)
         self._attention.cache = cache
-        named = {"use_cache": True} | {name: cache for name in (cache_name(module),) if name}
-        if self._takes_positions(module):
-            named["position_ids"] = step.places + self.first_position if self.first_position else step.places
+        named = {"use_cache": True} | {name: cache for name in (cache_name(module),) if name} | dict(more)
+        if self._takes_positions(module) and "position_ids" not in named:
+            places = step.places if step.shift is None else step.places + step.shift
+            named["position_ids"] = places + self.first_position if self.first_position else places
         if self.path == "eager":
             with own_attention(self._attention.float_mask, self._attention.bool_mask):
                 return module(input_ids=ids, **named)

@@ -19,16 +19,19 @@ def sampling_key(sampling: SamplingConfig) -> tuple:
 
 
 class Sampler:
-    """Draws tokens by the kernels. stops: tokens that end a response. Two with the same `key` draw the same."""
+    """Draws tokens by the kernels. stops: tokens that end a response; never: tokens that are not drawn. Two with the
+    same `key` draw the same."""
 
-    def __init__(self, ops: Ops, sampling: SamplingConfig, stops: Iterable[int], device: torch.device) -> None:
+    def __init__(self, ops: Ops, sampling: SamplingConfig, stops: Iterable[int], device: torch.device,
+                 never: Sequence[int] = ()) -> None:
         stops = sorted(stops)
         self.sampling = sampling
         self.settings = dict(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
                              min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty)
-        self.key = (*sampling_key(sampling), *stops)
+        self.key = (*sampling_key(sampling), *stops, None, *never)
         self._sample = ops.sample
         self._stop_ids = torch.tensor(stops, dtype=torch.long, device=device)
+        self._never_ids = torch.tensor(never, dtype=torch.long, device=device)
 
     def __call__(self, logits: Tensor, streams: Tensor, counts: Tensor, seen: Tensor | None = None,
                  below_min_tokens: bool = False, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -39,18 +42,23 @@ class Sampler:
         """
         seen = seen if seen is None else seen[:, : logits.shape[1]]
         tokens, logprobs = self._sample(logits, streams, counts, **self.settings, seen=seen, kept=kept,
-                                        forbidden=self._forbidden(logits, counts) if below_min_tokens else None)
+                                        forbidden=self._forbidden(logits, counts, below_min_tokens))
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
         return tokens, logprobs
 
-    def _forbidden(self, logits: Tensor, counts: Tensor) -> Tensor | None:
-        """Stop tokens, in rows that have not reached min_new_tokens."""
-        if not len(self._stop_ids):
+    def _forbidden(self, logits: Tensor, counts: Tensor, below_min_tokens: bool) -> Tensor | None:
+        """(B, V) bool: the tokens that are never drawn, and stop tokens in rows that have not reached min_new_tokens;
+        None where there are none."""
+        has_young = below_min_tokens and len(self._stop_ids)
+        if not has_young and not len(self._never_ids):
             return None
         forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        is_young = (counts < self.sampling.min_new_tokens)[:, None].expand(-1, len(self._stop_ids))
-        return forbidden.index_copy_(1, self._stop_ids, is_young.contiguous())
+        forbidden.index_fill_(1, self._never_ids, True)
+        if has_young:
+            is_young = (counts < self.sampling.min_new_tokens)[:, None].expand(-1, len(self._stop_ids))
+            forbidden.index_copy_(1, self._stop_ids, is_young.contiguous())
+        return forbidden
 
 
 class MixedSampler:

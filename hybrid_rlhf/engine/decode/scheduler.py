@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.engine.decode.cuda_graphs import STEPS_PER_LOOK, steps_of
+from hybrid_rlhf.engine.decode.image_prompts import has_images, shifts_on
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.request import Request, check_finite, stream
 from hybrid_rlhf.engine.decode.runner import Runner
@@ -46,6 +47,7 @@ class _Batch:
     width: int  # columns that the next step looks at
     steps_left: int  # until the first of them reaches its limit
     below_min_tokens: bool  # some had not reached min_new_tokens when the batch was made
+    shift: Tensor | None  # of the rows' positions (image_prompts.py); None: of none
     draw: Sampler | MixedSampler
 
 
@@ -56,7 +58,8 @@ class Scheduler:
     waiting request enters as soon as a slot is free, for a streaming reader; else entries are gathered. The slot of a
     request that may go on is kept for the one that follows it, until `release` or until another needs it: then the
     whole sequence is read again. ended: finished requests that may go on, for the caller to collect. keep_candidates:
-    whether requests record the candidate tokens of each draw, where sampling is truncated.
+    whether requests record the candidate tokens of each draw, where sampling is truncated. never: tokens that are not
+    drawn.
 
     Over pages a request enters when its prompt fits, and gets pages as it grows. Where none are left, prompts and
     sequences of slots that do not run are forgotten, then the youngest request is preempted: it waits, and its tokens
@@ -64,10 +67,12 @@ class Scheduler:
     """
 
     def __init__(self, runner: Runner, cache: SlotCache, sampling: SamplingConfig,
-                 stops: Sequence[int], is_eager: bool = False, keep_candidates: bool = False) -> None:
+                 stops: Sequence[int], is_eager: bool = False, keep_candidates: bool = False,
+                 never: Sequence[int] = ()) -> None:
         self.runner, self.cache, self.sampling = runner, cache, sampling
         self.stops, self.device, self.is_eager = frozenset(stops), runner.device, is_eager
         self._keep_candidates = keep_candidates and sampling.is_truncated
+        self.never = tuple(never)
         self._samplers: dict[tuple, Sampler] = {}
         self._static = steps_of(runner, cache)
         if self._static:
@@ -190,7 +195,8 @@ class Scheduler:
             offsets = {s: len(self._kept[s].prompt) + len(self._kept[s].tokens) - 1 for s in entering}
             chunks = {slot: list(r.prompt[offsets[slot]:-1]) for slot, r in entering.items()}
             for slots in _alike({slot: len(chunk) for slot, chunk in chunks.items()}):
-                self.runner.extend(self.cache, [chunks[s] for s in slots], slots, [offsets[s] for s in slots])
+                self.runner.extend(self.cache, [chunks[s] for s in slots], slots, [offsets[s] for s in slots],
+                                   [self._shift(entering[s]) for s in slots])
             self._entered(entering)
             self._running |= entering
             self._batch = None
@@ -301,7 +307,8 @@ class Scheduler:
             self._seen = torch.zeros(self.cache.num_slots, size, dtype=torch.bool, device=self.device)
         for slot, request in entering.items():
             self._seen[slot] = False
-            self._seen[slot, torch.tensor([*request.prompt, *request.tokens], device=self.device)] = True
+            self._seen[slot, torch.tensor([i for i in (*request.prompt, *request.tokens) if i >= 0],
+                                          device=self.device)] = True
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
@@ -364,7 +371,11 @@ class Scheduler:
                       steps_left=min(r.limit - len(r.tokens) for _, r in live),
                       below_min_tokens=any(r.num_drawn + len(r.tokens) < self._settings(r).min_new_tokens
                                            for _, r in live),
+                      shift=shifts_on(self.device, [self._shift(r) for r in requests]),
                       draw=self._sampler(requests))
+
+    def _shift(self, request: Request) -> int:
+        return self.runner.images.shift_of(request.prompt) if has_images(request.prompt) else 0
 
     def _settings(self, request: Request) -> SamplingConfig:
         return request.sampling or self.sampling
@@ -378,7 +389,7 @@ class Scheduler:
             settings = self._settings(request)
             key = sampling_key(settings)
             if key not in self._samplers:
-                self._samplers[key] = Sampler(self.runner.ops, settings, self.stops, self.device)
+                self._samplers[key] = Sampler(self.runner.ops, settings, self.stops, self.device, self.never)
             rows.setdefault(key, []).append(i)
         if len(rows) == 1:
             return self._samplers[next(iter(rows))]
@@ -392,7 +403,7 @@ class Scheduler:
         This runs for every token, so it loops over the requests only where it must.
         """
         steps = min(self._steps, batch.steps_left)
-        if self._static and isinstance(batch.draw, Sampler):
+        if self._static and isinstance(batch.draw, Sampler) and batch.shift is None:
             drawn = self._replay(batch, steps)
         else:
             queued = [self._step(batch, batch.width + i) for i in range(steps)]
@@ -425,7 +436,8 @@ class Scheduler:
 
     def _step(self, batch: _Batch, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """One token for every row; leaves the batch ready for the next."""
-        logits = self.runner.decode(self.cache, batch.tokens, batch.positions, width, batch.slot_ids)
+        logits = self.runner.decode(self.cache, batch.tokens, batch.positions, width, batch.slot_ids,
+                                    shift=batch.shift)
         seen = self._seen if self._seen is None or batch.slot_ids is None else self._seen[batch.slot_ids]
         seen = seen if seen is None else seen[: len(logits)]
         kept = new_candidate_mask(logits) if self._keep_candidates else None

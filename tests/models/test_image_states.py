@@ -1,0 +1,82 @@
+"""Rows with images: the states that transformers' own model computes from its own processor's inputs, row by row."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from hybrid_rlhf.core.image_files import ImageRef, look_at, open_image
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
+from hybrid_rlhf.models.backbone import hidden_states, joining
+from hybrid_rlhf.models.images import load_reader, reader_of
+from tests.factories import tiny
+from tests.factories.vision import KINDS, ROWS, by_transformers, folder, image_files, image_text_model, rows_of
+
+
+def batch_of(kind: str) -> SequenceBatch:
+    ids, images = rows_of(kind)
+    mask = length_mask([len(row) for row in ids])
+    return SequenceBatch(pad_right(ids, 0), mask, mask, images=images)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_padded_batch_has_the_states_of_transformers_on_each_row(kind):
+    model, reader, batch = image_text_model(kind), load_reader(folder(kind)), batch_of(kind)
+    ours = hidden_states(model, batch)
+    for i, ((text, _), images) in enumerate(zip(ROWS, batch.images, strict=True)):
+        inputs = by_transformers(reader, text, images)
+        assert inputs["input_ids"][0].tolist() == batch.input_ids[i][batch.attention_mask[i]].tolist()
+        theirs = joining(model)(**inputs, use_cache=False).last_hidden_state[0]
+        assert_close(ours[i, : len(theirs)], theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chosen_rows_keep_their_images_and_rows_without_any_are_plain_text(kind):
+    model, batch = image_text_model(kind), batch_of(kind)
+    whole = hidden_states(model, batch)
+    part = batch.rows(torch.tensor([3, 1]))
+    for ours, row in zip(hidden_states(model, part), (3, 1), strict=True):
+        length = int(batch.attention_mask[row].sum())
+        assert_close(ours[:length], whole[row, :length], atol=2e-5, rtol=1e-4)
+    assert batch.rows(torch.tensor([2])).images is None
+
+
+def test_each_image_is_read_by_the_tower_once_however_many_rows_have_it():
+    model, batch = image_text_model("qwen3_vl"), batch_of("qwen3_vl")
+    seen = []
+    joining(model).visual.register_forward_hook(lambda *_: seen.append(1))
+    hidden_states(model, batch.rows(torch.tensor([0, 0, 0, 1])))
+    assert len(seen) == 2  # files 0 and 1, of six places
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tower_has_gradients_only_where_it_is_trained(kind):
+    model, batch = image_text_model(kind), batch_of(kind)
+    towers = [p for n, p in joining(model).named_parameters() if not n.startswith("language_model")]
+    hidden_states(model, batch).square().sum().backward()
+    assert all(p.grad is not None for p in model.get_input_embeddings().parameters())
+    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in towers)
+    for parameter in towers:
+        parameter.grad, parameter.requires_grad = None, False
+    hidden_states(model, batch).square().sum().backward()
+    assert all(p.grad is None for p in towers)
+
+
+def test_a_model_of_text_has_no_reader_and_refuses_images():
+    model = tiny.tiny_causal_lm()
+    assert reader_of(model) is None
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="reads no images"):
+        hidden_states(model, SequenceBatch(ids, ids.bool(), ids.bool(), images=[(image_files()[0],)]))
+
+
+def test_an_image_is_read_upright_in_rgb_and_scaled_to_the_bound(tmp_path):
+    from PIL import Image
+
+    path = str(tmp_path / "a.jpg")
+    image, exif = Image.new("CMYK", (80, 40)), Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    image.save(path, exif=exif)
+    assert look_at(path, 10**6) == ImageRef(path, 40, 80)
+    small = look_at(path, 800)
+    assert small == ImageRef(path, 20, 40) and open_image(small).size == (20, 40)
+    assert open_image(small).mode == "RGB"
