@@ -62,7 +62,7 @@ def check_reads_images(runner: Runner, ranks: RankGroup | None) -> None:
     name = type(runner.model).__name__
     if runner.path == "generate":
         why = "; ".join(f"{path}: {reason}" for path, reason in runner.reasons.items())
-        raise UserError(f"{name} does not run on the decode engine ({why}), which alone reads prompts with images here; "
+        raise UserError(f"{name} does not run on the decode engine ({why}), which alone reads images in prompts; "
                         "take another model, or rows without images")
     if ranks:
         raise UserError("prompts with images are not sampled over several ranks; use tp 1")

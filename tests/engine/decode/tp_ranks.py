@@ -55,8 +55,8 @@ def first_logits(engine) -> list:
     """The logits of the first step after PROMPTS[0]."""
     seen, true_decode = [], Runner.decode
 
-    def decode(self, *given):
-        seen.append(true_decode(self, *given))
+    def decode(self, *given, **named):
+        seen.append(true_decode(self, *given, **named))
         return seen[-1]
 
     Runner.decode = decode
@@ -144,10 +144,10 @@ def failure(ranks, rank: int) -> dict:
         if rank:
             calls = iter(range(100))
 
-            def decode(self, *given):
+            def decode(self, *given, **named):
                 if next(calls) == 3:
                     raise MemoryError("no room on this rank")
-                return true_decode(self, *given)
+                return true_decode(self, *given, **named)
 
             Runner.decode = decode
         start = time.monotonic()
