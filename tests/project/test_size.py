@@ -18,7 +18,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/commands": (2016, 9),
     "hybrid_rlhf/core": (3196, 23),
     "hybrid_rlhf/data": (3904, 17),
-    "hybrid_rlhf/engine": (6700, 44),
+    "hybrid_rlhf/engine": (6699, 44),
     "hybrid_rlhf/environments": (1880, 9),
     "hybrid_rlhf/export": (913, 6),
     "hybrid_rlhf/kernels": (6163, 36),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1486, 10),
     "training": (5262, 29),
     "inference": (3682, 27),
-    "tests": (58368, 345),
+    "tests": (58371, 345),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (2250, 11),
 }

@@ -68,8 +68,7 @@ class SlotAttention:
     def mask(self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable,
              local_size: int | None = None, **_others: object) -> Tensor | None:
         """transformers' mask interface: (B, 1, Q, W) bool, or None where the mask is plainly causal."""
-        is_narrow = local_size is not None and kv_length <= local_size and not self.cache.step.sees_ahead
-        if mask_function is self._causal or is_narrow:
+        if mask_function is self._causal or (local_size is not None and kv_length <= local_size):
             return None
         return self.bool_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length,
                               mask_function=mask_function)
