@@ -194,7 +194,9 @@ class Backbone:
 
     def scalar(self, role: str) -> nn.Module:
         """The model of a role with a head."""
-        return BackboneWithHead(text_backbone(self.model), self.heads[role]) if self.is_frozen else self.model
+        if not self.is_frozen:
+            return self.model
+        return BackboneWithHead(text_backbone(self.model), self.heads[role], joining(self.model))
 
 
 def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], config: OnPolicyConfig,

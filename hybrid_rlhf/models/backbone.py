@@ -37,7 +37,7 @@ def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
 def _states(model: nn.Module, batch: SequenceBatch, **options: bool) -> Any:  # of transformers
     if batch.images is not None:
         with never_packed():
-            return images.states(model, joining(model), batch.input_ids, batch.images, use_cache=False, **options)
+            return images.states(joining(model), batch.input_ids, batch.images, use_cache=False, **options)
     backbone = text_backbone(model)
     if batch.position_ids is not None:
         return backbone(input_ids=batch.input_ids, use_cache=False, position_ids=batch.position_ids, **options)
@@ -255,7 +255,10 @@ def text_backbone(model: nn.Module) -> nn.Module:
 
 
 def joining(model: nn.Module) -> nn.Module:
-    """The module of an image-text model that joins images and text, and computes the hidden states of both."""
+    """The module of an image-text model that joins images and text, and computes the hidden states of both; for a
+    BackboneWithHead that of its backbone's model."""
+    if not hasattr(model, "config"):
+        return model.joint[0]
     causal, backbone, _ = places(model)
     return model.get_submodule(f"{causal}.{backbone}" if causal else backbone)
 

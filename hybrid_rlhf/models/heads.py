@@ -48,11 +48,13 @@ class ScalarModel(nn.Module):
 
 
 class BackboneWithHead(nn.Module):
-    """The model of a ScalarModel made of a backbone that roles may share and a separate head."""
+    """The model of a ScalarModel made of a backbone of text that roles may share and a separate head. joint: the module
+    around the backbone that joins images and text (the backbone itself, where there are no images)."""
 
-    def __init__(self, backbone: nn.Module, score: nn.Module) -> None:
+    def __init__(self, backbone: nn.Module, score: nn.Module, joint: nn.Module | None = None) -> None:
         super().__init__()
         self.base_model, self.score = backbone, score
+        self.joint = (backbone if joint is None else joint,)  # in a tuple, so that it is not a second submodule
 
 
 def head_of(weight: Tensor, *, is_trained: bool) -> nn.Linear:

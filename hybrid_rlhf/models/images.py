@@ -72,13 +72,12 @@ def reader_of(owner: Any) -> ImageReader | None:  # of transformers
     return load_reader(str(path)) if path else None
 
 
-def states(model: nn.Module, composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]],
-           **named: object) -> Any:  # of transformers
-    """The output of `composite`, the module of `model` that joins images and text, for rows ids (B, T) with the images
-    of each row in their order. named: further arguments of its forward. ValueError where the model reads no images."""
-    reader = reader_of(model)
+def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]], **named: object) -> Any:
+    """The output of `composite`, the module that joins images and text (backbone.joining), for rows ids (B, T) with the
+    images of each row in their order. named: further arguments of its forward. ValueError where it reads none."""
+    reader = reader_of(composite)
     if reader is None:
-        raise ValueError(f"{type(model).__name__} reads no images")
+        raise ValueError(f"{type(composite).__name__} reads no images")
     return composite(input_ids=ids, **inputs_of(reader, composite, ids, images), **named)
 
 

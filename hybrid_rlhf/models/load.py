@@ -58,6 +58,8 @@ class ModelConfig:
             flash_attention_2 (an accelerator, 16-bit weights and the package flash_attn).
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
         freeze: Regular expressions; parameters whose name matches one (re.search) are not trained.
+        freeze_vision: Whether the parts that read images stay as they are. false trains them with the rest of the
+            weights, on rows with images; adapters are always on the text part.
         trust_remote_code: Run code that the model's repository brings. Off unless you know its author.
         trust_pickled_weights: Take weights saved as *.bin too, which are pickles, read with torch's weights_only.
         load_in_4bit: Hold the linear layers' frozen weights in 4 bits (NF4, bitsandbytes); needs lora.r > 0 to train.
@@ -73,6 +75,7 @@ class ModelConfig:
     attn_implementation: str = one_of("auto", ATTENTIONS)
     gradient_checkpointing: bool = False
     freeze: list[str] = field(default_factory=list)
+    freeze_vision: bool = True
     trust_remote_code: bool = False
     trust_pickled_weights: bool = False
     load_in_4bit: bool = False
@@ -88,6 +91,8 @@ class ModelConfig:
               "model.preset and model.model_name_or_path are both given; a run starts from one model")
         check(not (self.load_in_4bit and self.load_in_8bit),
               "model.load_in_4bit and model.load_in_8bit are both on; choose one")
+        check(self.freeze_vision or not self.lora.r,
+              "model.freeze_vision is false, and adapters (model.lora.r) freeze all others; set one of them back")
         check(not (self.preset and self.quantize),
               f"model.load_in_{self.quantize} with model.preset: a random model has nothing worth freezing; "
               "leave it out")
@@ -348,8 +353,8 @@ def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module
         with _only_errors():  # no long note on how new rows are drawn
             model.resize_token_embeddings(vocab_size)  # new rows near the mean: unlikely until trained
     is_of_text = reads_text(model)
-    for name, parameter in model.named_parameters():  # towers are frozen: text gives them no gradient
-        if not is_of_text(name):
+    for name, parameter in model.named_parameters():
+        if config.freeze_vision and not is_of_text(name):  # text gives them no gradient
             parameter.requires_grad_(False)
     for pattern in config.freeze:
         matches = [p for n, p in model.named_parameters() if re.search(pattern, n)]
