@@ -85,7 +85,7 @@ def inputs_of(reader: ImageReader, composite: nn.Module, ids: Tensor, images: Se
     """What the forward of `composite` takes beside ids (B, T): the images' features, the kinds of tokens, sizes."""
     takes = forward_parameters(composite)
     flat = [image for row in images for image in row]
-    features = {image: _features(reader, composite, image) for image in dict.fromkeys(flat)}
+    features = _features(reader, composite, list(dict.fromkeys(flat)))
     named: dict[str, Any] = {name: reader.types(ids) for name in _TYPES if name in takes}
     read = [reader.read(image).inputs for image in flat]
     for name in read[0]:  # such as the grid of patches, which decides positions
@@ -106,20 +106,41 @@ def position_shift(reader: ImageReader, composite: nn.Module, image: ImageRef) -
     return int(composite.get_rope_index(ids, mm_token_type_ids=torch.ones_like(ids), **grid)[1])
 
 
-def _features(reader: ImageReader, composite: nn.Module, image: ImageRef) -> Any:  # of transformers
-    """The output of the tower and the projection for one image, with gradients where one of their weights is trained.
-    """
-    def placed(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(composite.device, composite.dtype if value.is_floating_point() else None)
-
+def _features(reader: ImageReader, composite: nn.Module, images: Sequence[ImageRef]) -> dict[ImageRef, Any]:
+    """The output of the tower and the projection for each image, with gradients where one of their weights is trained.
+    Images whose inputs have one shape are computed together."""
+    alike: dict[tuple, list[ImageRef]] = {}
+    for image in images:
+        shapes = tuple((name, getattr(value, "shape", None)) for name, value in reader.read(image).inputs.items())
+        alike.setdefault(shapes, []).append(image)
     words = composite.get_input_embeddings()
     towers = [child for child in composite.children() if all(module is not words for module in child.modules())]
     is_frozen = not any(p.requires_grad for tower in towers for p in tower.parameters())
+    features = {}
     with torch.no_grad() if is_frozen else nullcontext():
-        return composite.get_image_features(
-            **{name: placed(value) for name, value in reader.read(image).inputs.items()}, return_dict=True)
+        for group in alike.values():
+            read = [reader.read(image).inputs for image in group]
+            inputs = {name: _placed(torch.cat([each[name] for each in read]), composite) for name in read[0]}
+            features |= zip(group, _parted(composite.get_image_features(**inputs, return_dict=True), len(group)),
+                            strict=True)
+    return features
+
+
+def _placed(value: Tensor, composite: nn.Module) -> Tensor:
+    return value.to(composite.device, composite.dtype if value.is_floating_point() else None)
+
+
+def _parted(output: Any, count: int) -> list[Any]:
+    """An output of `count` images of one shape as one of each."""
+    def parts(values: Any) -> list[Any]:
+        size = len(values) // count
+        return [values[i * size : (i + 1) * size] for i in range(count)]
+
+    parted = [type(output)(pooler_output=part) for part in parts(output.pooler_output)]
+    for layer in getattr(output, "deepstack_features", None) or ():
+        for each, part in zip(parted, parts(layer), strict=True):
+            each.deepstack_features = [*(each.deepstack_features or ()), part]
+    return parted
 
 
 def _joined(outputs: Sequence[Any]) -> Any:  # of transformers

@@ -43,9 +43,26 @@ def test_chosen_rows_keep_their_images_and_rows_without_any_are_plain_text(kind)
 def test_each_image_is_read_by_the_tower_once_however_many_rows_have_it():
     model, batch = image_text_model("qwen3_vl"), batch_of("qwen3_vl")
     seen = []
-    joining(model).visual.register_forward_hook(lambda *_: seen.append(1))
+    joining(model).visual.register_forward_hook(lambda _module, _inputs, out: seen.append(len(out.pooler_output)))
     hidden_states(model, batch.rows(torch.tensor([0, 0, 0, 1])))
-    assert len(seen) == 2  # files 0 and 1, of six places
+    assert sorted(seen) == [15, 16]  # tokens of files 0 and 1, which have six places
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_of_one_size_are_computed_together_with_the_same_states(kind, tmp_path):
+    from PIL import Image
+
+    reader, first = load_reader(folder(kind)), image_files()[0]
+    others = [first]
+    for i, colour in enumerate(("red", "blue")):
+        Image.new("RGB", (first.width, first.height), colour).save(tmp_path / f"{i}.png")
+        others.append(ImageRef(str(tmp_path / f"{i}.png"), first.width, first.height))
+    model, row = image_text_model(kind), batch_of(kind).rows(torch.tensor([0] * 3))
+    row.images = [(image,) for image in others]
+    together = hidden_states(model, row)
+    for i, image in enumerate(others):
+        alone = by_transformers(reader, ROWS[0][0], (image,))
+        assert_close(together[i], joining(model)(**alone, use_cache=False).last_hidden_state[0], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/export": (913, 6),
     "hybrid_rlhf/kernels": (6163, 36),
     "hybrid_rlhf/memory_plan": (1990, 13),
-    "hybrid_rlhf/models": (5820, 31),
+    "hybrid_rlhf/models": (5841, 31),
     "hybrid_rlhf/report": (2337, 11),
     "hybrid_rlhf/rewards": (3245, 18),
     "hybrid_rlhf/roles": (1100, 10),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1486, 10),
     "training": (5264, 29),
     "inference": (3682, 27),
-    "tests": (58371, 345),
+    "tests": (58388, 345),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (2250, 11),
 }
