@@ -17,7 +17,7 @@ from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.engine import HybridEngine, ZeroConfig
 from hybrid_rlhf.engine.train.zero_config import lowest_stage
 from hybrid_rlhf.models import load
-from hybrid_rlhf.models.backbone import joining, text_backbone
+from hybrid_rlhf.models.backbone import check_head, joining, text_backbone
 from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import BackboneWithHead, head_of, zero_head
 from hybrid_rlhf.models.load import ModelConfig

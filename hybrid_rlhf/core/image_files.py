@@ -32,8 +32,13 @@ def look_at(path: str, max_pixels: int) -> ImageRef:
     """The image in a file, scaled down to at most max_pixels. Decodes it whole. Raises ImageError where it cannot be
     read."""
     image = _decoded(path)
+    return scaled(ImageRef(path, image.width, image.height), max_pixels)
+
+
+def scaled(image: ImageRef, max_pixels: int) -> ImageRef:
+    """The image scaled down to at most max_pixels, in its proportions."""
     scale = min(1.0, (max_pixels / (image.width * image.height)) ** 0.5)
-    return ImageRef(path, max(1, int(image.width * scale)), max(1, int(image.height * scale)))
+    return image._replace(width=max(1, int(image.width * scale)), height=max(1, int(image.height * scale)))
 
 
 def open_image(image: ImageRef) -> Image:
@@ -60,8 +65,9 @@ def _decoded(path: str) -> Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound below is ours
             with Image.open(path) as image:
                 if image.width * image.height > MAX_FILE_PIXELS:
-                    raise ImageError(f"has {image.width} x {image.height} pixels, and {MAX_FILE_PIXELS:,} are read")
+                    raise ImageError(f"has more than {MAX_FILE_PIXELS:,} pixels")
                 return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:  # Pillow's for files
         reason = "Pillow knows no such image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+        reason = getattr(error, "strerror", None) or reason.partition(" (")[0]  # without names and numbers of bytes
         raise ImageError(f"cannot be read ({reason})") from error

@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.core.options import expanded
-from hybrid_rlhf.data.messages import is_untrained
+from hybrid_rlhf.data.messages import WITH_MEDIA, is_untrained
 from hybrid_rlhf.data.turns import (
     BREAK,
+    IMAGES,
     SkipRow,
     Text,
     answers_of,
@@ -26,6 +29,7 @@ from hybrid_rlhf.data.turns import (
     unbroken,
     without_blank,
 )
+from hybrid_rlhf.models.images import ImageReader, reader_of
 from hybrid_rlhf.models.template import CARRIED, dialect_of
 from hybrid_rlhf.models.template_kwargs import set_defaults
 from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
@@ -39,31 +43,44 @@ CHATML = (
 )
 _CHARACTERS = 16  # of a text tokenized first, per token that counts
 _MARGIN = 64  # tokens before a cut that may differ from those without it
+_SHOWN = "[image]"  # in place of its tokens, for people and reward functions
+LEFT_OUT = "the chat template leaves out an image, or writes another one"
 REWRITTEN = "the chat template rewrites earlier turns of a completion of several"
+
+
+_texts: WeakKeyDictionary = WeakKeyDictionary()  # reader -> size of an image -> its text
 
 
 class Rendered(NamedTuple):
     """One sequence as text. spans: the (start, end) characters to be trained; is_plain: the tokenizer adds BOS.
 
     A text without spans is a prompt. The text of messages has a BREAK wherever content looks like a special token.
+    images: in the order of their texts; images_end: the character behind the last one; short: the text with a word in
+    place of each.
     """
 
     text: str
     spans: list[tuple[int, int]]
     is_plain: bool
+    images: tuple[ImageRef, ...] = ()
+    images_end: int = 0
+    short: str = ""
 
     @property
     def shown(self) -> str:
-        """The text without breaks."""
-        return self.text if self.is_plain else unbroken(self.text)
+        """The text without breaks, and without the tokens of images."""
+        return self.text if self.is_plain else unbroken(self.short or self.text)
 
 
 class Encoded(NamedTuple):
-    """ids (T,), loss_mask (T,) bool over response tokens with EOS, and the tokens before the first response token."""
+    """ids (T,), loss_mask (T,) bool over response tokens with EOS, and the tokens before the first response token.
+    images: those of the text; images_end: the tokens to the end of the last one, for a text with spans."""
 
     ids: list[int]
     loss_mask: list[bool]
     num_prompt_tokens: int
+    images: tuple[ImageRef, ...] = ()
+    images_end: int = 0
 
 
 def ensure_template(tokenizer, template: str | None = None, set_eos: bool = False,  # noqa: ANN001
@@ -130,8 +147,9 @@ def as_turn(tokenizer, prompt: Text, raw: bool = False) -> Text:  # noqa: ANN001
 def compose_prompt(tokenizer, prompt: Text, continues: bool = True) -> Rendered:  # noqa: ANN001
     """A prompt as the text that a model continues: a string unchanged, messages with the generation prompt. With
     `continues` a last message of the assistant is the beginning of the answer, and the text ends with it."""
-    is_plain = isinstance(prompt, str)
-    return Rendered(prompt if is_plain else render_prompt(tokenizer, prompt, continues), [], is_plain)
+    if isinstance(prompt, str):
+        return Rendered(prompt, [], True)
+    return _with_images(tokenizer, Rendered(render_prompt(tokenizer, prompt, continues), [], False), prompt)
 
 
 def compose(tokenizer, prompt: Text, completion: Text) -> Rendered:  # noqa: ANN001
@@ -175,11 +193,44 @@ def compose_messages(tokenizer, messages: Sequence[dict], first: int = 0,  # noq
     answers = answers_of(tokenizer, messages[: trained[-1] + 1] if trained else messages, first, begun)
     text = "".join(answers[-1])
     is_one = len(answers) == 1 or (dialect_of(tokenizer).ends and all(text.startswith("".join(a)) for a in answers))
-    shown = [(a, (len(a.prompt), len(a.prompt) + len(a.text))) for i, a in zip(turns, answers, strict=False)
+    shown = [(i, a, (len(a.prompt), len(a.prompt) + len(a.text))) for i, a in zip(turns, answers, strict=False)
              if i in trained]
-    if is_one:
-        return [Rendered(text, [span for _, span in shown], False)]
-    return [Rendered("".join(a), [span], False) for a, span in shown]
+    texts = [(trained[-1], Rendered(text, [span for _, _, span in shown], False))] if is_one else [
+        (i, Rendered("".join(a), [span], False)) for i, a, span in shown]
+    return [_with_images(tokenizer, row, messages[:i]) for i, row in texts]
+
+
+def _with_images(tokenizer, row: Rendered, messages: Sequence[dict]) -> Rendered:  # noqa: ANN001
+    """The text of these messages, with each image's own text in place of what the template writes for any."""
+    images = tuple(ImageRef(*image) for message in messages for image in message.get(IMAGES, ()))
+    if not images:
+        return row
+    reader = reader_of(tokenizer)
+    if reader is None:
+        raise SkipRow(WITH_MEDIA)
+    pieces = row.text.split(reader.placeholder)
+    if len(pieces) != len(images) + 1:
+        raise SkipRow(LEFT_OUT)
+    texts = [_text_of(reader, image) for image in images]
+    ends = list(accumulate(len(piece) + len(reader.placeholder) for piece in pieces[:-1]))  # in the template's text
+    grown = list(accumulate((len(text) - len(reader.placeholder) for text in texts), initial=0))
+    spans = [(start + grown[bisect_right(ends, start)], end + grown[bisect_right(ends, end)])
+             for start, end in row.spans]
+    return row._replace(text=_joined(pieces, texts), spans=spans, images=images, images_end=ends[-1] + grown[-1],
+                        short=_joined(pieces, [_SHOWN] * len(texts)))
+
+
+def _joined(pieces: Sequence[str], between: Sequence[str]) -> str:
+    return "".join(text for pair in zip(pieces, [*between, ""], strict=True) for text in pair)
+
+
+def _text_of(reader: ImageReader, image: ImageRef) -> str:
+    """The text that stands for an image. It depends on the size alone: no image is processed for it twice."""
+    known = _texts.setdefault(reader, {})
+    size = image.width, image.height
+    if size not in known:
+        known[size] = reader.read(image).text
+    return known[size]
 
 
 def encode_all(tokenizer, rendered: Sequence[Rendered], append_eos: bool = True) -> list[Encoded]:  # noqa: ANN001
@@ -218,7 +269,8 @@ def encode_first(tokenizer, rendered: Sequence[Rendered], num_tokens: int,  # no
 def _beginning(row: Rendered, size: int) -> Rendered:
     if len(row.text) <= size:
         return row
-    return row._replace(text=row.text[:size], spans=[(min(start, size), min(end, size)) for start, end in row.spans])
+    return row._replace(text=row.text[:size], spans=[(min(start, size), min(end, size)) for start, end in row.spans],
+                        images_end=min(row.images_end, size))
 
 
 def encode(tokenizer, prompt: Text, completion: Text) -> Encoded:  # noqa: ANN001
@@ -237,7 +289,7 @@ def _mark(tokenizer, row: Rendered, ids: list[int], ends: list[int], append_eos:
     if not row.spans:
         ends_every_text = row.is_plain and ids[-1:] == [eos] and not row.text.endswith(tokenizer.eos_token or "\0")
         ids = ids[:-1] if ends_every_text else ids  # some tokenizers append EOS to any text
-        return Encoded(ids, [False] * len(ids), len(ids))
+        return Encoded(ids, [False] * len(ids), len(ids), row.images)
     mask = [False] * len(ids)
     for span in row.spans:
         start, end = (bisect_right(ends, char) for char in span)  # tokens that end before it
@@ -250,14 +302,15 @@ def _mark(tokenizer, row: Rendered, ids: list[int], ends: list[int], append_eos:
                                 "name one in tokenizer_config.json")
             ids, mask = [*ids, eos], [*mask, True]
         mask[-1] = True
-    return Encoded(ids, mask, num_prompt_tokens)
+    return Encoded(ids, mask, num_prompt_tokens, row.images, bisect_right(ends, row.images_end))
 
 
 def _tokenize(tokenizer, rows: list[Rendered], special: bool) -> list[tuple[list[int], list[int]]]:  # noqa: ANN001
     """For each text its ids and, if any text has spans, the character behind each token. The parts of a text between
     BREAKs are tokenized one by one."""
     parts = [[row.text] if special else row.text.split(BREAK) for row in rows]
-    edges = [[char - start for span in row.spans for char in span] for row, texts in zip(rows, parts, strict=True)
+    edges = [[char - start for span in row.spans for char in (*span, *[row.images_end] * bool(row.images))]
+             for row, texts in zip(rows, parts, strict=True)
              for start in accumulate((len(part) + 1 for part in texts[:-1]), initial=0)]
     tokenized = iter(_tokenize_texts(tokenizer, [part for texts in parts for part in texts], edges, special))
     out = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.rollout import Prompts
 
@@ -51,7 +52,9 @@ def collate_sft(rows: Sequence[dict], pad_id: int, packing_length: int | None = 
     Packed: position_ids restart at 0 with every sample (else None), and no sample's first token is predicted, since its
     predecessor belongs to another sample.
     """
-    groups = [[i] for i in range(len(rows))]
+    groups, images = [[i] for i in range(len(rows))], _images(rows)
+    if images is not None:
+        packing_length = None
     if packing_length is not None:
         groups = pack([len(r["input_ids"]) for r in rows], packing_length)
     ids = [[t for i in g for t in rows[i]["input_ids"]] for g in groups]
@@ -60,7 +63,14 @@ def collate_sft(rows: Sequence[dict], pad_id: int, packing_length: int | None = 
     positions = None
     if packing_length is not None:
         positions = pad_right([[j for i in g for j in range(len(rows[i]["input_ids"]))] for g in groups], 0)
-    return SequenceBatch(pad_right(ids, pad_id), length_mask(lengths), pad_right(marks, False, torch.bool), positions)
+    return SequenceBatch(pad_right(ids, pad_id), length_mask(lengths), pad_right(marks, False, torch.bool), positions,
+                         images=images)
+
+
+def _images(rows: Sequence[dict]) -> list[tuple[ImageRef, ...]] | None:
+    """The images of each row; None where no row has one."""
+    images = [tuple(ImageRef(*image) for image in row.get("images", ())) for row in rows]
+    return images if any(images) else None
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -91,7 +101,8 @@ def collate_pairs(rows: Sequence[dict], pad_id: int) -> PairBatch:
     mask = length_mask(torch.tensor([len(r) for r in ids]))
     answers = _responses(mask, prompts, marks)
     margin = torch.tensor([float(r.get("margin") or 0.0) for r in rows])
-    return PairBatch(SequenceBatch(pad_right(ids, pad_id), mask, answers), margin)
+    images = _images([*rows, *rows])  # both answers follow the same prompt
+    return PairBatch(SequenceBatch(pad_right(ids, pad_id), mask, answers, images=images), margin)
 
 
 def _responses(mask: Tensor, starts: Sequence[int], marks: Sequence[list[bool] | None]) -> Tensor:
@@ -112,20 +123,24 @@ def collate_labelled(rows: Sequence[dict], pad_id: int, max_length: int) -> Labe
     marks = [list(r["loss_mask"][n:]) if "loss_mask" in r else [True] * (len(r["input_ids"]) - n)
              for r, n in zip(rows, starts, strict=True)]
 
+    images = _images(rows)
+    asked = prompts if images is None else list(zip(prompts, images, strict=True))
+
     def batch(pairs: list[tuple[int, int]], longest: int | None = None) -> SequenceBatch:
         """The prompt of row i with the response of row j, for each (i, j)."""
         ids = [[*prompts[i], *answers[j]][:longest] for i, j in pairs]
         trained = [[*[False] * len(prompts[i]), *marks[j]][:longest] for i, j in pairs]
         mask = length_mask(torch.tensor([len(r) for r in ids]))
-        return SequenceBatch(pad_right(ids, pad_id), mask, pad_right(trained, False, torch.bool))
+        return SequenceBatch(pad_right(ids, pad_id), mask, pad_right(trained, False, torch.bool),
+                             images=images and [images[i] for i, _ in pairs])  # they are in prompts alone
 
-    return LabelledBatch(batch([(i, i) for i in range(len(rows))]), batch(mismatches(prompts), max_length),
+    return LabelledBatch(batch([(i, i) for i in range(len(rows))]), batch(mismatches(asked), max_length),
                          torch.tensor([bool(r["label"]) for r in rows]))
 
 
-def mismatches(prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """(i, j) for each i of `rows` (all, if not given): j is the nearest row before i, cyclically, with another prompt.
-    Empty for a batch with one prompt.
+def mismatches(prompts: Sequence, rows: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """(i, j) for each i of `rows` (all, if not given): j is the nearest row before i, cyclically, with another prompt:
+    its tokens, with its images where there are some. Empty for a batch with one prompt.
 
     KTO's reference point is the KL on responses to other prompts (2402.01306, section 4); responses to the same prompt
     are what the loss itself changes.
@@ -139,5 +154,7 @@ def mismatches(prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = No
 def collate_prompts(rows: Sequence[dict]) -> Prompts:
     """Rows {prompt_ids, text, ...} -> Prompts; every other key becomes a column, None where a row lacks it."""
     names = dict.fromkeys(name for r in rows for name in r if name not in ("prompt_ids", "text"))
-    return Prompts([list(r["prompt_ids"]) for r in rows], [r["text"] for r in rows],
-                   {name: [r.get(name) for r in rows] for name in names})
+    columns, images = {name: [r.get(name) for r in rows] for name in names}, _images(rows)
+    if images is not None:
+        columns["images"] = images
+    return Prompts([list(r["prompt_ids"]) for r in rows], [r["text"] for r in rows], columns, images or [])

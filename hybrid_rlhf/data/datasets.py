@@ -17,6 +17,7 @@ from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.examples import (
     CUT_AWAY,
+    IMAGES_CUT,
     MAKERS,
     NUM_FIRST,
     PROMPT_TOO_LONG,
@@ -26,6 +27,7 @@ from hybrid_rlhf.data.examples import (
     Work,
     prepared,
 )
+from hybrid_rlhf.data.images import Files
 from hybrid_rlhf.data.loader import blend, deal, is_held_out, split_key
 from hybrid_rlhf.data.schema import KINDS, Example, Format, columns_hint, format_of, read_rows
 from hybrid_rlhf.data.sources import Reads, Source, as_sources
@@ -35,6 +37,7 @@ _CHUNK = 1000  # sequences tokenized in one call
 _MEASURED, _BOUNDLESS = 200, 2**20  # rows measured where all exceed a length; tokens
 _CHUNK_CHARACTERS = 4_000_000  # or this many characters, if that is less
 SHOWN = 12  # columns in a line
+WITH_IMAGES = "rows with images"
 LOST = 0.1  # share of lost rows that gets a line of its own
 
 
@@ -54,6 +57,9 @@ class DataConfig:
         max_prompt_length: Longest prompt in tokens for stages that sample; longer ones are dropped.
         raw: Whether strings stay as they are, transcripts too. false renders them as turns wherever the tokenizer has a
             chat template: a prompt as the user's, a completion as the assistant's. Rows of `text` always stay.
+        max_pixels: Largest image in pixels, for models that read images; larger ones are scaled down.
+        allow_image_urls: Whether images behind http and https URLs are fetched (20 MB each at most); false drops the
+            rows that name them.
         train_on: response (assistant turns and EOS), or all tokens.
         append_eos: Whether plain-text answers end with EOS. false for text that is continued and never has to end;
             messages always end with it.
@@ -74,6 +80,8 @@ class DataConfig:
     max_length: int = within(1024, "[2,")
     max_prompt_length: int = within(256, "[2,")
     raw: bool = False
+    max_pixels: int = within(1048576, "[1,")
+    allow_image_urls: bool = False
     train_on: str = one_of("response", ("response", "all"))
     append_eos: bool = True
     packing: bool = False
@@ -151,7 +159,7 @@ def build(config: DataConfig, reads: Reads, tokenizer, seed: int) -> StageData: 
             "give other data, larger lengths or another data.chat_template" if is_refused else
             "give other data, or larger lengths")
     if not len(train):
-        is_long = {TOO_LONG, PROMPT_TOO_LONG, CUT_AWAY} & report["dropped"].keys()
+        is_long = {TOO_LONG, PROMPT_TOO_LONG, CUT_AWAY, IMAGES_CUT} & report["dropped"].keys()
         cure = _longer(config, opened[0], reads, tokenizer) if is_long else cure
         raise UserError(f"no usable row for stage {reads.stage}: {describe(report)}; {cure}")
     return StageData(train, held_out, report)
@@ -224,6 +232,11 @@ def _tokenized(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer) -
     return tables
 
 
+def _files_of(config: DataConfig, entry: OpenSource) -> Files:
+    return Files(sources.folder_of(entry.source), cache.folder(config.cache_dir) / "images", config.max_pixels,
+                 config.allow_image_urls)
+
+
 def _lengths_of(config: DataConfig) -> Lengths:
     return Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template, config.raw)
 
@@ -241,14 +254,16 @@ def _tokenize(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer) ->
         for work, is_eval, counts.row in waiting:
             row = work.finish([next(encoded) for _ in work.texts], counts)
             if row is not None:
+                if "images" in row:
+                    counts.rendered[WITH_IMAGES] += 1
                 rows[is_eval].append(row)
         waiting.clear()
 
-    make = MAKERS[reads.kind]
+    make, files = MAKERS[reads.kind], _files_of(config, entry)
     for example, is_eval in examples(config, entry, reads, seen, counts.drop):
         counts.row = example.row
         try:
-            ready = prepared(example, tokenizer, lengths, counts)
+            ready = prepared(example, tokenizer, lengths, counts, files)
             works = list(make(ready, tokenizer, lengths))
         except SkipRow as reason:
             counts.drop(str(reason))

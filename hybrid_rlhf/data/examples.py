@@ -12,16 +12,19 @@ from typing import NamedTuple, TypeVar
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Rendered, SkipRow, Text
-from hybrid_rlhf.data.messages import kwargs_of, with_tools
+from hybrid_rlhf.data.images import SCALED, Files, resolved
+from hybrid_rlhf.data.messages import WITH_MEDIA, kwargs_of, with_tools
 from hybrid_rlhf.data.question import flat
 from hybrid_rlhf.data.schema import REPEATED, UNTRAINED, Example
 from hybrid_rlhf.data.turns import BREAK, broken, with_kwargs
+from hybrid_rlhf.models.images import reader_of
 from hybrid_rlhf.models.template import dialect_of, folds_system
 from hybrid_rlhf.models.template_kwargs import KWARGS, split_kwargs
 
 NUM_FIRST = 3  # dropped rows that are named, of each reason
 TOO_LONG = "longer than data.max_length"
 PROMPT_TOO_LONG = "prompt longer than data.max_prompt_length"
+IMAGES_CUT = "images cut off by data.max_length"
 CUT_AWAY = "no answer left within data.max_length"
 EMPTY = "empty answer"
 SAME = "no two answers of different score"
@@ -74,9 +77,10 @@ class Work(NamedTuple):
     finish: Callable[[list[Encoded], Counts], dict | None]
 
 
-def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> Example:  # noqa: ANN001
+def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts, files: Files) -> Example:  # noqa: ANN001
     """The row in the form to be rendered: where the tokenizer has a chat template, a string prompt becomes a user's
-    turn and a string answer the assistant's, unless `raw`. Texts without a question always stay plain."""
+    turn and a string answer the assistant's, unless `raw`. Texts without a question always stay plain. files: where
+    images are. Raises SkipRow for images that cannot be read, and for any if the model reads none."""
     is_plain = example.text is not None or example.is_text_pair
     counts.rendered.update(example.notes)
     counts.unread.update(example.unread)
@@ -97,6 +101,8 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
     if kwargs:
         example = replace(example, prompt=with_kwargs(example.prompt, kwargs),
                           messages=with_kwargs(example.messages, kwargs), written=None)  # which would lose them
+    if example.images:
+        example = _with_images(example, tokenizer, counts, files)
     messages = example.messages or example.prompt
     if kwargs and not isinstance(messages, list):
         counts.rendered[KWARGS_LEFT_OUT] += 1
@@ -107,8 +113,17 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
     return example
 
 
+def _with_images(example: Example, tokenizer, counts: Counts, files: Files) -> Example:  # noqa: ANN001
+    if reader_of(tokenizer) is None:
+        raise SkipRow(WITH_MEDIA)
+    turns, num_scaled = resolved(example.messages or example.prompt, files)
+    counts.rendered += Counter({SCALED: num_scaled} if num_scaled else {})
+    return replace(example, prompt=example.prompt and turns[: len(example.prompt)],
+                   messages=example.messages and turns)
+
+
 def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
-    """-> {input_ids, loss_mask}. A row that is too long is truncated, if a token to be trained stays."""
+    """-> {input_ids, loss_mask}, as any kind with images, [path, width, height] each, if it has some. A row that is too long is truncated, if a token to be trained stays."""
     finish = _sft_row(lengths)
     if example.text is not None:
         _require_text(example.text, "empty text")
@@ -141,15 +156,23 @@ def _sft_row(lengths: Lengths, is_split: bool = False) -> Callable[[list[Encoded
     def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
         if is_split:
             counts.rendered[TURN_BY_TURN] += 1
-        ids, mask, _ = encoded[0]
+        ids, mask = encoded[0][:2]
         mask = [True] * len(ids) if lengths.train_on == "all" else mask
         if not any(mask[1 : lengths.max_length]):
             counts.drop(CUT_AWAY)
             return None
+        if encoded[0].images_end > lengths.max_length:
+            counts.drop(IMAGES_CUT)
+            return None
         counts.truncated += len(ids) > lengths.max_length
-        return {"input_ids": ids[: lengths.max_length], "loss_mask": mask[: lengths.max_length]}
+        return {"input_ids": ids[: lengths.max_length], "loss_mask": mask[: lengths.max_length], **_images(encoded[0])}
 
     return finish
+
+
+def _images(encoded: Encoded) -> dict:
+    """The images of a row, where it has any."""
+    return {"images": [list(image) for image in encoded.images]} if encoded.images else {}
 
 
 def graded(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
@@ -186,11 +209,12 @@ def labelled(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  
     for answer, label in answers:
 
         def finish(encoded: list[Encoded], counts: Counts, label: bool = label) -> dict | None:
-            ids, mask, start = encoded[0]
+            ids, mask, start = encoded[0][:3]
             if len(ids) > lengths.max_length:
                 counts.drop(TOO_LONG)
                 return None
-            return {"input_ids": ids, "loss_mask": mask, "num_prompt_tokens": start, "label": label}
+            return {"input_ids": ids, "loss_mask": mask, "num_prompt_tokens": start, "label": label,
+                    **_images(encoded[0])}
 
         yield Work([chat.compose(tokenizer, example.prompt or "", _answered(answer))], finish)
 
@@ -209,7 +233,7 @@ def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # no
             return None
         return {"chosen_ids": chosen.ids, "rejected_ids": rejected.ids, "chosen_mask": chosen.loss_mask,
                 "rejected_mask": rejected.loss_mask, "num_prompt_tokens": chosen.num_prompt_tokens,
-                "num_prompt_tokens_rejected": rejected.num_prompt_tokens, "margin": example.margin}
+                "num_prompt_tokens_rejected": rejected.num_prompt_tokens, "margin": example.margin, **_images(chosen)}
 
     pairs = ranked_pairs(example.answers)
     if not pairs:
@@ -234,7 +258,7 @@ def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # 
             counts.drop(PROMPT_TOO_LONG)
             return None
         rest = json.dumps({**example.columns, "prompt": written}, default=str)
-        return {"prompt_ids": ids, "text": rendered.shown, "rest": rest}
+        return {"prompt_ids": ids, "text": rendered.shown, "rest": rest, **_images(encoded[0])}
 
     written = example.prompt if example.written is None else example.written
     if not written or (isinstance(example.prompt, list) and not flat(example.prompt).strip()):
@@ -247,7 +271,7 @@ def decode_columns(row: dict) -> dict:
     """A stored row with the columns in `rest` decoded, beside a prompt's ids and text."""
     if "rest" not in row:
         return row
-    return {**json.loads(row["rest"]), "prompt_ids": row["prompt_ids"], "text": row["text"]}
+    return {**json.loads(row["rest"]), **{name: value for name, value in row.items() if name != "rest"}}
 
 
 def _answered(answer: Text) -> Text:

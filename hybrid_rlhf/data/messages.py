@@ -10,7 +10,8 @@ import json
 import re
 
 from hybrid_rlhf.core.strict_json import loads
-from hybrid_rlhf.data.turns import SkipRow, Text, num_shared
+from hybrid_rlhf.data.images import COLUMNS, column_of, is_filled, is_image, source_of
+from hybrid_rlhf.data.turns import IMAGE, IMAGES, SkipRow, Text, num_shared
 from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
 
 _ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
@@ -64,16 +65,16 @@ def parsed_messages(text: str, column: str, is_answer: bool = False) -> list[dic
 
 def has_media(row: dict) -> bool:
     """Whether a key of a row, or of a message, holds images, video or audio."""
-    return any(value and ((str(name).lower() in MEDIA and _is_filled(value))
+    return any(value and ((str(name).lower() in MEDIA and is_filled(value))
                           or (isinstance(value, dict) and str(value.get("type")) in MEDIA))
                for name, value in row.items())
 
 
-def _is_filled(value: object) -> bool:
-    """Whether a value contains anything but None and empty strings."""
-    if isinstance(value, dict | list):
-        return any(map(_is_filled, value.values() if isinstance(value, dict) else value))
-    return value is not None and (not isinstance(value, str) or value.strip().lower() not in ("", "none", "null"))
+def without_images(row: dict) -> dict:
+    """A row without its images, where a column has them: neither their bytes nor further names of them."""
+    if column_of(row) is None:
+        return row
+    return {k: v for k, v in row.items() if not (str(k).lower() in MEDIA and str(k).lower().startswith(COLUMNS[1]))}
 
 
 def _message(row: object, column: str) -> dict:
@@ -89,16 +90,18 @@ def _message(row: object, column: str) -> dict:
         content = ""
     if _ROLES[role] == "tool":
         content = result_of(content)
-    thoughts = {}
+    thoughts, images = {}, []
     if isinstance(content, list):  # parts
         thinking = [p.get("thinking") for p in content if isinstance(p, dict) and p.get("type") == "thinking"]
         if thinking:  # Mistral's, whose thoughts may have parts themselves
             thoughts = {THOUGHT_FIELDS[0]: "".join(map(_thought, thinking))}
-        content = "".join(_words(part) for part in content
+        images = [source_of(part) for part in content if is_image(part)]
+        content = "".join(IMAGE if is_image(part) else _words(part).replace(IMAGE, "\ufffd") for part in content
                           if not (isinstance(part, dict) and part.get("type") == "thinking"))
     if not isinstance(content, str):
         raise TypeError(f"{column}: the content of a message must be a string, not {type(content).__name__}")
     rest = without_nulls({k: v for k, v in row.items() if k not in _READ}) | thoughts
+    rest = {k: v for k, v in rest.items() if k != IMAGES} | ({IMAGES: images} if images else {})
     more = {} if _is_trained(row, column) or _ROLES[role] != "assistant" else {"weight": 0}
     return {"role": _ROLES[role], "content": clean(content), **rest, **({"tool_calls": calls} if calls else {}), **more}
 
@@ -122,7 +125,7 @@ def _thought(thinking: object) -> str:
 
 
 def _words(part: object) -> str:
-    """The text of a part of a message. Raises SkipRow for images and audio, which are not supported."""
+    """The text of a part of a message. Raises SkipRow for video and audio, which are not supported."""
     text = part.get("text") if isinstance(part, dict) else None
     if not isinstance(text, str):
         raise SkipRow("a message with parts that are not text")
@@ -238,7 +241,7 @@ def calls_of(message: dict, content: object, column: str) -> list[dict]:
 def result_of(content: object) -> object:
     """The result of a tool as text or text in parts: anything else as JSON, as environments do."""
     is_parts = isinstance(content, list) and content and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
+        is_image(part) or (isinstance(part, dict) and isinstance(part.get("text"), str)) for part in content)
     return content if isinstance(content, str) or is_parts else json.dumps(without_nulls(content), ensure_ascii=False)
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data.chat import SkipRow, Text
+from hybrid_rlhf.data.images import NO_TURN, SAID, bare, column_of, listed, placed, sources_in
 from hybrid_rlhf.data.messages import (
     WITH_MEDIA,
     Plain,
@@ -35,6 +36,7 @@ from hybrid_rlhf.data.messages import (
     tools_of,
     user,
     with_tools,
+    without_images,
 )
 from hybrid_rlhf.data.question import PARTS, Question, beside, flat, looks_like_a_prompt, question_of, without_system
 
@@ -48,6 +50,7 @@ class Example:
     is_text_pair: the prompt is only the common prefix of two plain texts, and not a question.
     written: the prompt as it is in the row, if it is rendered in another form: text that becomes a user's turn.
     tools: the schemas of the available tools, which messages already contain.
+    images: the row's images in their order, as it names them; those of its messages are in them too.
     columns: the row's other columns, passed on to reward functions.
     used: the columns of the prompt; unread: those with text that no field contains.
     notes: unexpected conversions of the row -> how often in it.
@@ -63,6 +66,7 @@ class Example:
     is_text_pair: bool = False
     written: Text | None = None
     tools: list[dict] = field(default_factory=list)
+    images: list = field(default_factory=list)
     columns: dict = field(default_factory=dict)
     used: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
@@ -164,7 +168,8 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
             raise UserError(f"{where}: column {column} is missing ({form.name} needs {', '.join(form.required)})")
         if row[column] is None and not (column in ANSWERS and form.kind == "demonstration"):
             raise SkipRow(f"no {column}")
-    if has_media(row):
+    column = column_of(row)
+    if has_media(without_images(row)):
         raise SkipRow(WITH_MEDIA)
     try:
         shown = without_system(row) if is_raw and "prompt" in form.required else row
@@ -173,12 +178,13 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
         example = form.read(shown, *form.required)
         if form.is_repeating and example.rests:
             example.answers, example.notes[REPEATED] = example.rests, 1
+        _place_images(example, listed(row[column]) if column else [], is_raw)
         has_turns = example.text is None and not example.is_text_pair
         example.tools = tools_of(row.get("tools")) if has_turns else []
         example.prompt, example.messages = (with_tools(part, example.tools)
                                             for part in (example.prompt, example.messages))
-        example.written = _as_text(row, example)
-        example.unread = _unread(row, example, {*form.required} - {*form.asks} | {*example.used, *_KNOWN})
+        example.written = None if example.images else _as_text(row, example)
+        example.unread = _unread(without_images(row), example, {*form.required} - {*form.asks} | {*example.used, *_KNOWN})
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: {error}; fix the row") from error
     if len(example.used) > 1:
@@ -189,7 +195,28 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
     if untrained := sum(map(is_untrained, turns)):
         example.notes[UNTRAINED] = untrained
     example.columns = {k: v for k, v in row.items() if k not in form.asks}
+    if example.images:
+        example.columns = {k: bare(v) for k, v in without_images(example.columns).items()}
     return example
+
+
+def _place_images(example: Example, given: list, is_raw: bool) -> None:
+    """Give each image of the messages its source; a prompt of text becomes a user's turn. given: the column's."""
+    if any(sources_in(answer) for answer, _ in example.answers if isinstance(answer, list)):
+        raise SkipRow(SAID)
+    if given and isinstance(example.prompt, str) and not (is_raw or example.is_text_pair):
+        example.prompt = [user(example.prompt)]
+        example.answers = [(a.removeprefix(" ") if isinstance(a, str) else a, score) for a, score in example.answers]
+    messages = example.messages or example.prompt
+    if not isinstance(messages, list):
+        if given:
+            raise SkipRow(NO_TURN)
+        return
+    if given or sources_in(messages):
+        messages = placed(messages, given)
+        example.images = sources_in(messages)
+        example.prompt = example.prompt and messages[: len(example.prompt)]
+        example.messages = example.messages and messages
 
 
 def read_rows(rows: Iterable[dict], form: Format, where: str, lost: Callable[[str, int], None], is_raw: bool = False

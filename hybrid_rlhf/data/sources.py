@@ -112,6 +112,12 @@ def read(source: Source) -> Sequence[dict]:
     return _renamed(_without_media(rows), source)
 
 
+def folder_of(source: Source) -> Path:
+    """The folder that paths in the rows of a source are relative to."""
+    path = Path(expanded(source.path))
+    return path.parent if path.is_file() else path / source.name if source.name else path
+
+
 def check_there(source: Source) -> None:
     """UserError for a source that is neither embedded nor exists nor looks like a hub id; nothing is read."""
     if not source.path.startswith("demo/") and not os.path.exists(expanded(source.path)):

@@ -23,6 +23,8 @@ from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, thought_of, wor
 Text = str | list  # a plain string, or messages: a list of {"role", "content"}
 _MARKER_LENGTH = 64  # characters at the end of a generation prompt for thinking markers
 BREAK = "\ufdd0"  # a noncharacter, which Unicode reserves for internal use: it is not in texts
+IMAGE = "\ufdd1"  # another: an image's place in the content of a message with the key IMAGES (images.py)
+IMAGES = "images"
 _known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (cache key, its control tokens)
 
 
@@ -52,9 +54,20 @@ def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = Fa
     """
     try:
         adapted = template.adapted(messages, dialect_of(tokenizer))
-        return template.apply(tokenizer, broken_messages(tokenizer, adapted), add_generation_prompt, continues)
+        written = [_in_parts(message) for message in broken_messages(tokenizer, adapted)]
+        return template.apply(tokenizer, written, add_generation_prompt, continues)
     except template.FAULTS as error:
         raise SkipRow(f"the chat template refuses it ({' '.join(str(error).split())[:200]})") from error
+
+
+def _in_parts(message: dict) -> dict:
+    """A message with images as parts; any other unchanged."""
+    if not message.get(IMAGES):
+        return message
+    content = message["content"] if isinstance(message["content"], str) else message["content"][0]["text"]
+    parts = [part for piece in content.split(IMAGE) for part in
+             ({"type": "image"}, {"type": "text", "text": piece}) if part.get("text") != ""][1:]
+    return {k: v for k, v in message.items() if k != IMAGES} | {"content": parts}
 
 
 def is_begun(messages: Sequence[dict]) -> bool:
@@ -229,10 +242,11 @@ def _check_history(messages: Sequence[Mapping], text: str) -> None:
     for message in messages:
         words = (thought_of(message)[1] if message["role"] == "assistant" else _words(message)).replace(BREAK, "\ufffd")
         is_anywhere = message["role"] in template.INSTRUCTIONS
-        start = _find(words.strip(), text, 0 if is_anywhere else place)
-        if start < 0 and not message.get("tool_calls"):
-            raise SkipRow(f"the chat template leaves out what the {message['role']} says")
-        place = place if is_anywhere else max(place, start)
+        for piece in words.split(IMAGE) if message.get(IMAGES) else (words,):
+            start = _find(piece.strip(), text, 0 if is_anywhere else place)
+            if start < 0 and not message.get("tool_calls"):
+                raise SkipRow(f"the chat template leaves out what the {message['role']} says")
+            place = place if is_anywhere else max(place, start)
     tools = next((m["tools"] for m in messages if m.get("tools")), ())
     if not all(_shows(str((tool.get("function") or tool).get("name", "")), text) for tool in tools):
         raise SkipRow("the chat template leaves out the tools")

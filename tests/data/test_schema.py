@@ -303,12 +303,8 @@ def test_a_published_row_is_read_as_worked_out_by_hand(name):
 
 
 REFUSED = {
-    "a picture beside text": ({"messages": [u("What is it?"), a("A plum.")], "images": ["plum.png"]},
-        "images, video or audio"),
-    "LLaVA": ({"id": "1", "image": "plum.png", "conversations": [human("<image>\nWhat?"), gpt("A plum.")]},
-        "images, video or audio"),
-    "image_url parts": (
-        {"prompt": [u([{"type": "image_url", "image_url": {"url": "x"}}])], "answer": "A plum."},
+    "pictures under another name": ({"prompt": "What?", "image_paths": ["plum.png"]}, "images, video or audio"),
+    "a part of a video": ({"prompt": [u([{"type": "video", "video": "x"}])], "answer": "A plum."},
          "parts that are not text"),
     "images of a message": ({"messages": [{**u("What?"), "images": ["x"]}, a("A plum.")]}, "images, video or audio"),
     "sounds": ({"prompt": "What?", "audio": {"array": [0.0]}}, "images, video or audio"),

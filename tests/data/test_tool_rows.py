@@ -161,7 +161,7 @@ def test_what_is_no_call_no_tool_and_no_text_is_said_in_one_line_or_counted():
             read({**ROW, "tools": tools})
     assert read({"text": "a", "tools": "hammer"}).tools == []  # rendered already: nothing is read beside it
     with pytest.raises(SkipRow, match="a message with parts that are not text"):
-        read({"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}, ANSWER]})
+        read({"messages": [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "?"}]}, ANSWER]})
     with pytest.raises(SkipRow, match="a function_call that is not a JSON object"):
         read({"conversations": [{"from": "human", "value": "?"}, {"from": "function_call", "value": "weather_of"}]})
 

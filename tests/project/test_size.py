@@ -16,8 +16,8 @@ ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1365, 10),
     "hybrid_rlhf/commands": (2016, 9),
-    "hybrid_rlhf/core": (3196, 23),
-    "hybrid_rlhf/data": (3904, 17),
+    "hybrid_rlhf/core": (3202, 23),
+    "hybrid_rlhf/data": (4280, 18),
     "hybrid_rlhf/engine": (6699, 44),
     "hybrid_rlhf/environments": (1880, 9),
     "hybrid_rlhf/export": (913, 6),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1486, 10),
     "training": (5264, 29),
     "inference": (3682, 27),
-    "tests": (58388, 345),
+    "tests": (58384, 345),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (2250, 11),
 }
