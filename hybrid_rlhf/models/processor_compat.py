@@ -44,11 +44,11 @@ def _by_transformers(path: str) -> Any:
 def _without_videos(path: str) -> Any:
     from transformers import AutoImageProcessor, AutoTokenizer
 
-    settings = _settings(path)
+    settings, tokenizer = _settings(path), AutoTokenizer.from_pretrained(path)
     source = _class_named(settings.pop("processor_class"))
     parts = dict.fromkeys(source.get_attributes()) | {
-        "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil"),
-        "tokenizer": AutoTokenizer.from_pretrained(path)}
+        "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil"), "tokenizer": tokenizer,
+        "chat_template": tokenizer.chat_template}
     lenient = type(source.__name__, (source,), {"check_argument_for_proper_class": lambda *_named: None})
     return lenient(**parts, **{k: v for k, v in settings.items() if not isinstance(v, dict)})
 

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.image_files import open_image
 from hybrid_rlhf.core.function_worker import answer_of, call_error, file_error, one_line, run_file
 from hybrid_rlhf.core.options import nearest_path
 from hybrid_rlhf.rewards import BadAnswer, shown
@@ -93,9 +94,15 @@ class FunctionSource:
 
     def _arguments(self, rollout: Rollout) -> dict[str, list]:
         """Copies of the inputs that the function takes. A function in this process that names `environments`, or takes
-        any keyword, also gets the environment object of each episode, as in TRL."""
+        any keyword, also gets the environment object of each episode, as in TRL. Images are Pillow's, as in TRL; for a
+        function in a process of its own the names of their files."""
         named, takes_all = parameters(self.function)
         arguments = {k: v for k, v in inputs(rollout).items() if k not in self.options and (takes_all or k in named)}
+        if any(rollout.prompts.images) and "images" in arguments:
+            read = cache(open_image)  # once for all responses to a prompt
+            is_apart = isinstance(self.function, IsolatedFunction)
+            arguments["images"] = [[image.path if is_apart else read(image) for image in row]
+                                   for row in rollout.prompts.images]
         is_taken = "environments" in named or (takes_all and not isinstance(self.function, IsolatedFunction))
         environments = [episode.environment for episode in rollout.episodes]
         if is_taken and any(each is not None for each in environments):
