@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, nearest
-from hybrid_rlhf.core.image_files import open_image
 from hybrid_rlhf.core.function_worker import answer_of, call_error, file_error, one_line, run_file
+from hybrid_rlhf.core.image_files import open_image
 from hybrid_rlhf.core.options import nearest_path
 from hybrid_rlhf.rewards import BadAnswer, shown
 from hybrid_rlhf.rewards.builtin import BUILTINS

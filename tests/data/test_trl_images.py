@@ -1,4 +1,4 @@
-"""Rows with images beside TRL: the tokens of its collators, and the loss and gradients of transformers on its batches."""
+"""Rows with images beside TRL: the tokens of its collators; transformers' loss and gradients on its batches."""
 
 import json
 
@@ -92,7 +92,7 @@ def test_pairs_have_trl_s_tokens_and_dpo_s_loss_and_gradients(kind, tmp_path):
         sums.append(tokens[i, places[: int(batch.loss_mask[i].sum())]].sum())
     mine = losses(PolicyModule(model)(batch).logprobs, batch)
     assert_close(mine, torch.stack(sums), atol=1e-4, rtol=1e-5)
-    for total, module in ((mine, model), (torch.stack(sums), other)):
+    for total in (mine, torch.stack(sums)):
         start = total.detach() * 0.9  # as if the reference were elsewhere, so that the loss is not at its middle
         chosen, rejected = (total - start).chunk(2)
         (-torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))).mean().backward()
