@@ -48,6 +48,10 @@ class ImageReader:
         return ReadImage(out["text_replacement_offsets"][0][0]["replacement"],
                          {name: value for name, value in out.items() if name not in unused})
 
+    def settings(self) -> str:
+        """All that decides which tokens an image has."""
+        return repr(self._processor.image_processor)
+
     def types(self, ids: Tensor) -> Tensor:
         """(B, T) long: 1 for the tokens of images, 0 for text."""
         known = torch.tensor(sorted(self.token_ids), device=ids.device)
