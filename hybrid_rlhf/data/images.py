@@ -203,7 +203,20 @@ def _kept(data: bytes, files: Files) -> str:
     return os.path.abspath(path)
 
 
-def named(value: object) -> Iterator[str]:
+def has_images(value: object) -> bool:
+    """Whether a row, or a value in it, may name images."""
+    if isinstance(value, dict):
+        return column_of(value) is not None or is_image(value) or any(map(has_images, value.values()))
+    return any(map(has_images, value)) if isinstance(value, list) else isinstance(value, str) and '"image' in value
+
+
+def stamp(row: Mapping, folder: Path) -> str:
+    """Size and time of every image file that a row may name: with another file the row is another one."""
+    paths = [(text, local_path(text, folder)) for text in _named(row)]
+    return "".join(f"{text} {path} {path and os.stat(path)[6:9]}" for text, path in paths)
+
+
+def _named(value: object) -> Iterator[str]:
     """The texts in a row that may name an image's file."""
     if isinstance(value, str):
         if len(value) < 4096 and not value.startswith("data:"):
@@ -211,7 +224,7 @@ def named(value: object) -> Iterator[str]:
     elif isinstance(value, dict):
         for key, inner in value.items():
             if isinstance(inner, dict | list) or str(key).lower() in (*COLUMNS, *_KEYS):
-                yield from named(inner)
+                yield from _named(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from named(inner)
+            yield from _named(inner)

@@ -52,6 +52,10 @@ class ImageReader:
         """How many of `token_ids` an image has in a prompt."""
         return sum(i in self.token_ids for i in self._processor.tokenizer(self.read(image).text)["input_ids"])
 
+    def settings(self) -> str:
+        """All that decides which tokens an image has."""
+        return repr(self._processor.image_processor)
+
     def types(self, ids: Tensor) -> Tensor:
         """(B, T) long: 1 for the tokens of images, 0 for text."""
         known = torch.tensor(sorted(self.token_ids), device=ids.device)
