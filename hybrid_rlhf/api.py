@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path, PurePath
+from typing import ClassVar
 
 from hybrid_rlhf import trl_words
 from hybrid_rlhf.api_inputs import Rows, dotted, environments_of, formatted, rewards_of, rows_of, words
@@ -33,7 +34,7 @@ from hybrid_rlhf.run.watchers import watched_by
 from hybrid_rlhf.training import unread_options
 from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.trl_callbacks import Callbacks
-from hybrid_rlhf.trl_configs import TrlConfig, settings_of
+from hybrid_rlhf.trl_configs import TrlConfig, is_config, settings_of
 
 Reward = Callable | str | PurePath | list
 
@@ -42,47 +43,66 @@ class Training:
     """One run of a stage. Inputs are checked here, before anything is loaded.
 
     model: a hub id, a folder, a run's folder, an earlier Training, or a transformers model, which is copied into the
-    run's folder and stays as it is. train_dataset: a path or a list of paths, a datasets.Dataset, or any other iterable
-    of rows (mappings). reward_funcs: one or a list of Python functions as TRL calls them, path.py:name, builtin:name, a
-    reward model or its folder. args: an SFTConfig or the like, by which everything has TRL's meaning and TRL's
-    defaults. tools: functions that the model may call; environment_factory: a class, or a mapping of names to classes,
+    run's folder and stays as it is. args: an SFTConfig or the like, by which everything has TRL's meaning and TRL's
+    defaults. train_dataset: a path or a list of paths, a datasets.Dataset, or any other iterable of rows (mappings).
+    reward_funcs, of stages that sample: one or a list of Python functions as TRL calls them, path.py:name,
+    builtin:name, a reward model or its folder. eval_dataset: rows that are only evaluated, given as train_dataset is;
+    nothing of that is held out then, unless eval_fraction says so. processing_class: a tokenizer, in place of the
+    model's. callbacks: transformers.TrainerCallback objects. peft_config: a peft.LoraConfig. formatting_func: row ->
+    its text. tools: functions that the model may call; environment_factory: a class, or a mapping of names to classes,
     as TRL takes them. settings: a mapping of the stage's options; options: more of them by name, learning_rate=1e-5 as
-    well as train__learning_rate=1e-5. eval_dataset: rows that are only evaluated, given as train_dataset is; nothing of
-    that is held out then, unless eval_fraction says so. peft_config: a peft.LoraConfig. processing_class: a tokenizer,
-    in place of the model's. callbacks: transformers.TrainerCallback objects. formatting_func: row -> its text. models:
-    argument -> the option that names it, and a further model.
+    well as train__learning_rate=1e-5, and the trainer's further models (ref_model, ...), given as `model` is.
+
+    By position come model, data and rewards (`OURS`), or TRL's arguments in their order (`ORDER`), where a
+    configuration, None or a reward function is among them, or the data are given by name.
 
     Raises UserError with a line for each argument that is not taken.
     """
 
-    def __init__(self, stage: str, model: object = None, train_dataset: object = None, reward_funcs: object = None,
-                 output_dir: str | PurePath | None = None, settings: Mapping | None = None,
-                 options: Mapping | None = None, tools: object = None, environment_factory: object = None,
-                 eval_dataset: object = None, peft_config: object = None, *, args: object = None,
-                 processing_class: object = None, callbacks: Sequence | None = None,
-                 formatting_func: Callable | None = None,
-                 models: Mapping[str, tuple[str, object]] | None = None) -> None:
+    STAGE: ClassVar[str]
+    ORDER: ClassVar[str]
+    OURS: ClassVar[str] = "model train_dataset"
+    MODELS: ClassVar[Mapping[str, str]] = {}  # argument: the option that names this model
+    VARIANT: ClassVar[str] = ""  # the argument that chooses among stages
+
+    def __init__(self, model: object = None, *given: object, args: object = None, train_dataset: object = None,
+                 reward_funcs: object = None, eval_dataset: object = None, processing_class: object = None,
+                 callbacks: Sequence | None = None, peft_config: object = None,
+                 formatting_func: Callable | None = None, tools: object = None, environment_factory: object = None,
+                 output_dir: str | PurePath | None = None, settings: Mapping | None = None, **options: object) -> None:
         quiet_libraries()
         grow_segments()  # works only before anything is on the card
         bound_product_caches()  # and before the first product
         with _one_line():
-            train_dataset, reward_funcs, args = _by_kind(train_dataset, reward_funcs, args)
+            named = self._placed((model, *given), {
+                "args": args, "train_dataset": train_dataset, "reward_funcs": reward_funcs,
+                "eval_dataset": eval_dataset, "processing_class": processing_class, "callbacks": callbacks,
+                "peft_config": peft_config, "formatting_func": formatting_func} | options)
+            args, eval_dataset, processing_class = (named.pop(n) for n in ("args", "eval_dataset", "processing_class"))
+            model, peft_config = named.pop("model"), named.pop("peft_config")
+            self.stage = self._variant(named) if args is None else trl_words.checked_stage(
+                self.STAGE, self._variant(named), args)
+            row = STAGES[self.stage]
+            self._recipe = importlib.import_module(row.module)
             self.args = args or TrlConfig(output_dir)
-            rows, eval_rows = (formatted(data, formatting_func, self.args) for data in (train_dataset, eval_dataset))
+            formatting_func = named.pop("formatting_func")
+            rows, eval_rows = (formatted(data, formatting_func, self.args)
+                               for data in (named.pop("train_dataset"), eval_dataset))
             self._saved = {}  # folder -> the object that is saved there before training
-            meant, faults = {}, trl_words.faults(options or {})
-            options = {name: value for name, value in (options or {}).items() if name not in trl_words.ARGUMENTS}
+            reward_funcs, self.callbacks = named.pop("reward_funcs"), list(named.pop("callbacks") or ())
+            models = {name: named.pop(name, None) for name in self.MODELS}
+            faults = trl_words.faults(named, model)
+            check(formatting_func is None or "formatting_func" in self.ORDER,
+                  f"formatting_func: {type(self).__name__} has none; give rows with the columns of the stage")
+            options = {name: value for name, value in named.items() if name not in trl_words.ARGUMENTS}
+            meant = {}
             if args is not None:
-                stage = trl_words.checked_stage(stage, args)
                 meant, refused = settings_of(args, rows, lambda: _configured(model, "max_position_embeddings"))
                 faults += refused
             values, tied = trl_words.lora_options(peft_config, args and (lambda: _configured(model, "model_type")))
-            faults += tied
-            trl_words.raise_all(faults)
-            self.stage, row = stage, STAGES[stage]
-            self._recipe = importlib.import_module(row.module)
-            named = meant.pop("output_dir", None) or (settings or {}).get("output_dir") or options.get("output_dir")
-            self.output_dir = str(output_dir or named or f"outputs/{stage}")
+            trl_words.raise_all(faults + tied)
+            folder = meant.pop("output_dir", None) or (settings or {}).get("output_dir")
+            self.output_dir = str(output_dir or folder or f"outputs/{self.stage}")
             self.functions, sources = rewards_of(reward_funcs, self._folder)
             callables, acting = environments_of(tools, environment_factory, self.functions)
             self.functions |= callables
@@ -91,22 +111,44 @@ class Training:
             if eval_dataset is not None or args is not None:
                 chosen = {"data.eval_fraction": 0.0} | chosen
             chosen = _merged(chosen, values, "peft_config") | {"output_dir": self.output_dir}
-            chosen |= {option: self._folder(each, name) for name, (option, each) in (models or {}).items()
-                    if each is not None}
+            chosen |= {self.MODELS[name]: self._folder(each, name) for name, each in models.items() if each is not None}
             chosen |= self._model(model, meant) | self._tokenizer(processing_class) | self._data()
-            self.config, _ = parse(self._recipe.Config, [*row.preset, *words(meant | chosen)], prog=f"--stage {stage}",
-                                   unused=unread_options.of_stage(stage))
+            self.config, _ = parse(self._recipe.Config, [*row.preset, *words(meant | chosen)],
+                                   prog=f"--stage {self.stage}", unused=unread_options.of_stage(self.stage))
             self.output_dir = self.config.output_dir  # ~ written out
             trl_words.check_ending(self.args)
             check_trackers(self.config.report_to)
-            self.callbacks, self._processing_class = list(callbacks or ()), processing_class
+            self._processing_class = processing_class
             takes_best = getattr(self.args, "load_best_model_at_end", False)
-            self._watcher = self._make_watcher() if callbacks or takes_best else None
+            self._watcher = self._make_watcher() if self.callbacks or takes_best else None
         if args is not None:
-            print_main(*trl_words.told(args, stage, self.config))
+            print_main(*trl_words.told(args, self.stage, self.config))
         _tell_of_one_process()
         self.metrics: dict[str, float] = {}
         self._loaded: dict[str, object] = {}
+
+    def _placed(self, given: tuple, named: dict) -> dict:
+        """Arguments by their names, also those given by position."""
+        is_theirs = any(map(is_config, given)) or (len(given) > 1 and self.ORDER.startswith("model") and (
+            given[1] is None or named["train_dataset"] is not None
+            or (callable(given[1]) and "reward_funcs" in self.ORDER)))
+        order = (self.ORDER if is_theirs else self.OURS).split()
+        check(len(given) <= len(order), f"{type(self).__name__} takes {len(order)} arguments by position: "
+                                        f"{', '.join(order)}; write the others by name")
+        for name, value in zip(order, given, strict=False):
+            check(value is None or named.get(name) is None, f"{name} is given by position and by name; leave one out")
+            named[name] = named.get(name) if value is None else value
+        return {"model": None} | named
+
+    def _variant(self, named: dict) -> str:
+        """The stage, or the variant of it that `VARIANT` names."""
+        wanted = named.pop(self.VARIANT, None) or self.STAGE
+        if wanted in (self.STAGE, "sigmoid"):
+            return self.STAGE
+        module = STAGES[self.STAGE].module
+        known = [stage for stage, row in STAGES.items() if row.module == module and stage not in ("ppo", self.STAGE)]
+        check(wanted in known, f"{self.VARIANT} is {wanted!r}; choose {', '.join([self.STAGE, *known])}")
+        return wanted
 
     def __init_subclass__(cls, **named: object) -> None:
         super().__init_subclass__(**named)
@@ -479,138 +521,74 @@ def _configured(model: object, name: str) -> object:
         return None
 
 
-def _by_kind(data: object, rewards: object, args: object) -> tuple[object, object, object]:
-    """train_dataset, reward_funcs and args, also where they stand in TRL's order: model, reward_funcs, args."""
-    if isinstance(rewards, TrlConfig):
-        rewards, args = None, rewards
-    if isinstance(data, TrlConfig):
-        return None, rewards, data
-    if callable(data) and rewards is None:
-        return None, data, args
-    check(args is None or isinstance(args, TrlConfig),
-          f"args is a {type(args).__module__}.{type(args).__name__}; import {type(args).__name__} from hybrid_rlhf")
-    return data, rewards, args
-
-
 def _is_messages(prompt: list) -> bool:
     return bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
+
+
+_DATA = "data_collator train_dataset eval_dataset processing_class"
+_METRICS = "compute_metrics callbacks optimizers"
+_PAIRED = f"model ref_model args {_DATA} {_METRICS} quantization_config peft_config"
+_SAMPLED = ("model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
+            "optimizers quantization_config peft_config")
+_LATE = "optimizer_cls_and_kwargs preprocess_logits_for_metrics quantization_config peft_config"
 
 
 class SFTTrainer(Training):
     """Supervised fine-tuning on demonstrations: --stage sft."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, *, args: TrlConfig | None = None,
-                 eval_dataset: object = None, peft_config: object = None, processing_class: object = None,
-                 callbacks: Sequence | None = None, formatting_func: Callable | None = None,
-                 output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> None:
-        super().__init__("sft", model, train_dataset, None, output_dir, settings, options, eval_dataset=eval_dataset,
-                         peft_config=peft_config, args=args, processing_class=processing_class, callbacks=callbacks,
-                         formatting_func=formatting_func)
+    STAGE, ORDER = "sft", f"model args {_DATA} compute_loss_func {_METRICS} {_LATE} formatting_func"
 
 
 class RewardTrainer(Training):
     """A reward model from preference pairs: --stage reward."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, *, args: TrlConfig | None = None,
-                 eval_dataset: object = None, peft_config: object = None, processing_class: object = None,
-                 callbacks: Sequence | None = None, output_dir: str | None = None, settings: Mapping | None = None,
-                 **options: object) -> None:
-        super().__init__("reward", model, train_dataset, None, output_dir, settings, options,
-                         eval_dataset=eval_dataset, peft_config=peft_config, args=args,
-                         processing_class=processing_class, callbacks=callbacks)
+    STAGE, ORDER = "reward", f"model args {_DATA} {_METRICS} {_LATE}"
 
 
 class DPOTrainer(Training):
     """Direct preference optimisation on pairs: --stage dpo; loss_type: ipo, hinge, kto, orpo or simpo."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, *, loss_type: str | None = None,
-                 args: TrlConfig | None = None, eval_dataset: object = None, peft_config: object = None,
-                 processing_class: object = None, callbacks: Sequence | None = None, output_dir: str | None = None,
-                 settings: Mapping | None = None, **options: object) -> None:
-        super().__init__(_variant(loss_type, "dpo", "loss_type", ("sigmoid",)), model, train_dataset, None, output_dir,
-                         settings, options, eval_dataset=eval_dataset, peft_config=peft_config, args=args,
-                         processing_class=processing_class, callbacks=callbacks)
+    STAGE, ORDER, VARIANT = "dpo", _PAIRED, "loss_type"
 
 
 class KTOTrainer(Training):
     """KTO, on answers labelled good or bad: --stage kto."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, *, args: TrlConfig | None = None,
-                 eval_dataset: object = None, peft_config: object = None, processing_class: object = None,
-                 callbacks: Sequence | None = None, output_dir: str | None = None, settings: Mapping | None = None,
-                 **options: object) -> None:
-        super().__init__("kto", model, train_dataset, None, output_dir, settings, options, eval_dataset=eval_dataset,
-                         peft_config=peft_config, args=args, processing_class=processing_class, callbacks=callbacks)
+    STAGE, ORDER = "kto", _PAIRED
 
 
 class GRPOTrainer(Training):
     """On-policy training without a critic: --stage grpo; method: dr_grpo, batch_grpo, gdpo, process_grpo, rloo,
     reinforce_pp, reinforce_pp_baseline, gspo or cispo."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None, *,
-                 method: str | None = None, args: TrlConfig | None = None, eval_dataset: object = None,
-                 peft_config: object = None, processing_class: object = None, callbacks: Sequence | None = None,
-                 tools: object = None, environment_factory: object = None, output_dir: str | None = None,
-                 settings: Mapping | None = None, **options: object) -> None:
-        super().__init__(_variant(method, "grpo", "method", ()), model, train_dataset, reward_funcs, output_dir,
-                         settings, options, tools, environment_factory, eval_dataset, peft_config, args=args,
-                         processing_class=processing_class, callbacks=callbacks)
+    STAGE, ORDER, VARIANT = "grpo", f"{_SAMPLED} tools rollout_func environment_factory", "method"
+    OURS = "model train_dataset reward_funcs"
 
 
 class RLOOTrainer(Training):
     """REINFORCE leave-one-out: --stage rloo."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None, *,
-                 args: TrlConfig | None = None, eval_dataset: object = None, peft_config: object = None,
-                 processing_class: object = None, callbacks: Sequence | None = None, tools: object = None,
-                 environment_factory: object = None, output_dir: str | None = None, settings: Mapping | None = None,
-                 **options: object) -> None:
-        super().__init__("rloo", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
-                         environment_factory, eval_dataset, peft_config, args=args, processing_class=processing_class,
-                         callbacks=callbacks)
+    STAGE, ORDER, OURS = "rloo", _SAMPLED, GRPOTrainer.OURS
 
 
 class PPOTrainer(Training):
     """PPO with a critic, against a reward model, functions, or both: --stage ppo. reward_model, value_model, ref_model:
-    as TRL's trainer has them, each given as `model` is."""
+    as TRL's trainer has them."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None, *,
-                 args: TrlConfig | None = None, eval_dataset: object = None, peft_config: object = None,
-                 processing_class: object = None, callbacks: Sequence | None = None, tools: object = None,
-                 environment_factory: object = None, reward_model: object = None, value_model: object = None,
-                 ref_model: object = None, output_dir: str | None = None, settings: Mapping | None = None,
-                 **options: object) -> None:
-        models = {f"{name}_model": (f"roles.{role}.model_name_or_path", each) for name, role, each in (
-            ("reward", "reward", reward_model), ("value", "critic", value_model), ("ref", "ref", ref_model))}
-        super().__init__("ppo", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
-                         environment_factory, eval_dataset, peft_config, args=args, processing_class=processing_class,
-                         callbacks=callbacks, models=models)
+    STAGE, OURS = "ppo", GRPOTrainer.OURS
+    ORDER = ("args processing_class model ref_model reward_model train_dataset value_model data_collator eval_dataset "
+             "optimizers callbacks peft_config")  # TRL 0.24
+    MODELS: ClassVar = {"reward_model": "roles.reward.model_name_or_path",
+                        "value_model": "roles.critic.model_name_or_path", "ref_model": "roles.ref.model_name_or_path"}
 
 
 class DistillTrainer(Training):
-    """On-policy distillation (TRL's GKDTrainer and DistillationTrainer): --stage distill. teacher_model: given as
-    `model` is, and of the same tokens. reward_funcs score the samples, for the report alone."""
+    """On-policy distillation (TRL's GKDTrainer and DistillationTrainer): --stage distill. teacher_model: of the same
+    tokens. reward_funcs score the samples, for the report alone."""
 
-    def __init__(self, model: object = None, teacher_model: object = None, train_dataset: object = None,
-                 reward_funcs: Reward | None = None, *, args: TrlConfig | None = None, eval_dataset: object = None,
-                 peft_config: object = None, processing_class: object = None, callbacks: Sequence | None = None,
-                 tools: object = None, environment_factory: object = None, output_dir: str | None = None,
-                 settings: Mapping | None = None, **options: object) -> None:
-        super().__init__("distill", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
-                         environment_factory, eval_dataset, peft_config, args=args, processing_class=processing_class,
-                         callbacks=callbacks,
-                         models={"teacher_model": ("roles.teacher.model_name_or_path", teacher_model)})
+    STAGE, OURS = "distill", "model teacher_model train_dataset reward_funcs"
+    ORDER = f"model teacher_model args {_DATA} {_METRICS} preprocess_logits_for_metrics peft_config formatting_func"
+    MODELS: ClassVar = {"teacher_model": "roles.teacher.model_name_or_path"}
 
 
 GKDTrainer = DistillTrainer
-
-
-def _variant(wanted: str | None, usual: str, name: str, same: tuple[str, ...]) -> str:
-    """The stage of a variant's name."""
-    if wanted in (None, usual, *same):
-        return usual
-    module = STAGES[usual].module
-    known = [stage for stage, row in STAGES.items() if row.module == module and stage not in ("ppo", usual)]
-    with _one_line():
-        check(wanted in known, f"{name} is {wanted!r}; choose {', '.join([usual, *known])}")
-    return wanted

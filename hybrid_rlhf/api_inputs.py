@@ -46,20 +46,13 @@ def rows_of(data: object, name: str = "train_dataset") -> Rows | str | list | di
     if isinstance(data, Mapping):  # splits of a data set, or columns
         raise UserError(f"{name} is a mapping of {', '.join(map(str, list(data)[:5]))}; give one of its parts, "
                         "or a list of rows")
-    check(isinstance(data, Iterable), f"{name} is a {type(data).__name__}; give a path, a datasets.Dataset or a "
-                                      f"list of rows{_by_name(data)}")
+    check(isinstance(data, Iterable),
+          f"{name} is a {type(data).__name__}; give a path, a datasets.Dataset or a list of rows")
     items = list(data)
     if items and all(isinstance(item, (str, PurePath)) or _is_source(item) for item in items):
         return [str(item) if isinstance(item, PurePath) else item for item in items]
     check(bool(items), f"{name} is empty: no row in it; give rows")
     return Rows("".join(_line(row, f"{name}: row {number}") for number, row in enumerate(items, 1)))
-
-
-def _by_name(data: object) -> str:
-    """A hint for arguments that stand second in TRL's trainers and are given by name here."""
-    if callable(data):
-        return "; functions are written by name, reward_funcs=..."
-    return f"; import {type(data).__name__} from hybrid_rlhf" if type(data).__name__ in CONFIGS else ""
 
 
 def formatted(data: object, formatting_func: Callable | None, config: TrlConfig) -> object:

@@ -65,6 +65,11 @@ class TrlConfig:
         return lines
 
 
+def is_config(value: object) -> bool:
+    """Whether it is a configuration: one of these, or of TRL or transformers."""
+    return isinstance(value, TrlConfig) or type(value).__name__ in (*trl_fields.CONFIGS, "TrainingArguments")
+
+
 SFTConfig, DPOConfig, KTOConfig, RewardConfig, GRPOConfig, RLOOConfig, PPOConfig, GKDConfig = (
     type(name, (TrlConfig,), {"FIELDS": fields, "__module__": __name__, "__doc__": f"TRL's {name}."})
     for name, fields in trl_fields.CONFIGS.items())

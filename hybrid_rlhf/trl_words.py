@@ -15,7 +15,7 @@ from hybrid_rlhf.models.peft_compat import usual_targets
 from hybrid_rlhf.training.defaults import resolve
 from hybrid_rlhf.training.registry import MAX_STEPS, STAGES
 from hybrid_rlhf.trl_configs import TrlConfig, updates_per_rollout
-from hybrid_rlhf.trl_fields import CONFIGS, LORA, LORA_IDLE
+from hybrid_rlhf.trl_fields import LORA, LORA_IDLE
 
 # Arguments of TRL's trainers that are refused, if they are not None -> what to write.
 ARGUMENTS = {
@@ -28,8 +28,7 @@ ARGUMENTS = {
                        "in reward_funcs, of weight 0 in reward_weights",
     "compute_loss_func": "write a step of your own as examples/custom_flow.py does",
     "preprocess_logits_for_metrics": "leave it out",
-    "ref_model": "the reference is the model as it was before training; for another write "
-                 "roles__ref__model_name_or_path=FOLDER",
+    "ref_model": "the reference is the model as it was before training; leave it out",
     "judge": "write reward__judge__model=FOLDER, or reward__judge__url=ADDRESS",
     "rollout_func": "write tools=[...] or environment_factory=..., or a step of your own as "
                     "examples/custom_flow.py does",
@@ -53,10 +52,19 @@ _NEVER_CALLED = {
 _OWN_STEP = "write a step of your own as examples/custom_flow.py does"
 
 
-def faults(options: Mapping[str, object]) -> list[str]:
+def faults(options: Mapping[str, object], model: object) -> list[str]:
     """A line for each argument of TRL's trainers that has another form here, or none."""
     return [f"{name} is not taken here; {ARGUMENTS[name]}" for name, value in options.items()
-            if name in ARGUMENTS and value is not None and value != (None, None)]
+            if name in ARGUMENTS and value is not None and value != (None, None)
+            and not (name == "ref_model" and _are_equal(value, model))]
+
+
+def _are_equal(one: object, other: object) -> bool:
+    """Whether both are models in memory, of the same weights."""
+    if not (hasattr(one, "state_dict") and hasattr(other, "state_dict")):
+        return False
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
 def raise_all(lines: list[str]) -> None:
@@ -77,15 +85,15 @@ def check_overridden(kind: type, base: type) -> None:
             raise UserError(f"{kind.__name__}.{name} would never be called; {_NEVER_CALLED[name] or _OWN_STEP}")
 
 
-def checked_stage(stage: str, config: TrlConfig) -> str:
-    """The stage of a trainer with this configuration: GRPO's ways to scale rewards are stages of their own. UserError
-    for another trainer's configuration."""
-    theirs = type(config).__name__
+def checked_stage(stage: str, variant: str, config: object) -> str:
+    """The stage of the trainer of `stage` with this configuration: GRPO's ways to scale rewards are stages of their
+    own. UserError for another trainer's configuration."""
     fits = {"sft": "SFTConfig", "reward": "RewardConfig", "dpo": "DPOConfig", "kto": "KTOConfig", "ppo": "PPOConfig",
-            "rloo": "RLOOConfig", "distill": "GKDConfig"}.get(stage, "GRPOConfig")
-    usual = next((each for each in type(config).__mro__ if each.__name__ in CONFIGS), TrlConfig).__name__
-    check(usual == fits, f"args is a {theirs}; this trainer takes a {fits}")
-    return trl_configs.stage_of(config) if stage == "grpo" else stage
+            "rloo": "RLOOConfig", "distill": "GKDConfig", "grpo": "GRPOConfig"}[stage]
+    kind = type(config)
+    check(isinstance(config, getattr(trl_configs, fits)),
+          f"args is a {kind.__module__}.{kind.__name__}; this trainer takes a {fits} of hybrid_rlhf")
+    return trl_configs.stage_of(config) if variant == "grpo" else variant
 
 
 def lora_options(peft_config: object, model_type: Callable[[], str | None] | None = None

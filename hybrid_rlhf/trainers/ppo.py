@@ -314,6 +314,8 @@ class PPOTrainer:
             observed["entropy"] = (tokens.entropy.detach().mean(), size)
             if config.entropy_coef:
                 loss = loss + config.entropy_coef * entropy_loss(tokens.entropy, denominator=totals.num_actions)
+        # their mean by rows is then the mean of the minibatches' losses
+        observed["loss"] = (loss.detach() * totals.num_sequences / max(len(rows), 1), len(rows))
         return loss, observed
 
     def _selected(self, tokens: TokenScores, rows: Rollout, owner: Tensor, advantages: Tensor,

@@ -14,7 +14,7 @@ SLACK = 25  # lines that a mended fault may add to a package, or that a row may 
 H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
-    "hybrid_rlhf/algorithms": (1365, 10),
+    "hybrid_rlhf/algorithms": (1382, 10),
     "hybrid_rlhf/commands": (2016, 9),
     "hybrid_rlhf/core": (3123, 22),
     "hybrid_rlhf/data": (3904, 17),
@@ -27,15 +27,15 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/report": (2337, 11),
     "hybrid_rlhf/rewards": (3245, 18),
     "hybrid_rlhf/roles": (1097, 10),
-    "hybrid_rlhf/rollout": (1160, 8),
-    "hybrid_rlhf/run": (2184, 13),
+    "hybrid_rlhf/rollout": (1169, 8),
+    "hybrid_rlhf/run": (2191, 13),
     "hybrid_rlhf/studio": (8502, 50),
-    "hybrid_rlhf/trainers": (1486, 10),
+    "hybrid_rlhf/trainers": (1487, 10),
     "training": (5262, 29),
     "inference": (3682, 27),
-    "tests": (58113, 342),
+    "tests": (58176, 342),
     "benchmarks": (7726, 52),
-    ENTRY_POINTS: (2249, 11),
+    ENTRY_POINTS: (2233, 11),
 }
 
 
