@@ -53,17 +53,17 @@ class Training:
     as TRL takes them. settings: a mapping of the stage's options; options: more of them by name, learning_rate=1e-5 as
     well as train__learning_rate=1e-5, and the trainer's further models (ref_model, ...), given as `model` is.
 
-    By position come model, data and rewards (`OURS`), or TRL's arguments in their order (`ORDER`), where a
+    By position come model, data and rewards (`_OURS`), or TRL's arguments in their order (`_ORDER`), where a
     configuration, None or a reward function is among them, or the data are given by name.
 
     Raises UserError with a line for each argument that is not taken.
     """
 
-    STAGE: ClassVar[str]
-    ORDER: ClassVar[str]
-    OURS: ClassVar[str] = "model train_dataset"
-    MODELS: ClassVar[Mapping[str, str]] = {}  # argument: the option that names this model
-    VARIANT: ClassVar[str] = ""  # the argument that chooses among stages
+    _STAGE: ClassVar[str]
+    _ORDER: ClassVar[str]
+    _OURS: ClassVar[str] = "model train_dataset"
+    _MODELS: ClassVar[Mapping[str, str]] = {}  # argument: the option that names this model
+    _VARIANT: ClassVar[str] = ""  # the argument that chooses among stages
 
     def __init__(self, model: object = None, *given: object, args: object = None, train_dataset: object = None,
                  reward_funcs: object = None, eval_dataset: object = None, processing_class: object = None,
@@ -81,7 +81,7 @@ class Training:
             args, eval_dataset, processing_class = (named.pop(n) for n in ("args", "eval_dataset", "processing_class"))
             model, peft_config = named.pop("model"), named.pop("peft_config")
             self.stage = self._variant(named) if args is None else trl_words.checked_stage(
-                self.STAGE, self._variant(named), args)
+                self._STAGE, self._variant(named), args)
             row = STAGES[self.stage]
             self._recipe = importlib.import_module(row.module)
             self.args = args or TrlConfig(output_dir)
@@ -90,11 +90,11 @@ class Training:
                                for data in (named.pop("train_dataset"), eval_dataset))
             self._saved = {}  # folder -> the object that is saved there before training
             reward_funcs, self.callbacks = named.pop("reward_funcs"), list(named.pop("callbacks") or ())
-            models = {name: named.pop(name, None) for name in self.MODELS}
-            faults = trl_words.faults(named, model)
-            check(formatting_func is None or "formatting_func" in self.ORDER,
+            faults = trl_words.faults({n: value for n, value in named.items() if n not in self._MODELS}, model)
+            check(formatting_func is None or "formatting_func" in self._ORDER,
                   f"formatting_func: {type(self).__name__} has none; give rows with the columns of the stage")
-            options = {name: value for name, value in named.items() if name not in trl_words.ARGUMENTS}
+            options = {name: value for name, value in named.items()
+                       if name not in self._MODELS and name not in trl_words.ARGUMENTS}
             meant = {}
             if args is not None:
                 meant, refused = settings_of(args, rows, lambda: _configured(model, "max_position_embeddings"))
@@ -111,7 +111,8 @@ class Training:
             if eval_dataset is not None or args is not None:
                 chosen = {"data.eval_fraction": 0.0} | chosen
             chosen = _merged(chosen, values, "peft_config") | {"output_dir": self.output_dir}
-            chosen |= {self.MODELS[name]: self._folder(each, name) for name, each in models.items() if each is not None}
+            chosen |= {option: self._folder(each, name) for name, option in self._MODELS.items()
+                       if (each := named.get(name)) is not None}
             chosen |= self._model(model, meant) | self._tokenizer(processing_class) | self._data()
             self.config, _ = parse(self._recipe.Config, [*row.preset, *words(meant | chosen)],
                                    prog=f"--stage {self.stage}", unused=unread_options.of_stage(self.stage))
@@ -129,10 +130,10 @@ class Training:
 
     def _placed(self, given: tuple, named: dict) -> dict:
         """Arguments by their names, also those given by position."""
-        is_theirs = any(map(is_config, given)) or (len(given) > 1 and self.ORDER.startswith("model") and (
+        is_theirs = any(map(is_config, given)) or (len(given) > 1 and self._ORDER.startswith("model") and (
             given[1] is None or named["train_dataset"] is not None
-            or (callable(given[1]) and "reward_funcs" in self.ORDER)))
-        order = (self.ORDER if is_theirs else self.OURS).split()
+            or (callable(given[1]) and "reward_funcs" in self._ORDER)))
+        order = (self._ORDER if is_theirs else self._OURS).split()
         check(len(given) <= len(order), f"{type(self).__name__} takes {len(order)} arguments by position: "
                                         f"{', '.join(order)}; write the others by name")
         for name, value in zip(order, given, strict=False):
@@ -141,13 +142,13 @@ class Training:
         return {"model": None} | named
 
     def _variant(self, named: dict) -> str:
-        """The stage, or the variant of it that `VARIANT` names."""
-        wanted = named.pop(self.VARIANT, None) or self.STAGE
-        if wanted in (self.STAGE, "sigmoid"):
-            return self.STAGE
-        module = STAGES[self.STAGE].module
-        known = [stage for stage, row in STAGES.items() if row.module == module and stage not in ("ppo", self.STAGE)]
-        check(wanted in known, f"{self.VARIANT} is {wanted!r}; choose {', '.join([self.STAGE, *known])}")
+        """The stage, or the variant of it that `_VARIANT` names."""
+        wanted = named.pop(self._VARIANT, None) or self._STAGE
+        if wanted in (self._STAGE, "sigmoid"):
+            return self._STAGE
+        module = STAGES[self._STAGE].module
+        known = [stage for stage, row in STAGES.items() if row.module == module and stage not in ("ppo", self._STAGE)]
+        check(wanted in known, f"{self._VARIANT} is {wanted!r}; choose {', '.join([self._STAGE, *known])}")
         return wanted
 
     def __init_subclass__(cls, **named: object) -> None:
@@ -536,49 +537,49 @@ _LATE = "optimizer_cls_and_kwargs preprocess_logits_for_metrics quantization_con
 class SFTTrainer(Training):
     """Supervised fine-tuning on demonstrations: --stage sft."""
 
-    STAGE, ORDER = "sft", f"model args {_DATA} compute_loss_func {_METRICS} {_LATE} formatting_func"
+    _STAGE, _ORDER = "sft", f"model args {_DATA} compute_loss_func {_METRICS} {_LATE} formatting_func"
 
 
 class RewardTrainer(Training):
     """A reward model from preference pairs: --stage reward."""
 
-    STAGE, ORDER = "reward", f"model args {_DATA} {_METRICS} {_LATE}"
+    _STAGE, _ORDER = "reward", f"model args {_DATA} {_METRICS} {_LATE}"
 
 
 class DPOTrainer(Training):
     """Direct preference optimisation on pairs: --stage dpo; loss_type: ipo, hinge, kto, orpo or simpo."""
 
-    STAGE, ORDER, VARIANT = "dpo", _PAIRED, "loss_type"
+    _STAGE, _ORDER, _VARIANT = "dpo", _PAIRED, "loss_type"
 
 
 class KTOTrainer(Training):
     """KTO, on answers labelled good or bad: --stage kto."""
 
-    STAGE, ORDER = "kto", _PAIRED
+    _STAGE, _ORDER = "kto", _PAIRED
 
 
 class GRPOTrainer(Training):
     """On-policy training without a critic: --stage grpo; method: dr_grpo, batch_grpo, gdpo, process_grpo, rloo,
     reinforce_pp, reinforce_pp_baseline, gspo or cispo."""
 
-    STAGE, ORDER, VARIANT = "grpo", f"{_SAMPLED} tools rollout_func environment_factory", "method"
-    OURS = "model train_dataset reward_funcs"
+    _STAGE, _ORDER, _VARIANT = "grpo", f"{_SAMPLED} tools rollout_func environment_factory", "method"
+    _OURS = "model train_dataset reward_funcs"
 
 
 class RLOOTrainer(Training):
     """REINFORCE leave-one-out: --stage rloo."""
 
-    STAGE, ORDER, OURS = "rloo", _SAMPLED, GRPOTrainer.OURS
+    _STAGE, _ORDER, _OURS = "rloo", _SAMPLED, GRPOTrainer._OURS
 
 
 class PPOTrainer(Training):
     """PPO with a critic, against a reward model, functions, or both: --stage ppo. reward_model, value_model, ref_model:
     as TRL's trainer has them."""
 
-    STAGE, OURS = "ppo", GRPOTrainer.OURS
-    ORDER = ("args processing_class model ref_model reward_model train_dataset value_model data_collator eval_dataset "
+    _STAGE, _OURS = "ppo", GRPOTrainer._OURS
+    _ORDER = ("args processing_class model ref_model reward_model train_dataset value_model data_collator eval_dataset "
              "optimizers callbacks peft_config")  # TRL 0.24
-    MODELS: ClassVar = {"reward_model": "roles.reward.model_name_or_path",
+    _MODELS: ClassVar = {"reward_model": "roles.reward.model_name_or_path",
                         "value_model": "roles.critic.model_name_or_path", "ref_model": "roles.ref.model_name_or_path"}
 
 
@@ -586,9 +587,9 @@ class DistillTrainer(Training):
     """On-policy distillation (TRL's GKDTrainer and DistillationTrainer): --stage distill. teacher_model: of the same
     tokens. reward_funcs score the samples, for the report alone."""
 
-    STAGE, OURS = "distill", "model teacher_model train_dataset reward_funcs"
-    ORDER = f"model teacher_model args {_DATA} {_METRICS} preprocess_logits_for_metrics peft_config formatting_func"
-    MODELS: ClassVar = {"teacher_model": "roles.teacher.model_name_or_path"}
+    _STAGE, _OURS = "distill", "model teacher_model train_dataset reward_funcs"
+    _ORDER = f"model teacher_model args {_DATA} {_METRICS} preprocess_logits_for_metrics peft_config formatting_func"
+    _MODELS: ClassVar = {"teacher_model": "roles.teacher.model_name_or_path"}
 
 
 GKDTrainer = DistillTrainer

@@ -14,7 +14,7 @@ from hybrid_rlhf.core.options import value_of, with_value
 from hybrid_rlhf.models.peft_compat import usual_targets
 from hybrid_rlhf.training.defaults import resolve
 from hybrid_rlhf.training.registry import MAX_STEPS, STAGES
-from hybrid_rlhf.trl_configs import TrlConfig, updates_per_rollout
+from hybrid_rlhf.trl_configs import TrlConfig, rollout_size
 from hybrid_rlhf.trl_fields import LORA, LORA_IDLE
 
 # Arguments of TRL's trainers that are refused, if they are not None -> what to write.
@@ -148,7 +148,7 @@ def told(config: TrlConfig, stage: str, settings: object) -> list[str]:
     lines = []
     if parts:
         lines.append(f"{type(config).__name__}, as in TRL (in brackets train.py's default): {', '.join(parts)}")
-    per = updates_per_rollout(config)
+    per = rollout_size(config)[1]
     if per > 1 and config.max_steps > 0:
         lines.append(f"max_steps {config.max_steps} are updates: {math.ceil(config.max_steps / per)} rollouts of {per}")
     if idle := config.idle():

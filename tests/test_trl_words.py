@@ -221,13 +221,13 @@ def test_every_argument_of_trl_s_trainers_is_taken_or_refused():
     for ours, theirs in ((SFTTrainer, trl.SFTTrainer), (RewardTrainer, trl.RewardTrainer), (DPOTrainer, trl.DPOTrainer),
                          (GRPOTrainer, trl.GRPOTrainer), (RLOOTrainer, trl.RLOOTrainer), (KTOTrainer, trl.KTOTrainer)):
         given = list(inspect.signature(theirs.__init__).parameters)[1:]
-        taken = {*inspect.signature(ours).parameters, *trl_words.ARGUMENTS, *ours.MODELS}
-        assert taken.issuperset(given) and ours.ORDER.split() == given, theirs
+        taken = {*inspect.signature(ours).parameters, *trl_words.ARGUMENTS, *ours._MODELS}
+        assert taken.issuperset(given) and ours._ORDER.split() == given, theirs
 
 
 def in_order(trainer: type, config: object, **values: object) -> dict:
     """By position in TRL's order, up to the last that is given -> those of the trainer's settings that say so."""
-    names = trainer.ORDER.split()
+    names = trainer._ORDER.split()
     named = {"args": config, "model": "my-model", **values}
     given = [named.get(name) for name in names]
     while given[-1] is None:

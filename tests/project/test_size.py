@@ -33,9 +33,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5262, 29),
     "inference": (3682, 27),
-    "tests": (58176, 342),
+    "tests": (58179, 342),
     "benchmarks": (7726, 52),
-    ENTRY_POINTS: (2233, 11),
+    ENTRY_POINTS: (2198, 11),
 }
 
 
