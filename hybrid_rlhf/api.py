@@ -28,8 +28,8 @@ from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.startup import quiet_libraries
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.report.trackers import check_trackers
+from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.checkpointing import SMALL_IS_GOOD
-from hybrid_rlhf.run.runfile import ROWS_FOLDER
 from hybrid_rlhf.run.watchers import watched_by
 from hybrid_rlhf.training import unread_options
 from hybrid_rlhf.training.registry import STAGES
@@ -120,10 +120,14 @@ class Training:
             trl_words.check_ending(self.args)
             check_trackers(self.config.report_to)
             self._processing_class = processing_class
-            takes_best = getattr(self.args, "load_best_model_at_end", False)
-            self._watcher = self._make_watcher() if self.callbacks or takes_best else None
+            self._watcher = Callbacks(self.callbacks, self.args, processing_class, lambda: self.history)
         if args is not None:
             print_main(*trl_words.told(args, self.stage, self.config))
+        try:
+            with _one_line():
+                runfile.finished(self.output_dir, self.stage, self.config, lambda _: None)
+        except UserError as error:  # train(resume_from_checkpoint=False) may still follow
+            print_main(f"train() will be refused: {error}")
         _tell_of_one_process()
         self.metrics: dict[str, float] = {}
         self._loaded: dict[str, object] = {}
@@ -227,20 +231,14 @@ class Training:
         """One more transformers.TrainerCallback."""
         with _one_line():
             self.callbacks.append(callback)
-            self._watcher = self._make_watcher()
-
-    def _make_watcher(self) -> Callbacks:
-        return Callbacks(self.callbacks, self.args, self._processing_class, lambda: self.history)
+            self._watcher = Callbacks(self.callbacks, self.args, self._processing_class, lambda: self.history)
 
     @property
     def state(self) -> object:
         """transformers' TrainerState, as far as it is known: global_step and log_history."""
-        from transformers.trainer_callback import TrainerState
-
-        if self._watcher:
-            return self._watcher.state
-        rows = [{name.replace("eval/", "eval_"): value for name, value in row.items()} for row in self.history]
-        return TrainerState(global_step=max((row["step"] for row in rows), default=0), log_history=rows)
+        if not self._watcher.state.log_history:  # of a run that was finished before
+            self._watcher.take(self.history)
+        return self._watcher.state
 
     @property
     def accelerator(self) -> object:
@@ -263,8 +261,6 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """What the finished run measured on the held-out rows after its last step (with load_best_model_at_end, at the
         best one), names beginning with eval/; with args, as in TRL, eval_."""
-        from hybrid_rlhf.run import runfile
-
         self._model_folder()
         metrics = runfile.read_run(self.output_dir).metrics
         with _one_line():
@@ -387,7 +383,7 @@ class Training:
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
         check(hasattr(tokenizer, "save_pretrained"),
               f"processing_class is a {type(tokenizer).__name__}; give a tokenizer")
-        folder = str(Path(self.output_dir) / ROWS_FOLDER / "tokenizer")
+        folder = self._kept("tokenizer")
         self._saved[folder] = tokenizer
         return {"model.tokenizer_name_or_path": folder}
 
@@ -402,9 +398,13 @@ class Training:
               "model")
         check(not hasattr(source, "peft_config"), f"{name} has an adapter of peft; give the model below it, and "
                                                   "peft_config, or merge it first (merge_and_unload)")
-        folder = str(Path(self.output_dir) / ROWS_FOLDER / (name if name == "model" else f"{name}-{len(self._saved)}"))
+        folder = self._kept(name if name == "model" else f"{name}-{len(self._saved)}")
         self._saved[folder] = _WithTokenizer(source)
         return folder
+
+    def _kept(self, name: str) -> str:
+        """The folder of an input from memory."""
+        return str(Path(self.output_dir) / runfile.ROWS_FOLDER / name)
 
     def _data(self) -> dict[str, object]:
         return {name: [rows.path(self.output_dir)] if isinstance(rows, Rows) else rows
@@ -412,7 +412,7 @@ class Training:
 
     def _resume(self, wanted: bool | str | PurePath) -> str:
         """The setting that TRL's resume_from_checkpoint means."""
-        from hybrid_rlhf.run import resume, runfile
+        from hybrid_rlhf.run import resume
 
         if not isinstance(wanted, bool):
             return str(wanted)
@@ -423,7 +423,6 @@ class Training:
         return "auto" if wanted else "never"
 
     def _model_folder(self) -> str:
-        from hybrid_rlhf.run import runfile
         from hybrid_rlhf.training.builders import model_folder
 
         with _one_line():

@@ -85,8 +85,9 @@ _COMMON = {
     **_idle("the first step, warnings and the time left are always shown",
             "logging_strategy logging_first_step logging_nan_inf_filter disable_tqdm log_level log_level_replica "
             "log_on_each_node"),
-    **_idle("trackers name a run by its stage",
-            "run_name project trackio_space_id trackio_bucket_id trackio_static_space_id"),
+    "run_name": _taken(None, "run_name"),
+    **_idle("a tracker's project is named by the stage",
+            "project trackio_space_id trackio_bucket_id trackio_static_space_id"),
     **_idle("evaluations are made by eval_steps and after the last step", "eval_on_start eval_delay"),
     "greater_is_better": _read(None, "train.save_best", "losses, perplexities and KLs: smaller; all others: larger"),
     **_idle("kernels and micro-batches are chosen by the machine",

@@ -134,8 +134,8 @@ def check_ending(config: object) -> None:
     try:
         huggingface_hub.HfApi().whoami()
     except Exception as error:  # no network, no token, one that is no longer valid
-        raise UserError(f"push_to_hub: the hub does not know you ({type(error).__name__}); run `hf auth login`, or "
-                        "leave push_to_hub out") from error
+        raise UserError(f"push_to_hub: the hub cannot be reached or does not know you ({type(error).__name__}); run "
+                        "`hf auth login`, or leave push_to_hub out") from error
 
 
 def told(config: TrlConfig, stage: str, settings: object) -> list[str]:
