@@ -106,6 +106,8 @@ class Training:
             self.functions, sources = rewards_of(reward_funcs, self._folder)
             callables, acting = environments_of(tools, environment_factory, self.functions)
             self.functions |= callables
+            if acting:  # what tools say is written by the chat template
+                meant.pop("data.raw", None)
             chosen = dotted(self._recipe.Config, {**(settings or {}), **sources, **acting, **options})
             self._rows = {"data.sources": rows_of(rows), "data.eval_sources": rows_of(eval_rows, "eval_dataset")}
             if eval_dataset is not None or args is not None:
