@@ -104,8 +104,7 @@ class Training:
             folder = meant.pop("output_dir", None) or (settings or {}).get("output_dir")
             self.output_dir = str(output_dir or folder or f"outputs/{self.stage}")
             self.functions, sources = rewards_of(reward_funcs, self._folder)
-            callables, acting = environments_of(tools, environment_factory, self.functions)
-            self.functions |= callables
+            acting = environments_of(tools, environment_factory, self.functions)
             if acting:  # what tools say is written by the chat template
                 meant.pop("data.raw", None)
             chosen = dotted(self._recipe.Config, {**(settings or {}), **sources, **acting, **options})

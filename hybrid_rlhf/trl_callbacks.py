@@ -11,8 +11,6 @@ from hybrid_rlhf.run.watchers import Asked
 
 _NEVER = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_prediction_step", "on_predict",
           "on_push_begin")
-_EVENTS = {"step_begin": "on_step_begin", "step_end": "on_step_end", "log": "on_log", "evaluate": "on_evaluate",
-           "save": "on_save"}
 
 
 class Callbacks:
@@ -65,7 +63,7 @@ class Callbacks:
             self._call("on_evaluate", metrics={name: value for name, value in values.items() if name[:5] == "eval_"})
             self._note_best(values)
         else:
-            self._call(_EVENTS[event])
+            self._call(f"on_{event}")
             if event == "step_end" and int(state.epoch or 0) > self._epochs and state.global_step < state.max_steps:
                 self._epochs = int(state.epoch)
                 self._call("on_epoch_end")

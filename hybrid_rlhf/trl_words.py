@@ -35,21 +35,18 @@ ARGUMENTS = {
     "quantization_config": "write load_in_4bit=True (or load_in_8bit=True), and peft_config or model__lora__r=16",
 }
 # Classes of TRL that have another name here, or none.
-_OTHERS = {"DistillationConfig": "GKDConfig", "DistillationTrainer": "DistillTrainer", "PRMTrainer": "RewardTrainer",
+_OTHERS = {"ModelConfig": "model_init_kwargs and peft_config", "TrlParser": "SFTConfig(...) or its like in the script",
+           "ScriptArguments": "train_dataset", "DistillationConfig": "GKDConfig",
+           "DistillationTrainer": "DistillTrainer", "PRMTrainer": "RewardTrainer",
            "OnlineDPOTrainer": "train.py --stage online_dpo", "ORPOTrainer": "DPOTrainer(loss_type='orpo')",
            "CPOTrainer": "DPOTrainer(loss_type='simpo')"}
 # Methods of transformers' and TRL's trainers that nothing here would call.
-_NEVER_CALLED = {
-    "compute_loss": "", "training_step": "", "prediction_step": "", "_compute_loss": "",
-    "_generate_and_score_completions": "", "_calculate_rewards": "write a function in reward_funcs",
-    "create_optimizer": "write optim=...", "create_optimizer_and_scheduler": "write optim=...",
-    "create_scheduler": "write lr_scheduler_type=...", "get_train_dataloader": "give rows in the order you want",
-    "get_eval_dataloader": "give eval_dataset", "evaluation_loop": "", "prediction_loop": "",
-    "log": "write a callback with on_log", "_prepare_dataset": "prepare the rows before", "tokenize_row":
-    "prepare the rows before", "concatenated_forward": "", "get_batch_loss_metrics": "", "dpo_loss": "",
-    "_prepare_inputs": "", "_get_train_sampler": "give rows in the order you want", "_generate": "",
-    "_generate_single_turn": "", "_get_per_token_logps_and_entropies": ""}
-_OWN_STEP = "write a step of your own as examples/custom_flow.py does"
+_NEVER_CALLED = ("compute_loss", "training_step", "prediction_step", "_compute_loss", "_generate_and_score_completions",
+                 "_calculate_rewards", "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler",
+                 "get_train_dataloader", "get_eval_dataloader", "evaluation_loop", "prediction_loop", "log",
+                 "_prepare_dataset", "tokenize_row", "concatenated_forward", "get_batch_loss_metrics", "dpo_loss",
+                 "_prepare_inputs", "_get_train_sampler", "_generate", "_generate_single_turn",
+                 "_get_per_token_logps_and_entropies")
 
 
 def faults(options: Mapping[str, object], model: object) -> list[str]:
@@ -82,7 +79,8 @@ def check_overridden(kind: type, base: type) -> None:
     above = (name for each in kind.__mro__ if not issubclass(base, each) for name in vars(each))
     for name in above:
         if name in _NEVER_CALLED and not hasattr(base, name):
-            raise UserError(f"{kind.__name__}.{name} would never be called; {_NEVER_CALLED[name] or _OWN_STEP}")
+            raise UserError(f"{kind.__name__}.{name} would never be called; use reward_funcs, callbacks or optim, or "
+                            "write a step of your own as examples/custom_flow.py does")
 
 
 def checked_stage(stage: str, variant: str, config: object) -> str:

@@ -67,7 +67,7 @@ def test_an_option_that_a_field_names_exists():
         row = hybrid_rlhf.training.registry.STAGES[stages[name]]
         config = importlib.import_module(row.module).Config()
         for field in fields.values():
-            if field.option not in ("", "push_to_hub"):
+            if field.option:
                 value_of(config, field.option)
 
 
@@ -188,9 +188,9 @@ def test_each_loss_of_grpo_is_a_setting(place, given, expected):
 
 def test_rloo_has_trl_s_ratio_bounds_and_number_of_answers(place):
     ppo = hybrid_rlhf.RLOOTrainer(str(place / "model"), reward_funcs=len, args=hybrid_rlhf.RLOOConfig(
-        "x", reward_clip_range=(-1.0, 2.0)), train_dataset=[{"prompt": "a"}] * 16).config.ppo
+        "x", reward_clip_range=(-1.0, 2.0), normalize_advantages=True), train_dataset=[{"prompt": "a"}] * 16).config.ppo
     assert (ppo.policy_loss, ppo.sampling.num_samples, ppo.kl_coef) == ("ppo_sequence", 2, 0.05)
-    assert (ppo.min_score, ppo.max_score, ppo.kl_in_reward) == (-1, 2, True)
+    assert (ppo.min_score, ppo.max_score, ppo.kl_in_reward, ppo.whitens) == (-1, 2, True, True)
 
 
 def test_all_that_is_not_taken_is_told_at_once():
@@ -388,8 +388,16 @@ def test_a_text_column_of_another_name_and_a_formatting_function(place):
     assert json.loads(made._rows["data.sources"].text) == {"text": "<a>"}
 
 
+def test_trackers_have_the_name_of_the_run(place):
+    pytest.importorskip("tensorboard")
+    for name in (None, "third try"):
+        SFTTrainer(str(place / "model"), args=SFTConfig(
+            place / f"tracked{name}", max_steps=1, report_to="tensorboard", run_name=name), train_dataset=TOLD).train()
+        assert [path.name for path in (place / f"tracked{name}" / "trackers").iterdir()] == [name or "sft"]
+
+
 def test_push_to_hub_without_a_login_is_said_before_training():
-    with pytest.raises(UserError, match="push_to_hub: the hub cannot be reached or does not .*; run `hf auth"):
+    with pytest.raises(UserError, match=r"push_to_hub: the hub cannot be reached or does not .*; run `hf auth"):
         SFTTrainer("m", args=SFTConfig("x", push_to_hub=True), train_dataset=TOLD)
 
 

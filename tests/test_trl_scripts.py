@@ -18,7 +18,7 @@ from hybrid_rlhf.core.own_files import write_file
 from tests.factories.tiny import tiny_causal_lm
 from tests.factories.trl_templates import tokenizer_of
 
-HUB = {"Qwen/Qwen2.5-0.5B": ("qwen2_5", 640), "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2_5", 640),
+HUB = {"Qwen/Qwen2.5-0.5B": ("qwen2_5", 288), "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2_5", 640),
        "Qwen/Qwen3-0.6B": ("qwen3", 4096)}  # model: its template, positions
 ASKED = [[{"role": "user", "content": f"What is {n} + {n}?"}] for n in range(1, 5)]
 SAID = [[{"role": "assistant", "content": f"It is ${2 * n}$."}] for n in range(1, 5)]
@@ -131,7 +131,7 @@ from trl.rewards import think_format_reward
 dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
 
 trainer = GRPOTrainer(
-    model="Qwen/Qwen2.5-0.5B-Instruct",
+    model="Qwen/Qwen2.5-0.5B",
     reward_funcs=think_format_reward,
     train_dataset=dataset,
 )

@@ -277,7 +277,7 @@ def test_the_options_that_are_to_be_written_instead_exist():
 
 
 def test_a_subclass_with_a_method_that_nothing_would_call_is_refused():
-    with pytest.raises(UserError, match=r"Mine\.compute_loss would never be called; write a step of your own"):
+    with pytest.raises(UserError, match=r"Mine\.compute_loss would never be called; .* write a step of your"):
         class Mine(SFTTrainer):
             def compute_loss(self, model, inputs):
                 return 0.0

@@ -34,7 +34,7 @@ def _where(name: str, configs: list[str]) -> str:
 def table() -> str:
     lines = ["| there | here | |", "|---|---|---|"]
     for (name, field), configs in _by_field(TAKEN, READ).items():
-        here = f"`{field.option}`" if field.option not in ("", "push_to_hub") else ""
+        here = f"`{field.option}`" if field.option else ""
         lines.append(f"| `{name}`{_where(name, configs)} | {here} | {field.note} |".replace("  ", " "))
     lines += ["", "Refused with any value but TRL's default:", "", "| there | what to do |", "|---|---|"]
     lines += _grouped(REFUSED)
