@@ -39,6 +39,10 @@ from hybrid_rlhf.trl_configs import TrlConfig, is_config, settings_of
 Reward = Callable | str | PurePath | list
 
 
+_ARGUMENTS = ("model", "args", "train_dataset", "reward_funcs", "eval_dataset", "processing_class", "callbacks",
+              "peft_config", "formatting_func", "tools", "environment_factory")
+
+
 class Training:
     """One run of a stage. Inputs are checked here, before anything is loaded.
 
@@ -65,7 +69,7 @@ class Training:
     _MODELS: ClassVar[Mapping[str, str]] = {}  # argument: the option that names this model
     _VARIANT: ClassVar[str] = ""  # the argument that chooses among stages
 
-    def __init__(self, model: object = None, *given: object, args: object = None, train_dataset: object = None,
+    def __init__(self, model: object = None, *positional: object, args: object = None, train_dataset: object = None,
                  reward_funcs: object = None, eval_dataset: object = None, processing_class: object = None,
                  callbacks: Sequence | None = None, peft_config: object = None,
                  formatting_func: Callable | None = None, tools: object = None, environment_factory: object = None,
@@ -74,27 +78,25 @@ class Training:
         grow_segments()  # works only before anything is on the card
         bound_product_caches()  # and before the first product
         with _one_line():
-            named = self._placed((model, *given), {
+            named = self._placed((model, *positional), options | {
                 "args": args, "train_dataset": train_dataset, "reward_funcs": reward_funcs,
                 "eval_dataset": eval_dataset, "processing_class": processing_class, "callbacks": callbacks,
-                "peft_config": peft_config, "formatting_func": formatting_func} | options)
-            args, eval_dataset, processing_class = (named.pop(n) for n in ("args", "eval_dataset", "processing_class"))
-            model, peft_config = named.pop("model"), named.pop("peft_config")
-            self.stage = self._variant(named) if args is None else trl_words.checked_stage(
-                self._STAGE, self._variant(named), args)
+                "peft_config": peft_config, "formatting_func": formatting_func, "tools": tools,
+                "environment_factory": environment_factory})
+            (model, args, train_dataset, reward_funcs, eval_dataset, processing_class, callbacks, peft_config,
+             formatting_func, tools, environment_factory) = map(named.pop, _ARGUMENTS)
+            variant = self._variant(named)
+            self.stage = variant if args is None else trl_words.checked_stage(self._STAGE, variant, args)
             row = STAGES[self.stage]
             self._recipe = importlib.import_module(row.module)
-            self.args = args or TrlConfig(output_dir)
-            formatting_func = named.pop("formatting_func")
-            rows, eval_rows = (formatted(data, formatting_func, self.args)
-                               for data in (named.pop("train_dataset"), eval_dataset))
+            self.args, self.callbacks = args or TrlConfig(output_dir), list(callbacks or ())
+            rows, eval_rows = (formatted(data, formatting_func, self.args) for data in (train_dataset, eval_dataset))
             self._saved = {}  # folder -> the object that is saved there before training
-            reward_funcs, self.callbacks = named.pop("reward_funcs"), list(named.pop("callbacks") or ())
-            faults = trl_words.faults({n: value for n, value in named.items() if n not in self._MODELS}, model)
             check(formatting_func is None or "formatting_func" in self._ORDER,
                   f"formatting_func: {type(self).__name__} has none; give rows with the columns of the stage")
-            options = {name: value for name, value in named.items()
-                       if name not in self._MODELS and name not in trl_words.ARGUMENTS}
+            models = {name: named.pop(name) for name in self._MODELS if name in named}
+            faults = trl_words.faults(named, model)
+            options = {name: value for name, value in named.items() if name not in trl_words.ARGUMENTS}
             meant = {}
             if args is not None:
                 meant, refused = settings_of(args, rows, lambda: _configured(model, "max_position_embeddings"))
@@ -103,18 +105,15 @@ class Training:
             trl_words.raise_all(faults + tied)
             folder = meant.pop("output_dir", None) or (settings or {}).get("output_dir")
             self.output_dir = str(output_dir or folder or f"outputs/{self.stage}")
+            self._rows = {"data.sources": rows_of(rows), "data.eval_sources": rows_of(eval_rows, "eval_dataset")}
             self.functions, sources = rewards_of(reward_funcs, self._folder)
             acting = environments_of(tools, environment_factory, self.functions)
             if acting:  # what tools say is written by the chat template
                 meant.pop("data.raw", None)
             chosen = dotted(self._recipe.Config, {**(settings or {}), **sources, **acting, **options})
-            self._rows = {"data.sources": rows_of(rows), "data.eval_sources": rows_of(eval_rows, "eval_dataset")}
+            chosen = _merged(chosen, values, "peft_config") | self._inputs(models, model, processing_class, meant)
             if eval_dataset is not None or args is not None:
                 chosen = {"data.eval_fraction": 0.0} | chosen
-            chosen = _merged(chosen, values, "peft_config") | {"output_dir": self.output_dir}
-            chosen |= {option: self._folder(each, name) for name, option in self._MODELS.items()
-                       if (each := named.get(name)) is not None}
-            chosen |= self._model(model, meant) | self._tokenizer(processing_class) | self._data()
             self.config, _ = parse(self._recipe.Config, [*row.preset, *words(meant | chosen)],
                                    prog=f"--stage {self.stage}", unused=unread_options.of_stage(self.stage))
             self.output_dir = self.config.output_dir  # ~ written out
@@ -133,15 +132,22 @@ class Training:
         self.metrics: dict[str, float] = {}
         self._loaded: dict[str, object] = {}
 
-    def _placed(self, given: tuple, named: dict) -> dict:
+    def _inputs(self, models: Mapping, model: object, tokenizer: object, meant: Mapping) -> dict[str, object]:
+        """The settings that name the folder, the models, the tokenizer and the rows."""
+        further = {self._MODELS[name]: self._folder(each, name) for name, each in models.items() if each is not None}
+        rows = {name: [rows.path(self.output_dir)] if isinstance(rows, Rows) else rows
+                for name, rows in self._rows.items() if rows is not None}
+        return {"output_dir": self.output_dir} | further | self._model(model, meant) | self._tokenizer(tokenizer) | rows
+
+    def _placed(self, arguments: tuple, named: dict) -> dict:
         """Arguments by their names, also those given by position."""
-        is_theirs = any(map(is_config, given)) or (len(given) > 1 and self._ORDER.startswith("model") and (
-            given[1] is None or named["train_dataset"] is not None
-            or (callable(given[1]) and "reward_funcs" in self._ORDER)))
+        is_theirs = any(map(is_config, arguments)) or (len(arguments) > 1 and self._ORDER.startswith("model") and (
+            arguments[1] is None or named["train_dataset"] is not None
+            or (callable(arguments[1]) and "reward_funcs" in self._ORDER)))
         order = (self._ORDER if is_theirs else self._OURS).split()
-        check(len(given) <= len(order), f"{type(self).__name__} takes {len(order)} arguments by position: "
-                                        f"{', '.join(order)}; write the others by name")
-        for name, value in zip(order, given, strict=False):
+        check(len(arguments) <= len(order), f"{type(self).__name__} takes {len(order)} arguments by position: "
+                                            f"{', '.join(order)}; write the others by name")
+        for name, value in zip(order, arguments, strict=False):
             check(value is None or named.get(name) is None, f"{name} is given by position and by name; leave one out")
             named[name] = named.get(name) if value is None else value
         return {"model": None} | named
@@ -406,10 +412,6 @@ class Training:
     def _kept(self, name: str) -> str:
         """The folder of an input from memory."""
         return str(Path(self.output_dir) / runfile.ROWS_FOLDER / name)
-
-    def _data(self) -> dict[str, object]:
-        return {name: [rows.path(self.output_dir)] if isinstance(rows, Rows) else rows
-                for name, rows in self._rows.items() if rows is not None}
 
     def _resume(self, wanted: bool | str | PurePath) -> str:
         """The setting that TRL's resume_from_checkpoint means."""

@@ -129,9 +129,9 @@ def environments_of(tools: object, factory: object, functions: dict[str, Callabl
 def _handed_over(function: Callable, functions: dict[str, Callable]) -> str:
     """Add it to `functions`; returns its name in the settings, with a hash of its source where Python knows that: other
     rewards make another run."""
-    given = re.sub(r"\W+", "_", getattr(function, "__name__", type(function).__name__)).strip("_") or "function"
-    numbered = (f"{given}_{i}" for i in range(2, len(functions) + 3))
-    name = next(each for each in (given, *numbered) if each not in functions)
+    plain = re.sub(r"\W+", "_", getattr(function, "__name__", type(function).__name__)).strip("_") or "function"
+    numbered = (f"{plain}_{i}" for i in range(2, len(functions) + 3))
+    name = next(each for each in (plain, *numbered) if each not in functions)
     functions[name] = function
     text = _text_of(function if hasattr(function, "__name__") else type(function))
     return f"python:{name}" + (f"@{hashlib.sha256(text.encode()).hexdigest()[:8]}" if text else "")

@@ -247,6 +247,9 @@ def test_arguments_stand_in_trl_s_order_too():
         assert in_order(trainer, config, **more) == expected
     for trainer, config in ((GRPOTrainer, GRPOConfig("x")), (RLOOTrainer, RLOOConfig("x"))):
         assert in_order(trainer, config, reward_funcs=[len, len], **more) == expected
+    acting = [{"train_dataset": ROWS, "reward_funcs": len, "args": GRPOConfig("x"), "model": "my-model",
+               "tools": ["pay.py:f"]}.get(name) for name in GRPOTrainer._ORDER.split()]
+    assert GRPOTrainer(*acting).config.environment.tools == ["pay.py:f"]
     distilled = GKDTrainer("my-model", "teacher", GKDConfig("x"), None, ROWS)
     assert distilled.config.roles.teacher.model_name_or_path == "teacher"
     ppo = PPOTrainer(PPOConfig("x"), None, "my-model", None, "judge", ROWS, None, None, APART)

@@ -45,11 +45,11 @@ def start_trackers(names: Sequence[str], stage: str, folder: str | Path, setting
     started, run_name = [], settings.get("run_name")
     for name in dict.fromkeys(names):
         kind = LOGGER_TYPE_TO_CLASS[name]
-        given = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
+        options = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
         if run_name and name in _NAMED:
-            tracker = kind(stage, **given, **{_NAMED[name]: run_name})
+            tracker = kind(stage, **options, **{_NAMED[name]: run_name})
         else:
-            tracker = kind(run_name or stage, **given)
+            tracker = kind(run_name or stage, **options)
         tracker.start()
         tracker.store_init_configuration(_flat(settings))
         started.append(tracker)

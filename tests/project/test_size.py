@@ -33,9 +33,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5264, 29),
     "inference": (3682, 27),
-    "tests": (58544, 343),
+    "tests": (58547, 343),
     "benchmarks": (7726, 52),
-    ENTRY_POINTS: (2158, 11),
+    ENTRY_POINTS: (2160, 11),
 }
 
 
