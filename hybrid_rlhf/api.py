@@ -123,14 +123,18 @@ class Training:
             self._watcher = Callbacks(self.callbacks, self.args, processing_class, lambda: self.history)
         if args is not None:
             print_main(*trl_words.told(args, self.stage, self.config))
-        try:
-            with _one_line():
-                runfile.finished(self.output_dir, self.stage, self.config, lambda _: None)
-        except UserError as error:  # train(resume_from_checkpoint=False) may still follow
-            print_main(f"train() will be refused: {error}")
+        self._tell_of_refusal()
         _tell_of_one_process()
         self.metrics: dict[str, float] = {}
         self._loaded: dict[str, object] = {}
+
+    def _tell_of_refusal(self) -> None:
+        """A line now about a run that train() will refuse; train(resume_from_checkpoint=False) may still follow."""
+        try:
+            with _one_line():
+                runfile.finished(self.output_dir, self.stage, self.config, lambda _: None)
+        except UserError as error:
+            print_main(f"train() will be refused: {error}")
 
     def _inputs(self, models: Mapping, model: object, tokenizer: object, meant: Mapping) -> dict[str, object]:
         """The settings that name the folder, the models, the tokenizer and the rows."""

@@ -35,7 +35,7 @@ BUDGET = {  # folder: lines, files
     "inference": (3682, 27),
     "tests": (58547, 343),
     "benchmarks": (7726, 52),
-    ENTRY_POINTS: (2160, 11),
+    ENTRY_POINTS: (2164, 11),
 }
 
 
