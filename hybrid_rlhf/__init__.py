@@ -24,7 +24,7 @@ def __getattr__(name: str) -> object:
         return getattr(importlib.import_module(f"{__name__}.trl_configs"), name)
     if name == "UserError":
         return importlib.import_module(f"{__name__}.core.config").UserError
-    if name.endswith(("Config", "Trainer")) and (instead := importlib.import_module(
+    if name.endswith(("Config", "Trainer", "Parser", "Arguments")) and (instead := importlib.import_module(
             f"{__name__}.trl_words").missing(name)):
         raise ImportError(instead)  # `from hybrid_rlhf import NAME` drops the message of an AttributeError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path, PurePath
+from typing import ClassVar
 
 from hybrid_rlhf import trl_words
 from hybrid_rlhf.api_inputs import Rows, dotted, environments_of, formatted, rewards_of, rows_of, words
@@ -27,86 +28,143 @@ from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.startup import quiet_libraries
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.report.trackers import check_trackers
+from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.checkpointing import SMALL_IS_GOOD
-from hybrid_rlhf.run.runfile import ROWS_FOLDER
 from hybrid_rlhf.run.watchers import watched_by
 from hybrid_rlhf.training import unread_options
 from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.trl_callbacks import Callbacks
-from hybrid_rlhf.trl_configs import TrlConfig, settings_of
+from hybrid_rlhf.trl_configs import TrlConfig, is_config, settings_of
 
 Reward = Callable | str | PurePath | list
+
+
+_ARGUMENTS = ("model", "args", "train_dataset", "reward_funcs", "eval_dataset", "processing_class", "callbacks",
+              "peft_config", "formatting_func", "tools", "environment_factory")
 
 
 class Training:
     """One run of a stage. Inputs are checked here, before anything is loaded.
 
     model: a hub id, a folder, a run's folder, an earlier Training, or a transformers model, which is copied into the
-    run's folder and stays as it is. train_dataset: a path or a list of paths, a datasets.Dataset, or any other iterable
-    of rows (mappings). reward_funcs: one or a list of Python functions as TRL calls them, path.py:name, builtin:name, a
-    reward model or its folder. args: an SFTConfig or the like, by which everything has TRL's meaning and TRL's
-    defaults. tools: functions that the model may call; environment_factory: a class, or a mapping of names to classes,
+    run's folder and stays as it is. args: an SFTConfig or the like, by which everything has TRL's meaning and TRL's
+    defaults. train_dataset: a path or a list of paths, a datasets.Dataset, or any other iterable of rows (mappings).
+    reward_funcs, of stages that sample: one or a list of Python functions as TRL calls them, path.py:name,
+    builtin:name, a reward model or its folder. eval_dataset: rows that are only evaluated, given as train_dataset is;
+    nothing of that is held out then, unless eval_fraction says so. processing_class: a tokenizer, in place of the
+    model's. callbacks: transformers.TrainerCallback objects. peft_config: a peft.LoraConfig. formatting_func: row ->
+    its text. tools: functions that the model may call; environment_factory: a class, or a mapping of names to classes,
     as TRL takes them. settings: a mapping of the stage's options; options: more of them by name, learning_rate=1e-5 as
-    well as train__learning_rate=1e-5. eval_dataset: rows that are only evaluated, given as train_dataset is; nothing of
-    that is held out then, unless eval_fraction says so. peft_config: a peft.LoraConfig. processing_class: a tokenizer,
-    in place of the model's. callbacks: transformers.TrainerCallback objects. formatting_func: row -> its text. models:
-    argument -> the option that names it, and a further model.
+    well as train__learning_rate=1e-5, and the trainer's further models (ref_model, ...), given as `model` is.
+
+    By position come model, data and rewards (`_OURS`), or TRL's arguments in their order (`_ORDER`), where a
+    configuration, None or a reward function is among them, or the data are given by name.
 
     Raises UserError with a line for each argument that is not taken.
     """
 
-    def __init__(self, stage: str, model: object = None, train_dataset: object = None, reward_funcs: object = None,
-                 output_dir: str | PurePath | None = None, settings: Mapping | None = None,
-                 options: Mapping | None = None, tools: object = None, environment_factory: object = None,
-                 eval_dataset: object = None, peft_config: object = None, *, args: object = None,
-                 processing_class: object = None, callbacks: Sequence | None = None,
-                 formatting_func: Callable | None = None,
-                 models: Mapping[str, tuple[str, object]] | None = None) -> None:
+    _STAGE: ClassVar[str]
+    _ORDER: ClassVar[str]
+    _OURS: ClassVar[str] = "model train_dataset"
+    _MODELS: ClassVar[Mapping[str, str]] = {}  # argument: the option that names this model
+    _VARIANT: ClassVar[str] = ""  # the argument that chooses among stages
+
+    def __init__(self, model: object = None, *positional: object, args: object = None, train_dataset: object = None,
+                 reward_funcs: object = None, eval_dataset: object = None, processing_class: object = None,
+                 callbacks: Sequence | None = None, peft_config: object = None,
+                 formatting_func: Callable | None = None, tools: object = None, environment_factory: object = None,
+                 output_dir: str | PurePath | None = None, settings: Mapping | None = None, **options: object) -> None:
         quiet_libraries()
         grow_segments()  # works only before anything is on the card
         bound_product_caches()  # and before the first product
         with _one_line():
-            train_dataset, reward_funcs, args = _by_kind(train_dataset, reward_funcs, args)
-            self.args = args or TrlConfig(output_dir)
+            named = self._placed((model, *positional), options | {
+                "args": args, "train_dataset": train_dataset, "reward_funcs": reward_funcs,
+                "eval_dataset": eval_dataset, "processing_class": processing_class, "callbacks": callbacks,
+                "peft_config": peft_config, "formatting_func": formatting_func, "tools": tools,
+                "environment_factory": environment_factory})
+            (model, args, train_dataset, reward_funcs, eval_dataset, processing_class, callbacks, peft_config,
+             formatting_func, tools, environment_factory) = map(named.pop, _ARGUMENTS)
+            variant = self._variant(named)
+            self.stage = variant if args is None else trl_words.checked_stage(self._STAGE, variant, args)
+            row = STAGES[self.stage]
+            self._recipe = importlib.import_module(row.module)
+            self.args, self.callbacks = args or TrlConfig(output_dir), list(callbacks or ())
             rows, eval_rows = (formatted(data, formatting_func, self.args) for data in (train_dataset, eval_dataset))
             self._saved = {}  # folder -> the object that is saved there before training
-            meant, faults = {}, trl_words.faults(options or {})
-            options = {name: value for name, value in (options or {}).items() if name not in trl_words.ARGUMENTS}
+            check(formatting_func is None or "formatting_func" in self._ORDER,
+                  f"formatting_func: {type(self).__name__} has none; give rows with the columns of the stage")
+            models = {name: named.pop(name) for name in self._MODELS if name in named}
+            faults = trl_words.faults(named, model)
+            options = {name: value for name, value in named.items() if name not in trl_words.ARGUMENTS}
+            meant = {}
             if args is not None:
-                stage = trl_words.checked_stage(stage, args)
                 meant, refused = settings_of(args, rows, lambda: _configured(model, "max_position_embeddings"))
                 faults += refused
             values, tied = trl_words.lora_options(peft_config, args and (lambda: _configured(model, "model_type")))
-            faults += tied
-            trl_words.raise_all(faults)
-            self.stage, row = stage, STAGES[stage]
-            self._recipe = importlib.import_module(row.module)
-            named = meant.pop("output_dir", None) or (settings or {}).get("output_dir") or options.get("output_dir")
-            self.output_dir = str(output_dir or named or f"outputs/{stage}")
-            self.functions, sources = rewards_of(reward_funcs, self._folder)
-            callables, acting = environments_of(tools, environment_factory, self.functions)
-            self.functions |= callables
-            chosen = dotted(self._recipe.Config, {**(settings or {}), **sources, **acting, **options})
+            trl_words.raise_all(faults + tied)
+            folder = meant.pop("output_dir", None) or (settings or {}).get("output_dir")
+            self.output_dir = str(output_dir or folder or f"outputs/{self.stage}")
             self._rows = {"data.sources": rows_of(rows), "data.eval_sources": rows_of(eval_rows, "eval_dataset")}
+            self.functions, sources = rewards_of(reward_funcs, self._folder)
+            acting = environments_of(tools, environment_factory, self.functions)
+            if acting:  # what tools say is written by the chat template
+                meant.pop("data.raw", None)
+            chosen = dotted(self._recipe.Config, {**(settings or {}), **sources, **acting, **options})
+            chosen = _merged(chosen, values, "peft_config") | self._inputs(models, model, processing_class, meant)
             if eval_dataset is not None or args is not None:
                 chosen = {"data.eval_fraction": 0.0} | chosen
-            chosen = _merged(chosen, values, "peft_config") | {"output_dir": self.output_dir}
-            chosen |= {option: self._folder(each, name) for name, (option, each) in (models or {}).items()
-                    if each is not None}
-            chosen |= self._model(model, meant) | self._tokenizer(processing_class) | self._data()
-            self.config, _ = parse(self._recipe.Config, [*row.preset, *words(meant | chosen)], prog=f"--stage {stage}",
-                                   unused=unread_options.of_stage(stage))
+            self.config, _ = parse(self._recipe.Config, [*row.preset, *words(meant | chosen)],
+                                   prog=f"--stage {self.stage}", unused=unread_options.of_stage(self.stage))
             self.output_dir = self.config.output_dir  # ~ written out
             trl_words.check_ending(self.args)
             check_trackers(self.config.report_to)
-            self.callbacks, self._processing_class = list(callbacks or ()), processing_class
-            takes_best = getattr(self.args, "load_best_model_at_end", False)
-            self._watcher = self._make_watcher() if callbacks or takes_best else None
+            self._processing_class = processing_class
+            self._watcher = Callbacks(self.callbacks, self.args, processing_class, lambda: self.history)
         if args is not None:
-            print_main(*trl_words.told(args, stage, self.config))
+            print_main(*trl_words.told(args, self.stage, self.config))
+        self._tell_of_refusal()
         _tell_of_one_process()
         self.metrics: dict[str, float] = {}
         self._loaded: dict[str, object] = {}
+
+    def _tell_of_refusal(self) -> None:
+        """A line now about a run that train() will refuse; train(resume_from_checkpoint=False) may still follow."""
+        try:
+            with _one_line():
+                runfile.finished(self.output_dir, self.stage, self.config, lambda _: None)
+        except UserError as error:
+            print_main(f"train() will be refused: {error}")
+
+    def _inputs(self, models: Mapping, model: object, tokenizer: object, meant: Mapping) -> dict[str, object]:
+        """The settings that name the folder, the models, the tokenizer and the rows."""
+        further = {self._MODELS[name]: self._folder(each, name) for name, each in models.items() if each is not None}
+        rows = {name: [rows.path(self.output_dir)] if isinstance(rows, Rows) else rows
+                for name, rows in self._rows.items() if rows is not None}
+        return {"output_dir": self.output_dir} | further | self._model(model, meant) | self._tokenizer(tokenizer) | rows
+
+    def _placed(self, arguments: tuple, named: dict) -> dict:
+        """Arguments by their names, also those given by position."""
+        is_theirs = any(map(is_config, arguments)) or (len(arguments) > 1 and self._ORDER.startswith("model") and (
+            arguments[1] is None or named["train_dataset"] is not None
+            or (callable(arguments[1]) and "reward_funcs" in self._ORDER)))
+        order = (self._ORDER if is_theirs else self._OURS).split()
+        check(len(arguments) <= len(order), f"{type(self).__name__} takes {len(order)} arguments by position: "
+                                            f"{', '.join(order)}; write the others by name")
+        for name, value in zip(order, arguments, strict=False):
+            check(value is None or named.get(name) is None, f"{name} is given by position and by name; leave one out")
+            named[name] = named.get(name) if value is None else value
+        return {"model": None} | named
+
+    def _variant(self, named: dict) -> str:
+        """The stage, or the variant of it that `_VARIANT` names."""
+        wanted = named.pop(self._VARIANT, None) or self._STAGE
+        if wanted in (self._STAGE, "sigmoid"):
+            return self._STAGE
+        module = STAGES[self._STAGE].module
+        known = [stage for stage, row in STAGES.items() if row.module == module and stage not in ("ppo", self._STAGE)]
+        check(wanted in known, f"{self._VARIANT} is {wanted!r}; choose {', '.join([self._STAGE, *known])}")
+        return wanted
 
     def __init_subclass__(cls, **named: object) -> None:
         super().__init_subclass__(**named)
@@ -184,20 +242,14 @@ class Training:
         """One more transformers.TrainerCallback."""
         with _one_line():
             self.callbacks.append(callback)
-            self._watcher = self._make_watcher()
-
-    def _make_watcher(self) -> Callbacks:
-        return Callbacks(self.callbacks, self.args, self._processing_class, lambda: self.history)
+            self._watcher = Callbacks(self.callbacks, self.args, self._processing_class, lambda: self.history)
 
     @property
     def state(self) -> object:
         """transformers' TrainerState, as far as it is known: global_step and log_history."""
-        from transformers.trainer_callback import TrainerState
-
-        if self._watcher:
-            return self._watcher.state
-        rows = [{name.replace("eval/", "eval_"): value for name, value in row.items()} for row in self.history]
-        return TrainerState(global_step=max((row["step"] for row in rows), default=0), log_history=rows)
+        if not self._watcher.state.log_history:  # of a run that was finished before
+            self._watcher.take(self.history)
+        return self._watcher.state
 
     @property
     def accelerator(self) -> object:
@@ -220,8 +272,6 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """What the finished run measured on the held-out rows after its last step (with load_best_model_at_end, at the
         best one), names beginning with eval/; with args, as in TRL, eval_."""
-        from hybrid_rlhf.run import runfile
-
         self._model_folder()
         metrics = runfile.read_run(self.output_dir).metrics
         with _one_line():
@@ -344,7 +394,7 @@ class Training:
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
         check(hasattr(tokenizer, "save_pretrained"),
               f"processing_class is a {type(tokenizer).__name__}; give a tokenizer")
-        folder = str(Path(self.output_dir) / ROWS_FOLDER / "tokenizer")
+        folder = self._kept("tokenizer")
         self._saved[folder] = tokenizer
         return {"model.tokenizer_name_or_path": folder}
 
@@ -359,17 +409,17 @@ class Training:
               "model")
         check(not hasattr(source, "peft_config"), f"{name} has an adapter of peft; give the model below it, and "
                                                   "peft_config, or merge it first (merge_and_unload)")
-        folder = str(Path(self.output_dir) / ROWS_FOLDER / (name if name == "model" else f"{name}-{len(self._saved)}"))
+        folder = self._kept(name if name == "model" else f"{name}-{len(self._saved)}")
         self._saved[folder] = _WithTokenizer(source)
         return folder
 
-    def _data(self) -> dict[str, object]:
-        return {name: [rows.path(self.output_dir)] if isinstance(rows, Rows) else rows
-                for name, rows in self._rows.items() if rows is not None}
+    def _kept(self, name: str) -> str:
+        """The folder of an input from memory."""
+        return str(Path(self.output_dir) / runfile.ROWS_FOLDER / name)
 
     def _resume(self, wanted: bool | str | PurePath) -> str:
         """The setting that TRL's resume_from_checkpoint means."""
-        from hybrid_rlhf.run import resume, runfile
+        from hybrid_rlhf.run import resume
 
         if not isinstance(wanted, bool):
             return str(wanted)
@@ -380,7 +430,6 @@ class Training:
         return "auto" if wanted else "never"
 
     def _model_folder(self) -> str:
-        from hybrid_rlhf.run import runfile
         from hybrid_rlhf.training.builders import model_folder
 
         with _one_line():
@@ -479,138 +528,74 @@ def _configured(model: object, name: str) -> object:
         return None
 
 
-def _by_kind(data: object, rewards: object, args: object) -> tuple[object, object, object]:
-    """train_dataset, reward_funcs and args, also where they stand in TRL's order: model, reward_funcs, args."""
-    if isinstance(rewards, TrlConfig):
-        rewards, args = None, rewards
-    if isinstance(data, TrlConfig):
-        return None, rewards, data
-    if callable(data) and rewards is None:
-        return None, data, args
-    check(args is None or isinstance(args, TrlConfig),
-          f"args is a {type(args).__module__}.{type(args).__name__}; import {type(args).__name__} from hybrid_rlhf")
-    return data, rewards, args
-
-
 def _is_messages(prompt: list) -> bool:
     return bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
+
+
+_DATA = "data_collator train_dataset eval_dataset processing_class"
+_METRICS = "compute_metrics callbacks optimizers"
+_PAIRED = f"model ref_model args {_DATA} {_METRICS} quantization_config peft_config"
+_SAMPLED = ("model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
+            "optimizers quantization_config peft_config")
+_LATE = "optimizer_cls_and_kwargs preprocess_logits_for_metrics quantization_config peft_config"
 
 
 class SFTTrainer(Training):
     """Supervised fine-tuning on demonstrations: --stage sft."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, *, args: TrlConfig | None = None,
-                 eval_dataset: object = None, peft_config: object = None, processing_class: object = None,
-                 callbacks: Sequence | None = None, formatting_func: Callable | None = None,
-                 output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> None:
-        super().__init__("sft", model, train_dataset, None, output_dir, settings, options, eval_dataset=eval_dataset,
-                         peft_config=peft_config, args=args, processing_class=processing_class, callbacks=callbacks,
-                         formatting_func=formatting_func)
+    _STAGE, _ORDER = "sft", f"model args {_DATA} compute_loss_func {_METRICS} {_LATE} formatting_func"
 
 
 class RewardTrainer(Training):
     """A reward model from preference pairs: --stage reward."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, *, args: TrlConfig | None = None,
-                 eval_dataset: object = None, peft_config: object = None, processing_class: object = None,
-                 callbacks: Sequence | None = None, output_dir: str | None = None, settings: Mapping | None = None,
-                 **options: object) -> None:
-        super().__init__("reward", model, train_dataset, None, output_dir, settings, options,
-                         eval_dataset=eval_dataset, peft_config=peft_config, args=args,
-                         processing_class=processing_class, callbacks=callbacks)
+    _STAGE, _ORDER = "reward", f"model args {_DATA} {_METRICS} {_LATE}"
 
 
 class DPOTrainer(Training):
     """Direct preference optimisation on pairs: --stage dpo; loss_type: ipo, hinge, kto, orpo or simpo."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, *, loss_type: str | None = None,
-                 args: TrlConfig | None = None, eval_dataset: object = None, peft_config: object = None,
-                 processing_class: object = None, callbacks: Sequence | None = None, output_dir: str | None = None,
-                 settings: Mapping | None = None, **options: object) -> None:
-        super().__init__(_variant(loss_type, "dpo", "loss_type", ("sigmoid",)), model, train_dataset, None, output_dir,
-                         settings, options, eval_dataset=eval_dataset, peft_config=peft_config, args=args,
-                         processing_class=processing_class, callbacks=callbacks)
+    _STAGE, _ORDER, _VARIANT = "dpo", _PAIRED, "loss_type"
 
 
 class KTOTrainer(Training):
     """KTO, on answers labelled good or bad: --stage kto."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, *, args: TrlConfig | None = None,
-                 eval_dataset: object = None, peft_config: object = None, processing_class: object = None,
-                 callbacks: Sequence | None = None, output_dir: str | None = None, settings: Mapping | None = None,
-                 **options: object) -> None:
-        super().__init__("kto", model, train_dataset, None, output_dir, settings, options, eval_dataset=eval_dataset,
-                         peft_config=peft_config, args=args, processing_class=processing_class, callbacks=callbacks)
+    _STAGE, _ORDER = "kto", _PAIRED
 
 
 class GRPOTrainer(Training):
     """On-policy training without a critic: --stage grpo; method: dr_grpo, batch_grpo, gdpo, process_grpo, rloo,
     reinforce_pp, reinforce_pp_baseline, gspo or cispo."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None, *,
-                 method: str | None = None, args: TrlConfig | None = None, eval_dataset: object = None,
-                 peft_config: object = None, processing_class: object = None, callbacks: Sequence | None = None,
-                 tools: object = None, environment_factory: object = None, output_dir: str | None = None,
-                 settings: Mapping | None = None, **options: object) -> None:
-        super().__init__(_variant(method, "grpo", "method", ()), model, train_dataset, reward_funcs, output_dir,
-                         settings, options, tools, environment_factory, eval_dataset, peft_config, args=args,
-                         processing_class=processing_class, callbacks=callbacks)
+    _STAGE, _ORDER, _VARIANT = "grpo", f"{_SAMPLED} tools rollout_func environment_factory", "method"
+    _OURS = "model train_dataset reward_funcs"
 
 
 class RLOOTrainer(Training):
     """REINFORCE leave-one-out: --stage rloo."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None, *,
-                 args: TrlConfig | None = None, eval_dataset: object = None, peft_config: object = None,
-                 processing_class: object = None, callbacks: Sequence | None = None, tools: object = None,
-                 environment_factory: object = None, output_dir: str | None = None, settings: Mapping | None = None,
-                 **options: object) -> None:
-        super().__init__("rloo", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
-                         environment_factory, eval_dataset, peft_config, args=args, processing_class=processing_class,
-                         callbacks=callbacks)
+    _STAGE, _ORDER, _OURS = "rloo", _SAMPLED, GRPOTrainer._OURS
 
 
 class PPOTrainer(Training):
     """PPO with a critic, against a reward model, functions, or both: --stage ppo. reward_model, value_model, ref_model:
-    as TRL's trainer has them, each given as `model` is."""
+    as TRL's trainer has them."""
 
-    def __init__(self, model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None, *,
-                 args: TrlConfig | None = None, eval_dataset: object = None, peft_config: object = None,
-                 processing_class: object = None, callbacks: Sequence | None = None, tools: object = None,
-                 environment_factory: object = None, reward_model: object = None, value_model: object = None,
-                 ref_model: object = None, output_dir: str | None = None, settings: Mapping | None = None,
-                 **options: object) -> None:
-        models = {f"{name}_model": (f"roles.{role}.model_name_or_path", each) for name, role, each in (
-            ("reward", "reward", reward_model), ("value", "critic", value_model), ("ref", "ref", ref_model))}
-        super().__init__("ppo", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
-                         environment_factory, eval_dataset, peft_config, args=args, processing_class=processing_class,
-                         callbacks=callbacks, models=models)
+    _STAGE, _OURS = "ppo", GRPOTrainer._OURS
+    _ORDER = ("args processing_class model ref_model reward_model train_dataset value_model data_collator eval_dataset "
+             "optimizers callbacks peft_config")  # TRL 0.24
+    _MODELS: ClassVar = {"reward_model": "roles.reward.model_name_or_path",
+                        "value_model": "roles.critic.model_name_or_path", "ref_model": "roles.ref.model_name_or_path"}
 
 
 class DistillTrainer(Training):
-    """On-policy distillation (TRL's GKDTrainer and DistillationTrainer): --stage distill. teacher_model: given as
-    `model` is, and of the same tokens. reward_funcs score the samples, for the report alone."""
+    """On-policy distillation (TRL's GKDTrainer and DistillationTrainer): --stage distill. teacher_model: of the same
+    tokens. reward_funcs score the samples, for the report alone."""
 
-    def __init__(self, model: object = None, teacher_model: object = None, train_dataset: object = None,
-                 reward_funcs: Reward | None = None, *, args: TrlConfig | None = None, eval_dataset: object = None,
-                 peft_config: object = None, processing_class: object = None, callbacks: Sequence | None = None,
-                 tools: object = None, environment_factory: object = None, output_dir: str | None = None,
-                 settings: Mapping | None = None, **options: object) -> None:
-        super().__init__("distill", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
-                         environment_factory, eval_dataset, peft_config, args=args, processing_class=processing_class,
-                         callbacks=callbacks,
-                         models={"teacher_model": ("roles.teacher.model_name_or_path", teacher_model)})
+    _STAGE, _OURS = "distill", "model teacher_model train_dataset reward_funcs"
+    _ORDER = f"model teacher_model args {_DATA} {_METRICS} preprocess_logits_for_metrics peft_config formatting_func"
+    _MODELS: ClassVar = {"teacher_model": "roles.teacher.model_name_or_path"}
 
 
 GKDTrainer = DistillTrainer
-
-
-def _variant(wanted: str | None, usual: str, name: str, same: tuple[str, ...]) -> str:
-    """The stage of a variant's name."""
-    if wanted in (None, usual, *same):
-        return usual
-    module = STAGES[usual].module
-    known = [stage for stage, row in STAGES.items() if row.module == module and stage not in ("ppo", usual)]
-    with _one_line():
-        check(wanted in known, f"{name} is {wanted!r}; choose {', '.join([usual, *known])}")
-    return wanted

@@ -48,20 +48,13 @@ def rows_of(data: object, name: str = "train_dataset") -> Rows | str | list | di
     if isinstance(data, Mapping):  # splits of a data set, or columns
         raise UserError(f"{name} is a mapping of {', '.join(map(str, list(data)[:5]))}; give one of its parts, "
                         "or a list of rows")
-    check(isinstance(data, Iterable), f"{name} is a {type(data).__name__}; give a path, a datasets.Dataset or a "
-                                      f"list of rows{_by_name(data)}")
+    check(isinstance(data, Iterable),
+          f"{name} is a {type(data).__name__}; give a path, a datasets.Dataset or a list of rows")
     items = list(undecoded(data))
     if items and all(isinstance(item, (str, PurePath)) or _is_source(item) for item in items):
         return [str(item) if isinstance(item, PurePath) else item for item in items]
     check(bool(items), f"{name} is empty: no row in it; give rows")
     return Rows("".join(_line(row, f"{name}: row {number}") for number, row in enumerate(items, 1)))
-
-
-def _by_name(data: object) -> str:
-    """A hint for arguments that stand second in TRL's trainers and are given by name here."""
-    if callable(data):
-        return "; functions are written by name, reward_funcs=..."
-    return f"; import {type(data).__name__} from hybrid_rlhf" if type(data).__name__ in CONFIGS else ""
 
 
 def formatted(data: object, formatting_func: Callable | None, config: TrlConfig) -> object:
@@ -108,9 +101,7 @@ def rewards_of(rewards: object, folder: Callable[[object], str]) -> tuple[dict[s
         if isinstance(item, str) and ":" in item:
             names.append(item)
         elif callable(item) and not hasattr(item, "save_pretrained"):  # a model can be called too
-            name = _free_name(item, functions)
-            functions[name] = item
-            names.append(f"python:{name}{_version(item)}")
+            names.append(_handed_over(item, functions))
         else:
             models.append(folder(item))
     check(len(models) <= 1, f"reward_funcs: {' and '.join(models)} are two reward models; give one, and others by "
@@ -119,20 +110,15 @@ def rewards_of(rewards: object, folder: Callable[[object], str]) -> tuple[dict[s
         {"roles.reward.model_name_or_path": models[0]} if models else {})
 
 
-def environments_of(tools: object, factory: object, taken: Mapping[str, Callable]
-                    ) -> tuple[dict[str, Callable], dict[str, object]]:
-    """Tools and environments by their names in the settings, beside those that are `taken`, and these settings. What is
-    a name already (path.py:name, builtin:name) stays one."""
-    functions: dict[str, Callable] = {}
-
+def environments_of(tools: object, factory: object, functions: dict[str, Callable]) -> dict[str, object]:
+    """The settings of tools and environments, which are added to `functions` by their names there. What is a name
+    already (path.py:name, builtin:name) stays one."""
     def named(item: object, option: str) -> str:
         if isinstance(item, str):
             return item
         check(callable(item), f"{option}: {item!r:.60} cannot be called; give a function, a class, path.py:name or "
                               "builtin:name")
-        name = _free_name(item, {**taken, **functions})  # type: ignore[arg-type]  # it can be called
-        functions[name] = item  # type: ignore[assignment]
-        return f"python:{name}{_version(item)}"  # type: ignore[arg-type]
+        return _handed_over(item, functions)  # type: ignore[arg-type]  # it can be called
 
     options: dict[str, object] = {}
     if tools:
@@ -142,13 +128,18 @@ def environments_of(tools: object, factory: object, taken: Mapping[str, Callable
         options["environment.factory"] = {str(name): named(each, "environment_factory") for name, each in
                                           factory.items()} if isinstance(factory, Mapping) else named(
                                               factory, "environment_factory")
-    return functions, options
+    return options
 
 
-def _version(function: Callable) -> str:
-    """A hash of the function's source, where Python knows it: other rewards make another run."""
+def _handed_over(function: Callable, functions: dict[str, Callable]) -> str:
+    """Add it to `functions`; returns its name in the settings, with a hash of its source where Python knows that: other
+    rewards make another run."""
+    plain = re.sub(r"\W+", "_", getattr(function, "__name__", type(function).__name__)).strip("_") or "function"
+    numbered = (f"{plain}_{i}" for i in range(2, len(functions) + 3))
+    name = next(each for each in (plain, *numbered) if each not in functions)
+    functions[name] = function
     text = _text_of(function if hasattr(function, "__name__") else type(function))
-    return f"@{hashlib.sha256(text.encode()).hexdigest()[:8]}" if text else ""
+    return f"python:{name}" + (f"@{hashlib.sha256(text.encode()).hexdigest()[:8]}" if text else "")
 
 
 def _text_of(item: Callable) -> str:
@@ -160,12 +151,6 @@ def _text_of(item: Callable) -> str:
         methods = vars(item).values() if inspect.isclass(item) else ()
         functions = (getattr(method, "__func__", method) for method in methods)  # of a static or class method
         return "".join(_text_of(each) for each in functions if inspect.isfunction(each))
-
-
-def _free_name(function: Callable, taken: Mapping) -> str:
-    name = re.sub(r"\W+", "_", getattr(function, "__name__", type(function).__name__)).strip("_") or "function"
-    numbered = (f"{name}_{i}" for i in range(2, len(taken) + 3))
-    return name if name not in taken else next(n for n in numbered if n not in taken)
 
 
 def dotted(config_class: type, options: Mapping, prefix: str = "") -> dict[str, object]:

@@ -11,15 +11,14 @@ from hybrid_rlhf.run.watchers import Asked
 
 _NEVER = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_prediction_step", "on_predict",
           "on_push_begin")
-_EVENTS = {"step_begin": "on_step_begin", "step_end": "on_step_end", "log": "on_log", "evaluate": "on_evaluate",
-           "save": "on_save"}
 
 
 class Callbacks:
     """Calls each callback as transformers does: on_train_begin and _end, on_epoch_begin and _end, on_step_begin and
     _end, on_log, on_evaluate, on_save, with args, state, control, model and processing_class. A control of
     should_training_stop, should_save or should_evaluate is followed after the step, or the evaluation. Metrics are
-    those of metrics.jsonl, eval/loss as eval_loss; steps are the run's, of which each may be several updates.
+    those of metrics.jsonl by TRL's names, eval/loss as eval_loss; steps are the run's, of which each may be several
+    updates.
 
     history: gives the rows of metrics.jsonl of an earlier part of the run. Raises UserError for what is not a callback,
     and for one that waits for an event that does not come.
@@ -45,12 +44,12 @@ class Callbacks:
     def __call__(self, event: str, facts: dict) -> Asked:
         state = self.state
         state.global_step = facts["step"] - (event == "step_begin")
-        values = {name.replace("eval/", "eval_"): value for name, value in facts.get("values", {}).items()}
-        state.epoch = values.get("epoch", state.epoch)
+        state.epoch = facts.get("values", {}).get("epoch", state.epoch)
+        values = _named(facts.get("values", {}), state.epoch)
         if event == "begin":
             state.max_steps, self._model = facts["total_steps"], _model_of(facts["trainer"])
             state.num_train_epochs = getattr(self._args, "num_train_epochs", 0)
-            self._take_history([row for row in self._history() if row["step"] <= facts["step"]])
+            self.take([row for row in self._history() if row["step"] <= facts["step"]])
             self._call("on_train_begin")
             self._call("on_epoch_begin")
         elif event == "end":
@@ -64,7 +63,7 @@ class Callbacks:
             self._call("on_evaluate", metrics={name: value for name, value in values.items() if name[:5] == "eval_"})
             self._note_best(values)
         else:
-            self._call(_EVENTS[event])
+            self._call(f"on_{event}")
             if event == "step_end" and int(state.epoch or 0) > self._epochs and state.global_step < state.max_steps:
                 self._epochs = int(state.epoch)
                 self._call("on_epoch_end")
@@ -76,13 +75,13 @@ class Callbacks:
             control.should_save = control.should_evaluate = False
         return asked
 
-    def _take_history(self, rows: list[dict]) -> None:
-        """The state of a run that goes on."""
+    def take(self, rows: list[dict]) -> None:
+        """The state of a run with this history."""
+        self.state.log_history = []
         for row in rows:
-            values = {name.replace("eval/", "eval_"): value for name, value in row.items()}
-            self.state.log_history.append(values)
             self.state.global_step, self.state.epoch = row["step"], row.get("epoch", self.state.epoch)
-            self._note_best(values)
+            self.state.log_history.append(_named(row, self.state.epoch))
+            self._note_best(self.state.log_history[-1])
         self._epochs = int(self.state.epoch or 0)
 
     def _call(self, name: str, **facts: object) -> None:
@@ -98,6 +97,12 @@ class Callbacks:
             value < best if metric.endswith(SMALL_IS_GOOD) else value > best))
         if is_better:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+
+
+def _named(values: dict, epoch: float | None) -> dict:
+    """Metrics by TRL's names."""
+    named = {name.replace("eval/", "eval_"): value for name, value in values.items()} | {"epoch": epoch}
+    return named | {"step_time": values["time/step"]} if "reward" in values else named
 
 
 def _model_of(trainer: object) -> object:

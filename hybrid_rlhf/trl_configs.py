@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sized
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from hybrid_rlhf import trl_fields
 from hybrid_rlhf.core.config import UserError, check, nearest
@@ -49,9 +49,8 @@ class TrlConfig:
         return {name: getattr(self, name) for name in self.FIELDS}
 
     def idle(self) -> list[str]:
-        """The names that were given another value than the default, which has no effect here."""
-        return [name for name, value in self.given.items() if (field := self.FIELDS.get(name))
-                and field.kind == IDLE and value != field.default]
+        """The names that were given a value, which has no effect here."""
+        return [name for name in self.given if name in self.FIELDS and self.FIELDS[name].kind == IDLE]
 
     def faults(self) -> list[str]:
         """A line for each name that TRL's class does not have, and for each value that is not taken here."""
@@ -65,9 +64,28 @@ class TrlConfig:
         return lines
 
 
+def is_config(value: object) -> bool:
+    """Whether it is a configuration: one of these, or of TRL or transformers."""
+    return isinstance(value, TrlConfig) or type(value).__name__ in (*trl_fields.CONFIGS, "TrainingArguments")
+
+
 SFTConfig, DPOConfig, KTOConfig, RewardConfig, GRPOConfig, RLOOConfig, PPOConfig, GKDConfig = (
     type(name, (TrlConfig,), {"FIELDS": fields, "__module__": __name__, "__doc__": f"TRL's {name}."})
     for name, fields in trl_fields.CONFIGS.items())
+
+
+class Known(NamedTuple):
+    """What the meaning of a configuration depends on beside it. first: the first row. positions: the model's, None
+    where they are unknown. size: rows of a step in one process, or prompts. updates: TRL's steps in one step here, as a
+    rollout may be used several times. epoch, total: steps of an epoch, and updates of the run; None where the number of
+    rows is not known."""
+
+    first: Mapping
+    positions: int | None
+    size: int
+    updates: int
+    epoch: int | None
+    total: int | None
 
 
 def settings_of(config: TrlConfig, rows: object, positions: Callable[[], int | None]) -> tuple[dict, list[str]]:
@@ -76,36 +94,51 @@ def settings_of(config: TrlConfig, rows: object, positions: Callable[[], int | N
     rows: the training rows, whose number and first columns some of TRL's defaults depend on. positions: gives the
     model's positions, None where they are unknown.
     """
-    faults, values = config.faults(), {}
-    for name, field in config.FIELDS.items():
-        if field.kind == TAKEN and name not in _TOGETHER and (value := getattr(config, name)) is not None:
-            values[field.option] = value
-    first = _first(rows)
-    parts = [lambda: _schedule(config, rows), lambda: _saving(config, rows),
-             lambda: _loading(config), lambda: _data(config, first, positions), lambda: _losses(config)]
-    if turns := getattr(config, "max_tool_calling_iterations", None):
-        values["environment.max_turns"] = turns + 1  # theirs are those after the first
-    if "num_generations" in config.FIELDS:
-        parts += [lambda: _rollouts(config), lambda: _longest(config.max_completion_length, positions())]
-    elif "response_length" in config.FIELDS:
-        parts += [lambda: _ppo(config), lambda: _longest(config.response_length, positions())]
-    elif "lmbda" in config.FIELDS:
-        parts += [lambda: _distillation(config), lambda: _longest(config.max_new_tokens, positions())]
+    faults = config.faults()
+    values = {field.option: value for name, field in config.FIELDS.items()
+              if field.kind == TAKEN and (value := getattr(config, name)) is not None}
+    parts = [_optimizer, _saving, _loading, _losses, _schedule, _data, _sampling]
+    try:
+        known = _known(config, rows, positions())
+    except UserError as error:
+        faults, parts = [*faults, str(error)], parts[:4]
+        known = Known({}, None, 1, 1, None, None)
     for part in parts:
         try:
-            values |= part()
+            values |= part(config, known)
         except UserError as error:
             faults.append(str(error))
     return values, faults
 
 
-def _first(rows: object) -> Mapping:
-    """The first row of rows in memory, or of a file; {} where it cannot be read, which is told where all are."""
+def _known(config: TrlConfig, rows: object, positions: int | None) -> Known:
+    size, updates = rollout_size(config)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    epoch, first = None, _first(rows) if isinstance(rows, Iterable) and not isinstance(rows, (str, Mapping)) else None
+    if first is None:
+        first = _first_of_file(rows)
+    elif isinstance(rows, Sized):
+        epoch, rest = divmod(len(rows), size * world)
+        if not config.FIELDS.keys() & {"num_generations", "response_length", "lmbda"}:
+            epoch += bool(rest)  # stages that sample leave these out
+        epoch = max(1, epoch)
+    total = config.max_steps if config.max_steps > 0 else None
+    if total is None and getattr(config, "total_episodes", None):
+        total = math.ceil(config.total_episodes / (size * world))
+    elif total is None and epoch is not None:
+        total = max(1, math.ceil(epoch * config.num_train_epochs - 1e-9)) * updates
+    return Known(first, positions, size, updates, epoch, total)
+
+
+def _first(rows: Iterable) -> Mapping | None:
+    """The first row of rows in memory; None for a list of paths or sources."""
+    row = next(iter(rows), {})
+    return row if isinstance(row, Mapping) and "path" not in row else None
+
+
+def _first_of_file(rows: object) -> Mapping:
+    """{} where it cannot be read, which is told where all are."""
     try:
-        if isinstance(rows, Iterable) and not isinstance(rows, (str, Mapping)):
-            row = next(iter(rows), {})
-            if isinstance(row, Mapping) and "path" not in row:
-                return row
         return next(iter(first_rows(as_sources(rows)[0], 1)[0]), {})
     except (UserError, OSError, LookupError):
         return {}
@@ -116,116 +149,66 @@ def _word(value: object) -> str:
     return str(getattr(value, "value", value))
 
 
-def updates_per_rollout(config: TrlConfig) -> int:
-    """How many of TRL's steps, which are updates, one step here makes: a rollout may be used several times."""
+def rollout_size(config: TrlConfig) -> tuple[int, int]:
+    """Rows of a step of one process (prompts of a rollout), and TRL's steps in it: it counts answers and updates."""
+    size = config.per_device_train_batch_size * config.gradient_accumulation_steps
     if "num_generations" not in config.FIELDS:
-        return 1
-    return _minibatches(config) * config.num_iterations
-
-
-def _minibatches(config: TrlConfig) -> int:
-    answers = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    size = _answers(config)
-    check(size % answers == 0, f"generation_batch_size: {size} answers of a process are not a multiple of the "
-                               f"{answers} of an update; give one that is")
-    return size // answers
-
-
-def _answers(config: TrlConfig) -> int:
-    """Answers of one rollout in one process."""
+        return size, 1
+    answers = config.per_device_train_batch_size * (config.steps_per_generation or config.gradient_accumulation_steps)
     if config.generation_batch_size:
         world = int(os.environ.get("WORLD_SIZE", 1))
         check(config.steps_per_generation is None, "steps_per_generation and generation_batch_size are both given; "
                                                    "leave one of them out")
         check(config.generation_batch_size % world == 0,
               f"generation_batch_size is {config.generation_batch_size}; give a multiple of the {world} processes")
-        return config.generation_batch_size // world
-    return config.per_device_train_batch_size * (config.steps_per_generation or config.gradient_accumulation_steps)
+        answers = config.generation_batch_size // world
+    check(answers % size == 0, f"generation_batch_size: {answers} answers of a process are not a multiple of the "
+                               f"{size} of an update; give one that is")
+    check(answers % config.num_generations == 0, f"per_device_train_batch_size: {answers} answers of a process are not "
+          f"a multiple of num_generations={config.num_generations}; give one that is")
+    return answers // config.num_generations, answers // size * config.num_iterations
 
 
-def _num_updates(config: TrlConfig, rows: object) -> int | None:
-    """All updates of the run (rollouts of a PPOConfig); None where the number of rows is unknown."""
-    if config.max_steps > 0:
-        return config.max_steps
-    if getattr(config, "total_episodes", None):
-        return math.ceil(config.total_episodes / _of_step(config))
-    steps = _steps_of_epoch(config, rows)
-    if steps is None:
-        return None
-    return max(1, math.ceil(steps * config.num_train_epochs - 1e-9)) * updates_per_rollout(config)
-
-
-def _of_step(config: TrlConfig) -> int:
-    """Rows of a step of all processes: of an update, or prompts of a rollout."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if "num_generations" in config.FIELDS:
-        return _answers(config) // config.num_generations * world
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps * world
-
-
-def _steps_of_epoch(config: TrlConfig, rows: object) -> int | None:
-    """As the run will count them: stages that sample leave out the rows after the last full batch."""
-    if not isinstance(rows, Sized) or isinstance(rows, (str, Mapping)) or "path" in _first_item(rows):
-        return None
-    whole, rest = divmod(len(rows), _of_step(config))
-    return max(1, whole) if _samples(config) else whole + bool(rest)
-
-
-def _samples(config: TrlConfig) -> bool:
-    return any(name in config.FIELDS for name in ("num_generations", "response_length", "lmbda"))
-
-
-def _first_item(rows: object) -> Mapping:
-    """Of a list of paths and sources, one that says so."""
-    item = next(iter(rows), {})  # type: ignore[call-overload]
-    return item if isinstance(item, Mapping) else {"path": item}
-
-
-def _schedule(config: TrlConfig, rows: object) -> dict:
-    schedule, optim, per = _word(config.lr_scheduler_type), _word(config.optim), updates_per_rollout(config)
+def _optimizer(config: TrlConfig, known: Known) -> dict:
+    schedule, optim = _word(config.lr_scheduler_type), _word(config.optim)
     check(schedule in _SCHEDULES, f"lr_scheduler_type={schedule!r}: there are {', '.join(_SCHEDULES)}")
     check(optim in _OPTIMIZERS, f"optim={optim!r}: there are {', '.join(_OPTIMIZERS)}")
+    return {"train.lr_scheduler_type": schedule, "train.optim": _OPTIMIZERS[optim]}
+
+
+def _schedule(config: TrlConfig, known: Known) -> dict:
+    """Updates there are steps here, of several each where a rollout is used more than once."""
+
+    def share(name: str, steps: float) -> float:
+        """Steps as they are; a share of all of them as their number."""
+        if steps >= 1:
+            return steps
+        check(known.total is not None, f"{name}={steps}: the number of rows is not known here; give a number of steps")
+        return steps * known.total
+
+    def every(name: str, when: str, steps: float) -> int:
+        check(when != "epoch" or known.epoch is not None,
+              f"{name}_strategy='epoch': the number of rows is not known here; write 'steps' and a number")
+        return known.epoch if when == "epoch" else max(1, round(share(f"{name}_steps", steps) / known.updates))
+
     warmup = config.warmup_steps
     if warmup >= 1:
-        total = _num_updates(config, rows)
-        check(total is not None, f"warmup_steps={warmup}: the number of rows is not known here; give max_steps, or a "
-                                 "share such as warmup_steps=0.1")
-        warmup = min(1.0, warmup / total)
-    values = {"train.lr_scheduler_type": schedule, "train.optim": _OPTIMIZERS[optim], "train.warmup_ratio": warmup,
-              "train.logging_steps": _every(config.logging_steps, "logging_steps", config, rows)}
+        check(known.total is not None, f"warmup_steps={warmup}: the number of rows is not known here; give max_steps, "
+                                       "or a share such as warmup_steps=0.1")
+        warmup = min(1.0, warmup / known.total)
+    values = {"train.warmup_ratio": warmup, "train.logging_steps": every("logging", "steps", config.logging_steps)}
     if config.max_steps > 0:
-        values["train.max_steps"] = math.ceil(config.max_steps / per)
-    when, every = _word(config.eval_strategy), config.eval_steps or config.logging_steps
-    if when == "steps":
-        values["train.eval_steps"] = _every(every, "eval_steps", config, rows)
-    elif when == "epoch":
-        values["train.eval_steps"] = _epoch("eval_strategy", config, rows)
+        values["train.max_steps"] = math.ceil(config.max_steps / known.updates)
+    for name, steps in (("eval", config.eval_steps or config.logging_steps), ("save", config.save_steps)):
+        when = _word(getattr(config, f"{name}_strategy"))
+        if when in ("steps", "epoch"):
+            values[f"train.{name}_steps"] = every(name, when, steps)
     return values
 
 
-def _every(steps: float, name: str, config: TrlConfig, rows: object) -> int:
-    """Steps here of a number of updates, or of a share of all."""
-    if steps < 1:
-        total = _num_updates(config, rows)
-        check(total is not None, f"{name}={steps}: the number of rows is not known here; give a number of steps")
-        steps = steps * total
-    return max(1, round(steps / updates_per_rollout(config)))
-
-
-def _epoch(name: str, config: TrlConfig, rows: object) -> int:
-    steps = _steps_of_epoch(config, rows)
-    check(steps is not None, f"{name}='epoch': the number of rows is not known here; write 'steps' and a number")
-    return steps
-
-
-def _saving(config: TrlConfig, rows: object) -> dict:
+def _saving(config: TrlConfig, known: Known) -> dict:
     values: dict[str, object] = {}
-    when = _word(config.save_strategy)
-    if when == "steps":
-        values["train.save_steps"] = _every(config.save_steps, "save_steps", config, rows)
-    elif when == "epoch":
-        values["train.save_steps"] = _epoch("save_strategy", config, rows)
-    if config.load_best_model_at_end or when == "best":
+    if config.load_best_model_at_end or _word(config.save_strategy) == "best":
         metric = (config.metric_for_best_model or "loss").removeprefix("eval_").removeprefix("eval/")
         is_larger = not metric.endswith(SMALL_IS_GOOD)
         check(config.greater_is_better in (None, is_larger), f"greater_is_better={config.greater_is_better}: the best "
@@ -236,7 +219,7 @@ def _saving(config: TrlConfig, rows: object) -> dict:
     values["report_to"] = [name for name in trackers if name not in (None, "none")]
     resume = config.resume_from_checkpoint
     if resume is not None:
-        values["resume"] = "auto" if resume is True or str(resume) == "True" else str(resume)
+        values["resume"] = "auto" if str(resume) == "True" else str(resume)
     return values
 
 
@@ -249,7 +232,7 @@ def _precision(config: TrlConfig) -> dict:
     return {"model.dtype": "float32"} if config.given.get("bf16") is False else {}
 
 
-def _loading(config: TrlConfig) -> dict:
+def _loading(config: TrlConfig, known: Known) -> dict:
     values: dict[str, object] = {}
     if config.given.get("gradient_checkpointing"):
         values["model.gradient_checkpointing"] = True
@@ -263,21 +246,20 @@ def _loading(config: TrlConfig) -> dict:
     return values | _precision(config)
 
 
-def _data(config: TrlConfig, first: Mapping, positions: Callable[[], int | None]) -> dict:
+def _data(config: TrlConfig, known: Known) -> dict:
     """TRL keeps strings as they are, and trains all of a text and of a conversation."""
     values: dict[str, object] = {"data.raw": True}
     is_read = "max_length" in config.FIELDS and getattr(config, "lmbda", 0) < 1
     if is_read and not config.given.get("max_length"):  # TRL's default, or None: no limit
         limit = config.max_length or _UNBOUNDED
-        values["data.max_length"] = min(limit, positions() or limit)
+        values["data.max_length"] = min(limit, known.positions or limit)
     if "completion_only_loss" in config.FIELDS:
-        is_apart = "completion" in first
-        only = config.completion_only_loss is not False if is_apart else config.assistant_only_loss
+        only = "completion" in known.first and config.completion_only_loss is not False
         values["data.train_on"] = "response" if only or config.assistant_only_loss else "all"
     return values
 
 
-def _losses(config: TrlConfig) -> dict:
+def _losses(config: TrlConfig, known: Known) -> dict:
     if isinstance(config, DPOConfig):
         named = config.loss_type if isinstance(config.loss_type, (list, tuple)) else [config.loss_type]
         check(len(named) == 1 and named[0] in ("sigmoid", "ipo", "hinge"),
@@ -323,48 +305,34 @@ def _policy_losses(config: TrlConfig) -> dict:
     return values | options | {"ppo.policy_loss": loss}
 
 
-def _rollouts(config: TrlConfig) -> dict:
-    """TRL counts answers and updates; here prompts and rollouts are counted."""
-    answers, size = _answers(config), config.num_generations
-    check(answers % size == 0, f"per_device_train_batch_size: {answers} answers of a process are not a multiple of "
-                               f"num_generations={size}; give one that is")
-    return {"train.per_device_train_batch_size": answers // size, "train.gradient_accumulation_steps": 1,
-            "ppo.num_minibatches": _minibatches(config), "ppo.missing_eos_penalty": 0.0, "ppo.normalise_scores": False,
-            "ppo.score_clip": None} | (
-                {"ppo.replay_truncation": False}  # ratios are of all tokens there
-                if config.top_p < 1 or config.top_k or config.min_p else {})
+def _sampling(config: TrlConfig, known: Known) -> dict:
+    """Of stages that sample: TRL counts answers and updates; here prompts and rollouts are counted."""
+    fields, values = config.FIELDS, {"train.gradient_accumulation_steps": 1}
+    scores = {"ppo.normalise_scores": False, "ppo.score_clip": None}  # as they are
+    if "num_generations" in fields:
+        sampled = config.max_completion_length
+        values |= scores | {"ppo.missing_eos_penalty": 0.0,
+                            "ppo.num_minibatches": known.updates // config.num_iterations}
+        if config.top_p < 1 or config.top_k or config.min_p:
+            values["ppo.replay_truncation"] = False  # ratios are of all tokens there
+        if turns := getattr(config, "max_tool_calling_iterations", None):
+            values["environment.max_turns"] = turns + 1  # theirs are those after the first
+    elif "response_length" in fields:
+        sampled = config.response_length
+        check(known.size % config.num_mini_batches == 0, f"num_mini_batches is {config.num_mini_batches}, and a "
+              f"process has {known.size} answers in a rollout; give a divisor of that")
+        values |= scores | {"ppo.missing_eos_penalty": config.missing_eos_penalty or 0.0,
+                            "roles.critic.learning_rate": config.learning_rate}
+        if config.total_episodes:
+            values["train.max_steps"] = known.total
+    elif "lmbda" in fields:
+        return _room(config.max_new_tokens, known) | {"distill.divergence": "jsd",
+                                                      "distill.temperature": config.temperature}
+    else:
+        return {}
+    return values | _room(sampled, known) | {"train.per_device_train_batch_size": known.size}
 
 
-def _ppo(config: TrlConfig) -> dict:
-    answers = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    check(answers % config.num_mini_batches == 0, f"num_mini_batches is {config.num_mini_batches}, and a process has "
-          f"{answers} answers in a rollout; give a divisor of that")
-    values = {"train.per_device_train_batch_size": answers, "train.gradient_accumulation_steps": 1,
-              "roles.critic.learning_rate": config.learning_rate, "ppo.normalise_scores": False, "ppo.score_clip": None,
-              "ppo.missing_eos_penalty": config.missing_eos_penalty or 0.0}
-    if config.total_episodes:
-        world = int(os.environ.get("WORLD_SIZE", 1))
-        values["train.max_steps"] = math.ceil(config.total_episodes / (answers * world))
-    return values
-
-
-def _distillation(config: TrlConfig) -> dict:
-    return {"distill.divergence": "jsd", "distill.temperature": config.temperature}
-
-
-def _longest(sampled: int, positions: int | None) -> dict:
-    room = LONGEST_PROMPT if positions is None else min(LONGEST_PROMPT, positions - sampled)
+def _room(sampled: int, known: Known) -> dict:
+    room = LONGEST_PROMPT if known.positions is None else min(LONGEST_PROMPT, known.positions - sampled)
     return {"data.max_prompt_length": room} if room >= 2 else {}  # else the run says that the answers are too long
-
-
-# Fields that the functions above read together with others, or in other words than their option's.
-_TOGETHER = frozenset((
-    "lr_scheduler_type", "warmup_steps", "optim", "logging_steps", "max_steps", "eval_strategy", "eval_steps",
-    "save_strategy", "save_steps", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "report_to",
-    "bf16", "fp16",
-    "gradient_checkpointing", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_private_repo",
-    "model_init_kwargs", "activation_offloading", "dataset_text_field", "completion_only_loss", "assistant_only_loss",
-    "loss_type", "scale_rewards", "importance_sampling_level", "steps_per_generation", "generation_batch_size",
-    "multi_objective_aggregation", "use_bias_correction_kl", "epsilon", "epsilon_high", "sapo_temperature_pos",
-    "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "reward_clip_range",
-    "use_cpu", "total_episodes", "missing_eos_penalty", "center_rewards_coefficient"))

@@ -14,8 +14,8 @@ from hybrid_rlhf.core.options import value_of, with_value
 from hybrid_rlhf.models.peft_compat import usual_targets
 from hybrid_rlhf.training.defaults import resolve
 from hybrid_rlhf.training.registry import MAX_STEPS, STAGES
-from hybrid_rlhf.trl_configs import TrlConfig, updates_per_rollout
-from hybrid_rlhf.trl_fields import CONFIGS, LORA, LORA_IDLE
+from hybrid_rlhf.trl_configs import TrlConfig, rollout_size
+from hybrid_rlhf.trl_fields import LORA, LORA_IDLE
 
 # Arguments of TRL's trainers that are refused, if they are not None -> what to write.
 ARGUMENTS = {
@@ -28,35 +28,40 @@ ARGUMENTS = {
                        "in reward_funcs, of weight 0 in reward_weights",
     "compute_loss_func": "write a step of your own as examples/custom_flow.py does",
     "preprocess_logits_for_metrics": "leave it out",
-    "ref_model": "the reference is the model as it was before training; for another write "
-                 "roles__ref__model_name_or_path=FOLDER",
+    "ref_model": "the reference is the model as it was before training; leave it out",
     "judge": "write reward__judge__model=FOLDER, or reward__judge__url=ADDRESS",
     "rollout_func": "write tools=[...] or environment_factory=..., or a step of your own as "
                     "examples/custom_flow.py does",
     "quantization_config": "write load_in_4bit=True (or load_in_8bit=True), and peft_config or model__lora__r=16",
 }
 # Classes of TRL that have another name here, or none.
-_OTHERS = {"DistillationConfig": "GKDConfig", "DistillationTrainer": "DistillTrainer", "PRMTrainer": "RewardTrainer",
+_OTHERS = {"ModelConfig": "model_init_kwargs and peft_config", "TrlParser": "SFTConfig(...) or its like in the script",
+           "ScriptArguments": "train_dataset", "DistillationConfig": "GKDConfig",
+           "DistillationTrainer": "DistillTrainer", "PRMTrainer": "RewardTrainer",
            "OnlineDPOTrainer": "train.py --stage online_dpo", "ORPOTrainer": "DPOTrainer(loss_type='orpo')",
            "CPOTrainer": "DPOTrainer(loss_type='simpo')"}
 # Methods of transformers' and TRL's trainers that nothing here would call.
-_NEVER_CALLED = {
-    "compute_loss": "", "training_step": "", "prediction_step": "", "_compute_loss": "",
-    "_generate_and_score_completions": "", "_calculate_rewards": "write a function in reward_funcs",
-    "create_optimizer": "write optim=...", "create_optimizer_and_scheduler": "write optim=...",
-    "create_scheduler": "write lr_scheduler_type=...", "get_train_dataloader": "give rows in the order you want",
-    "get_eval_dataloader": "give eval_dataset", "evaluation_loop": "", "prediction_loop": "",
-    "log": "write a callback with on_log", "_prepare_dataset": "prepare the rows before", "tokenize_row":
-    "prepare the rows before", "concatenated_forward": "", "get_batch_loss_metrics": "", "dpo_loss": "",
-    "_prepare_inputs": "", "_get_train_sampler": "give rows in the order you want", "_generate": "",
-    "_generate_single_turn": "", "_get_per_token_logps_and_entropies": ""}
-_OWN_STEP = "write a step of your own as examples/custom_flow.py does"
+_NEVER_CALLED = ("compute_loss", "training_step", "prediction_step", "_compute_loss", "_generate_and_score_completions",
+                 "_calculate_rewards", "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler",
+                 "get_train_dataloader", "get_eval_dataloader", "evaluation_loop", "prediction_loop", "log",
+                 "_prepare_dataset", "tokenize_row", "concatenated_forward", "get_batch_loss_metrics", "dpo_loss",
+                 "_prepare_inputs", "_get_train_sampler", "_generate", "_generate_single_turn",
+                 "_get_per_token_logps_and_entropies")
 
 
-def faults(options: Mapping[str, object]) -> list[str]:
+def faults(options: Mapping[str, object], model: object) -> list[str]:
     """A line for each argument of TRL's trainers that has another form here, or none."""
     return [f"{name} is not taken here; {ARGUMENTS[name]}" for name, value in options.items()
-            if name in ARGUMENTS and value is not None and value != (None, None)]
+            if name in ARGUMENTS and value is not None and value != (None, None)
+            and not (name == "ref_model" and _are_equal(value, model))]
+
+
+def _are_equal(one: object, other: object) -> bool:
+    """Whether both are models in memory, of the same weights."""
+    if not (hasattr(one, "state_dict") and hasattr(other, "state_dict")):
+        return False
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
 def raise_all(lines: list[str]) -> None:
@@ -74,18 +79,19 @@ def check_overridden(kind: type, base: type) -> None:
     above = (name for each in kind.__mro__ if not issubclass(base, each) for name in vars(each))
     for name in above:
         if name in _NEVER_CALLED and not hasattr(base, name):
-            raise UserError(f"{kind.__name__}.{name} would never be called; {_NEVER_CALLED[name] or _OWN_STEP}")
+            raise UserError(f"{kind.__name__}.{name} would never be called; use reward_funcs, callbacks or optim, or "
+                            "write a step of your own as examples/custom_flow.py does")
 
 
-def checked_stage(stage: str, config: TrlConfig) -> str:
-    """The stage of a trainer with this configuration: GRPO's ways to scale rewards are stages of their own. UserError
-    for another trainer's configuration."""
-    theirs = type(config).__name__
+def checked_stage(stage: str, variant: str, config: object) -> str:
+    """The stage of the trainer of `stage` with this configuration: GRPO's ways to scale rewards are stages of their
+    own. UserError for another trainer's configuration."""
     fits = {"sft": "SFTConfig", "reward": "RewardConfig", "dpo": "DPOConfig", "kto": "KTOConfig", "ppo": "PPOConfig",
-            "rloo": "RLOOConfig", "distill": "GKDConfig"}.get(stage, "GRPOConfig")
-    usual = next((each for each in type(config).__mro__ if each.__name__ in CONFIGS), TrlConfig).__name__
-    check(usual == fits, f"args is a {theirs}; this trainer takes a {fits}")
-    return trl_configs.stage_of(config) if stage == "grpo" else stage
+            "rloo": "RLOOConfig", "distill": "GKDConfig", "grpo": "GRPOConfig"}[stage]
+    kind = type(config)
+    check(isinstance(config, getattr(trl_configs, fits)),
+          f"args is a {kind.__module__}.{kind.__name__}; this trainer takes a {fits} of hybrid_rlhf")
+    return trl_configs.stage_of(config) if variant == "grpo" else variant
 
 
 def lora_options(peft_config: object, model_type: Callable[[], str | None] | None = None
@@ -126,8 +132,8 @@ def check_ending(config: object) -> None:
     try:
         huggingface_hub.HfApi().whoami()
     except Exception as error:  # no network, no token, one that is no longer valid
-        raise UserError(f"push_to_hub: the hub does not know you ({type(error).__name__}); run `hf auth login`, or "
-                        "leave push_to_hub out") from error
+        raise UserError(f"push_to_hub: the hub cannot be reached or does not know you ({type(error).__name__}); run "
+                        "`hf auth login`, or leave push_to_hub out") from error
 
 
 def told(config: TrlConfig, stage: str, settings: object) -> list[str]:
@@ -140,7 +146,7 @@ def told(config: TrlConfig, stage: str, settings: object) -> list[str]:
     lines = []
     if parts:
         lines.append(f"{type(config).__name__}, as in TRL (in brackets train.py's default): {', '.join(parts)}")
-    per = updates_per_rollout(config)
+    per = rollout_size(config)[1]
     if per > 1 and config.max_steps > 0:
         lines.append(f"max_steps {config.max_steps} are updates: {math.ceil(config.max_steps / per)} rollouts of {per}")
     if idle := config.idle():

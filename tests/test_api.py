@@ -71,6 +71,7 @@ def test_a_data_set_object_and_a_run_of_before_are_taken_and_a_finished_run_is_l
     again = SFTTrainer("my-model", datasets.Dataset.from_list(ROWS), output_dir="runs/sft", eval_fraction=0.2, **SHORT)
     assert again.train() == sft.metrics and "nothing to do" in capsys.readouterr().err
     other = SFTTrainer("my-model", ROWS[:6], output_dir="runs/sft", eval_fraction=0.2, **SHORT)
+    assert "train() will be refused: output_dir runs/sft holds a finished run with other" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"finished run with other settings \(data.sources\)"):
         other.train()
     pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": "no"} for r in ROWS]
@@ -173,6 +174,6 @@ def test_a_class_of_a_notebook_s_cell_is_known_by_its_text():
         return space["Game"]
 
     text = "class Game:\n    def reset(self):\n        return 1\n    @staticmethod\n    def step():\n        return 2\n"
-    names = [environments_of(None, cell(each), {})[1]["environment.factory"] for each in (
+    names = [environments_of(None, cell(each), {})["environment.factory"] for each in (
         text, text, text.replace("1", "3"), text.replace("2", "4"))]
     assert names[0] == names[1] and names[0].startswith("python:Game@") and len(set(names)) == 3

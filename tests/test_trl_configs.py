@@ -49,9 +49,9 @@ def test_every_field_of_trl_is_classified_and_has_its_default(name):
     fields = trl_fields.CONFIGS[name]
     for each in dataclasses.fields(theirs_of(name)):
         assert each.name in fields, each.name
-        if each.default is not dataclasses.MISSING and each.name != "include_for_metrics":
+        if each.default is not dataclasses.MISSING:
             default = getattr(each.default, "value", each.default)
-            assert fields[each.name].default == default, (each.name, default)
+            assert fields[each.name].default == default or fields[each.name].kind == trl_fields.IDLE, each.name
     assert not fields.keys() - {each.name for each in dataclasses.fields(theirs_of(name))}
 
 
@@ -67,7 +67,7 @@ def test_an_option_that_a_field_names_exists():
         row = hybrid_rlhf.training.registry.STAGES[stages[name]]
         config = importlib.import_module(row.module).Config()
         for field in fields.values():
-            if field.option not in ("", "push_to_hub"):
+            if field.option:
                 value_of(config, field.option)
 
 
@@ -87,6 +87,8 @@ def losses(place, capsys, trainer: str, rows: list, **given) -> tuple[list[float
         str(place / f"ours{len(list(place.iterdir()))}"), **given), train_dataset=data)
     ours.train()
     theirs, found = oracle.state.log_history, ours.state.log_history
+    for mine, row in zip(found, theirs, strict=False):  # the last is of the whole run
+        assert (mine["num_tokens"], mine["epoch"]) == (row["num_tokens"], row["epoch"])
     if "logps/chosen" in found[0]:  # at the first step, before any update
         assert found[0]["logps/chosen"] == pytest.approx(theirs[0]["logps/chosen"], rel=1e-5)
     return [row["loss"] for row in theirs if "loss" in row], [row["loss"] for row in found if "loss" in row]
@@ -186,9 +188,9 @@ def test_each_loss_of_grpo_is_a_setting(place, given, expected):
 
 def test_rloo_has_trl_s_ratio_bounds_and_number_of_answers(place):
     ppo = hybrid_rlhf.RLOOTrainer(str(place / "model"), reward_funcs=len, args=hybrid_rlhf.RLOOConfig(
-        "x", reward_clip_range=(-1.0, 2.0)), train_dataset=[{"prompt": "a"}] * 16).config.ppo
+        "x", reward_clip_range=(-1.0, 2.0), normalize_advantages=True), train_dataset=[{"prompt": "a"}] * 16).config.ppo
     assert (ppo.policy_loss, ppo.sampling.num_samples, ppo.kl_coef) == ("ppo_sequence", 2, 0.05)
-    assert (ppo.min_score, ppo.max_score, ppo.kl_in_reward) == (-1, 2, True)
+    assert (ppo.min_score, ppo.max_score, ppo.kl_in_reward, ppo.whitens) == (-1, 2, True, True)
 
 
 def test_all_that_is_not_taken_is_told_at_once():
@@ -386,8 +388,16 @@ def test_a_text_column_of_another_name_and_a_formatting_function(place):
     assert json.loads(made._rows["data.sources"].text) == {"text": "<a>"}
 
 
+def test_trackers_have_the_name_of_the_run(place):
+    pytest.importorskip("tensorboard")
+    for name in (None, "third try"):
+        SFTTrainer(str(place / "model"), args=SFTConfig(
+            place / f"tracked{name}", max_steps=1, report_to="tensorboard", run_name=name), train_dataset=TOLD).train()
+        assert [path.name for path in (place / f"tracked{name}" / "trackers").iterdir()] == [name or "sft"]
+
+
 def test_push_to_hub_without_a_login_is_said_before_training():
-    with pytest.raises(UserError, match=r"push_to_hub: the hub does not know you .*; run `hf auth login`"):
+    with pytest.raises(UserError, match=r"push_to_hub: the hub cannot be reached or does not .*; run `hf auth"):
         SFTTrainer("m", args=SFTConfig("x", push_to_hub=True), train_dataset=TOLD)
 
 

@@ -12,10 +12,19 @@ import safetensors.torch
 import torch
 
 from hybrid_rlhf import (
+    DPOConfig,
     DPOTrainer,
+    GKDConfig,
+    GKDTrainer,
+    GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
     KTOTrainer,
+    PPOConfig,
+    PPOTrainer,
+    RewardConfig,
     RewardTrainer,
+    RLOOConfig,
     RLOOTrainer,
     SFTConfig,
     SFTTrainer,
@@ -160,15 +169,20 @@ def test_a_lora_config_is_what_it_says_at_stages_with_and_without_dropout():
 
 
 @pytest.mark.parametrize(("make", "said"), [
-    (lambda: GRPOTrainer("my-model", ROWS, args=object()), "args is a builtins.object; import object from hybrid_rlhf"),
-    (lambda: GRPOTrainer("my-model", ROWS, len, args=SFTConfig()), "args is a SFTConfig; this trainer takes a GRPO"),
+    (lambda: GRPOTrainer("my-model", ROWS, args=object()), "args is a builtins.object; this trainer takes a GRPO"),
+    (lambda: GRPOTrainer("my-model", ROWS, len, args=SFTConfig()), r"SFTConfig; this trainer takes a GRPO"),
     (lambda: GRPOTrainer("my-model", ROWS, processing_class=1), "processing_class is a int; give a tokenizer"),
     (lambda: SFTTrainer("my-model", ROWS, callbacks=[3]), "callbacks: 3 is not a transformers.TrainerCallback"),
     (lambda: SFTTrainer("my-model", ROWS, bf16=True), r"bf16 is not an option here; args=SFTConfig\(bf16=...\) takes"),
     (lambda: SFTTrainer("my-model", ROWS, args=SFTConfig(report_to="clearml")), "report_to clearml: its package is"),
     (lambda: SFTTrainer("my-model", "rows.jsonl", args=SFTConfig(dataset_text_field="t")), "need rows in memory"),
-    (lambda: DPOTrainer("my-model", ROWS, ref_model="x"), "another write roles__ref__model_name_or_path=FOLDER"),
-    (lambda: SFTTrainer("my-model", trl_config()), "train_dataset is a SFTConfig; .*; import SFTConfig from hybrid"),
+    (lambda: DPOTrainer("my-model", ROWS, ref_model="x"), "ref_model is not taken here; the reference is"),
+    (lambda: SFTTrainer("my-model", trl_config()), "args is a trl.*; this trainer takes a SFTConfig of hybrid"),
+    (lambda: DPOTrainer("my-model", "x", DPOConfig(), None, ROWS), "ref_model is not taken here; the reference is"),
+    (lambda: SFTTrainer("my-model", SFTConfig(), len, ROWS), "data_collator is not taken here; rows are made into"),
+    (lambda: SFTTrainer("my-model", ROWS, train_dataset=ROWS, args=SFTConfig()), "args is given by position and by"),
+    (lambda: SFTTrainer("my-model", ROWS, None), "SFTTrainer takes 2 arguments by position: model, train_dataset;"),
+    (lambda: DPOTrainer("my-model", ROWS, formatting_func=str), "formatting_func: DPOTrainer has none; give rows"),
     (lambda: SFTTrainer("my-model", ROWS, eval_dataset={"a": ROWS}), "eval_dataset is a mapping of a; give one"),
     (lambda: SFTTrainer("my-model", ROWS, eval_dataset=[3]), "eval_dataset: row 1 is a int"),
     (lambda: SFTTrainer("my-model", ROWS, peft_config=3), "peft_config is a int; give a peft.LoraConfig"),
@@ -206,9 +220,52 @@ def test_every_argument_of_trl_s_trainers_is_taken_or_refused():
 
     for ours, theirs in ((SFTTrainer, trl.SFTTrainer), (RewardTrainer, trl.RewardTrainer), (DPOTrainer, trl.DPOTrainer),
                          (GRPOTrainer, trl.GRPOTrainer), (RLOOTrainer, trl.RLOOTrainer), (KTOTrainer, trl.KTOTrainer)):
-        given = set(inspect.signature(theirs.__init__).parameters) - {"self"}
-        taken = {*inspect.signature(ours).parameters, *trl_words.ARGUMENTS}
-        assert given <= taken, (theirs, given - taken)
+        given = list(inspect.signature(theirs.__init__).parameters)[1:]
+        taken = {*inspect.signature(ours).parameters, *trl_words.ARGUMENTS, *ours._MODELS}
+        assert taken.issuperset(given) and ours._ORDER.split() == given, theirs
+
+
+def in_order(trainer: type, config: object, **values: object) -> dict:
+    """By position in TRL's order, up to the last that is given -> those of the trainer's settings that say so."""
+    names = trainer._ORDER.split()
+    named = {"args": config, "model": "my-model", **values}
+    given = [named.get(name) for name in names]
+    while given[-1] is None:
+        given.pop()
+    made = trainer(*given)
+    return {"data": made._rows["data.sources"].text.count("\n"), "model": made.config.model.model_name_or_path,
+            "callbacks": len(made.callbacks)}
+
+
+def test_arguments_stand_in_trl_s_order_too():
+    from transformers import TrainerCallback
+
+    expected = {"data": len(ROWS), "model": "my-model", "callbacks": 1}
+    more = {"train_dataset": ROWS, "eval_dataset": APART, "callbacks": [TrainerCallback]}
+    for trainer, config in ((SFTTrainer, SFTConfig("x")), (RewardTrainer, RewardConfig("x")),
+                            (DPOTrainer, DPOConfig("x")), (KTOTrainer, KTOConfig("x"))):
+        assert in_order(trainer, config, **more) == expected
+    for trainer, config in ((GRPOTrainer, GRPOConfig("x")), (RLOOTrainer, RLOOConfig("x"))):
+        assert in_order(trainer, config, reward_funcs=[len, len], **more) == expected
+    acting = [{"train_dataset": ROWS, "reward_funcs": len, "args": GRPOConfig("x"), "model": "my-model",
+               "tools": ["pay.py:f"]}.get(name) for name in GRPOTrainer._ORDER.split()]
+    assert GRPOTrainer(*acting).config.environment.tools == ["pay.py:f"]
+    distilled = GKDTrainer("my-model", "teacher", GKDConfig("x"), None, ROWS)
+    assert distilled.config.roles.teacher.model_name_or_path == "teacher"
+    ppo = PPOTrainer(PPOConfig("x"), None, "my-model", None, "judge", ROWS, None, None, APART)
+    assert ppo.config.roles.reward.model_name_or_path == "judge" and len(ppo._rows["data.eval_sources"].text)
+    functions = GRPOTrainer("my-model", [len, len], train_dataset=ROWS).functions
+    assert list(functions) == list(GRPOTrainer("my-model", ROWS, [len, len]).functions) == ["len", "len_2"]
+
+
+def test_a_reference_of_the_weights_that_are_trained_is_taken(place):
+    from transformers import AutoModelForCausalLM
+
+    one, other = (AutoModelForCausalLM.from_pretrained(place / "my-model") for _ in range(2))
+    assert DPOTrainer(one, other, DPOConfig("x"), None, ROWS).stage == "dpo"
+    other.lm_head.weight.data += 1
+    with pytest.raises(UserError, match="ref_model is not taken here"):
+        DPOTrainer(one, other, DPOConfig("x"), None, ROWS)
 
 
 def test_the_options_that_are_to_be_written_instead_exist():
@@ -223,7 +280,7 @@ def test_the_options_that_are_to_be_written_instead_exist():
 
 
 def test_a_subclass_with_a_method_that_nothing_would_call_is_refused():
-    with pytest.raises(UserError, match=r"Mine\.compute_loss would never be called; write a step of your own"):
+    with pytest.raises(UserError, match=r"Mine\.compute_loss would never be called; .* write a step of your"):
         class Mine(SFTTrainer):
             def compute_loss(self, model, inputs):
                 return 0.0

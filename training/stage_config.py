@@ -24,6 +24,7 @@ class StageConfig:
         resume: auto (a finished run is left as it is, an unfinished one goes on from its newest checkpoint),
             never (start again) or the path of one of its checkpoints.
         report_to: Trackers (tensorboard, wandb, trackio, ...).
+        run_name: Name of the run in them; null takes the stage's.
         train: The schedule.
         engine: How training is laid out.
     """
@@ -33,6 +34,7 @@ class StageConfig:
     seed: int = 0
     resume: str = "auto"
     report_to: list[str] = field(default_factory=list)
+    run_name: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -263,6 +263,16 @@ def whiten(values: Tensor, mask: Tensor, reduce: Reduce = identity) -> Tensor:
 
 
 @torch.no_grad()
+def whiten_responses(advantages: Tensor, action_mask: Tensor, reduce: Reduce = identity) -> Tensor:
+    """Advantages (B, R), the same at every action of a response, less their mean over the responses of all ranks, over
+    their spread (n - 1) + 1e-4, as TRL's RLOO normalises them; fp32. Responses without an action do not count."""
+    totals, is_scored = advantages.double().masked_fill(~action_mask, 0).sum(1), action_mask.any(1)
+    totals = totals / action_mask.sum(1).clamp(min=1)
+    mean, spread = _of_batch(totals, is_scored, reduce)
+    return ((totals - mean) / (spread + 1e-4)).float()[:, None] * action_mask
+
+
+@torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce = identity) -> Tensor:
     """1 - Var(returns - values) / Var(returns) over the true positions of `mask` on all ranks.
 

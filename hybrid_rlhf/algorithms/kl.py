@@ -29,17 +29,15 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, denominator: Tensor | float,
-            old_logprobs: Tensor | None = None) -> Tensor:
+            ratio: Tensor | None = None) -> Tensor:
     """The mean KL(policy || reference) as a term of the loss, in nats; vectors (N,), denominator as of policy_loss.
 
     Its gradient is that of the estimate: correct for k2, GRPO's for k3 (arXiv 2402.03300), and zero on average for k1.
-    old_logprobs: each estimate is multiplied by its action's ratio exp(clamp(new - old, +-20)), with the ratio's
-    gradient, which makes that of k3 the unbiased one of the KL (DeepSeek-V3.2, arXiv 2512.02556).
+    ratio (N,): each estimate is multiplied by its action's (policy.kl_ratio), with the ratio's gradient, which makes
+    that of k3 the unbiased one of the KL (DeepSeek-V3.2, arXiv 2512.02556).
     """
     estimate = kl_estimate(logprobs, ref_logprobs.detach(), estimator)
-    if old_logprobs is not None:
-        estimate = estimate * (logprobs.float() - old_logprobs.float().detach()).clamp(-20, 20).exp()
-    return (estimate / denominator).sum()
+    return ((estimate if ratio is None else estimate * ratio) / denominator).sum()
 
 
 class FixedKL:

@@ -149,6 +149,15 @@ def _of_level(log_ratio: Tensor, owner: Tensor | None, level: str, num_rows: int
     return (totals / _counts(owner, num_rows).clamp(min=1) if level == "mean" else totals)[owner]
 
 
+def kl_ratio(new_logprobs: Tensor, old_logprobs: Tensor, kind: str, owner: Tensor,
+             num_rows: int | None = None) -> Tensor:
+    """The factor (N,) of ppo.kl_bias_correction: exp(clamp(new - old, +-20)) of the action, for gspo of its sequence,
+    as in TRL."""
+    level = "mean" if POLICY_LOSSES[kind].level == "mean" else "token"
+    log_ratio = new_logprobs.float() - old_logprobs.float().detach()
+    return _of_level(log_ratio, owner, level, num_rows).clamp(-20, 20).exp()
+
+
 def policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, cliprange: tuple[float, float],
                 denominator: Tensor | float, dual_clip: float | None = None, kind: str = "ppo",
                 owner: Tensor | None = None, weights: Tensor | None = None, num_rows: int | None = None,

@@ -25,8 +25,13 @@ def check_trackers(names: Sequence[str]) -> None:
                                  f"{', '.join(sorted(installed)) or 'nothing (none is installed)'}")
 
 
-def start_trackers(names: Sequence[str], run_name: str, folder: str | Path, settings: dict) -> list:
-    """Start trackers, which have log(values, step=) and finish(); those that write files do so under `folder`."""
+# Trackers whose runs have a name beside their project's -> the argument that gives it.
+_NAMED = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
+
+
+def start_trackers(names: Sequence[str], stage: str, folder: str | Path, settings: dict) -> list:
+    """Start trackers, which have log(values, step=) and finish(); those that write files do so under `folder`. The
+    run's name is settings["run_name"], by default the stage."""
     check_trackers(names)
     if not names:
         return []
@@ -37,10 +42,14 @@ def start_trackers(names: Sequence[str], run_name: str, folder: str | Path, sett
     if not is_main():
         return []
 
-    started = []
+    started, run_name = [], settings.get("run_name")
     for name in dict.fromkeys(names):
         kind = LOGGER_TYPE_TO_CLASS[name]
-        tracker = kind(run_name, **({"logging_dir": str(folder)} if kind.requires_logging_directory else {}))
+        options = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
+        if run_name and name in _NAMED:
+            tracker = kind(stage, **options, **{_NAMED[name]: run_name})
+        else:
+            tracker = kind(run_name or stage, **options)
         tracker.start()
         tracker.store_init_configuration(_flat(settings))
         started.append(tracker)

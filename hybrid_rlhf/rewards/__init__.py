@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
 from numbers import Real
@@ -13,6 +14,13 @@ from torch import Tensor
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.rollout import Rollout
+
+
+def __getattr__(name: str) -> object:
+    """TRL's reward functions where its scripts import them from, on first use: their module imports this one."""
+    if name in ("accuracy_reward", "think_format_reward"):
+        return getattr(importlib.import_module(f"{__name__}.builtin"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class RewardSource(Protocol):

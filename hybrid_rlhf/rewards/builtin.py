@@ -229,6 +229,16 @@ class DemoCorrect:
         return [float(is_correct(p, text_of(c))) for p, c in zip(prompts, completions, strict=True)]
 
 
+def accuracy_reward(completions: list, solution: list, **_: object) -> list[float | None]:
+    """TRL's function of this name: MathMatch on the column `solution`."""
+    return MathMatch("solution")(completions, solution=solution)
+
+
+def think_format_reward(completions: list, **_: object) -> list[float]:
+    """TRL's function of this name: Format without options."""
+    return Format()(completions)
+
+
 BUILTINS: dict[str, type[Any]] = {
     "exact_match": ExactMatch, "numeric_match": NumericMatch, "math_match": MathMatch, "length_penalty": LengthPenalty,
     "repetition_penalty": RepetitionPenalty, "format": Format, "demo_correct": DemoCorrect,

@@ -279,6 +279,11 @@ class Rollout:
         counts = sum_over_ranks(torch.stack([self.action_mask.sum(), torch.tensor(len(self))]))
         return Totals(*counts.clamp(min=1).unbind())
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompts, each counted with each of its responses, and of the actions."""
+        return sum(map(len, self.prompts.ids)) + int(self.action_mask.sum())
+
     def mean_kl(self) -> float:
         """Mean over sequences of sum_t (logprobs - ref_logprobs), in nats: the estimate of KL(actor || ref)."""
         difference = self.logprobs - present(self.ref_logprobs, "ref_logprobs")
@@ -316,6 +321,10 @@ class Rollout:
         metrics.add("completions/mean_length", lengths.mean(), size)
         metrics.add_spread("completions/min_length", lengths, "min")
         metrics.add_spread("completions/max_length", lengths, "max")
+        ended = lengths[self.has_eos]
+        metrics.add("completions/mean_terminated_length", ended.mean(), len(ended))
+        metrics.add_spread("completions/min_terminated_length", ended, "min")
+        metrics.add_spread("completions/max_terminated_length", ended, "max")
         metrics.add("completions/clipped_ratio", (~self.has_eos).float().mean(), size)
         metrics.add("completions/unscored_ratio", 1 - len(scored) / max(size, 1), size)
         if self.completions:

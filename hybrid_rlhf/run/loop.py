@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.core import activity, own_files
-from hybrid_rlhf.core.distributed import device, is_main, max_over_ranks, world_size
+from hybrid_rlhf.core.distributed import device, is_main, max_over_ranks, sum_over_ranks, world_size
 from hybrid_rlhf.core.errors import NotFinite, UserError, check
 from hybrid_rlhf.core.memory import free_host_bytes
 from hybrid_rlhf.core.metrics import Metrics
@@ -212,15 +212,22 @@ def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
         raise
     if (free := free_host_bytes()) is not None and device().type == "cpu":
         metrics.add(FREE, free)
-    return metrics.add("time/step", time.perf_counter() - began).over_ranks().compute()
+    rollout = _last_rollout(saver.trainer)
+    tokens = reporter.progress.pace.tokens or (rollout.num_tokens if rollout else 0)
+    metrics = metrics.add("time/step", time.perf_counter() - began).over_ranks().compute()
+    read = int(sum_over_ranks(torch.tensor(float(tokens), dtype=torch.double)))
+    return metrics | {"num_tokens": saver.values.get("num_tokens", 0) + read}
+
+
+def _last_rollout(trainer: Trainer) -> object:
+    return getattr(getattr(trainer, "sampler", trainer), "last_rollout", None)
 
 
 def _with_batch(error: NotFinite, saver: Saver, batch: object, saved: Path | None = None) -> NotFinite:
     """Save the batch that led to the error; returns the error with its path, and that of the last good checkpoint."""
     before = f"; the last checkpoint from before is {saved}" if saved else ""
     try:
-        rollout = getattr(getattr(saver.trainer, "sampler", saver.trainer), "last_rollout", None)
-        folder = keep_batch(saver.record.output_dir, batch=batch, rollout=rollout)
+        folder = keep_batch(saver.record.output_dir, batch=batch, rollout=_last_rollout(saver.trainer))
     except OSError as refusal:
         return NotFinite(f"{error}; the batch could not be saved: {refusal.strerror}{before}")
     return NotFinite(f"{error}; the last batch is in {folder}{before}")

@@ -10,7 +10,7 @@ from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.run import checkpoint, process_count
 
 FOLDER = "checkpoints"
-NO_MATTER = ("resume", "output_dir", "report_to")  # settings without influence on the result
+NO_MATTER = ("resume", "output_dir", "report_to", "run_name")  # settings without influence on the result
 # settings that may change when a run is resumed: they affect what is written and when it stops, not the training
 HARMLESS = (*NO_MATTER, "data.cache_dir", "train.logging_steps", "train.save_steps", "train.save_minutes",
             "train.save_total_limit", "train.save_best", "train.max_failed_saves", "train.eval_steps",

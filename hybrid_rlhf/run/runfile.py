@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -114,8 +115,8 @@ class RunRecord:
         own_files.write_file(path / RUN_FILE, to_json(contents, indent=1) + "\n")
 
 
-def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | None:
-    """The run in `output_dir` that finished with the same settings and is not run again; a line on stderr says so.
+def finished(output_dir: str | Path, stage: str, config: object, tell: Callable = print_main) -> RunRecord | None:
+    """The run in `output_dir` that finished with the same settings and is not run again; a line to `tell` says so.
 
     None where there is something to run. Writes no file, so that a recipe can call it before it loads anything and
     claim the folder (`start`) after all checks of its input. Raises UserError as `start` does.
@@ -150,7 +151,7 @@ def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | 
         check(not started_from or (started_from.finished or "") <= (old.finished or ""),
               f"{model} was trained again after the run in output_dir {output_dir}; choose another output_dir, or give "
               "--resume never to run it again")
-    print_main(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
+    tell(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
     return old
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.algorithms.advantages import ESTIMATORS, decoupled, explained_variance, whiten
+from hybrid_rlhf.algorithms.advantages import ESTIMATORS, decoupled, explained_variance, whiten, whiten_responses
 from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, UpdateRate, kl_estimate, kl_loss
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
 from hybrid_rlhf.algorithms.policy import (
     denominators,
     entropy_loss,
     importance_weights,
+    kl_ratio,
     near_sampler,
     policy_loss,
     sequences_within,
@@ -160,7 +161,8 @@ class PPOTrainer:
             rollout.rewards, mask, values=rollout.values, group_size=config.sampling.num_samples,
             gamma=config.gamma, lam=config.lam, reduce=sum_over_ranks, step_ends=rollout.step_ends)
         if config.whitens:
-            rollout.advantages = whiten(rollout.advantages, mask, reduce=sum_over_ranks)
+            whitened = whiten_responses if self.estimator.sums else whiten
+            rollout.advantages = whitened(rollout.advantages, mask, reduce=sum_over_ranks)
         if rollout.values is not None:
             metrics.add("value/explained_variance", explained_variance(rollout.values, rollout.returns, mask,
                                                                           reduce=sum_over_ranks))
@@ -301,8 +303,9 @@ class PPOTrainer:
         size, observed = len(owner), observed | weighed
         if not config.kl_in_reward and self.roles.ref:
             reference = rows.of_actions(present(rows.ref_logprobs, "ref_logprobs"))
-            term = kl_loss(tokens.logprobs, reference, config.kl_kind, denominator,
-                           old if config.kl_bias_correction else None)
+            ratio = (kl_ratio(tokens.logprobs, old, config.policy_loss, owner, len(rows))
+                     if config.kl_bias_correction else None)
+            term = kl_loss(tokens.logprobs, reference, config.kl_kind, denominator, ratio)
             loss = loss + self.kl_coef.value * term
         if tokens.divergence is not None:
             loss = loss + self.distill.coef * tokens.divergence.sum() / totals.num_actions
@@ -311,6 +314,8 @@ class PPOTrainer:
             observed["entropy"] = (tokens.entropy.detach().mean(), size)
             if config.entropy_coef:
                 loss = loss + config.entropy_coef * entropy_loss(tokens.entropy, denominator=totals.num_actions)
+        # their mean by rows is then the mean of the minibatches' losses
+        observed["loss"] = (loss.detach() * totals.num_sequences / max(len(rows), 1), len(rows))
         return loss, observed
 
     def _selected(self, tokens: TokenScores, rows: Rollout, owner: Tensor, advantages: Tensor,

@@ -41,8 +41,8 @@ class PPOConfig:
             reference is loaded; null goes by the method.
         kl_in: Whether the KL penalty is in the reward or in the loss; null takes the estimator's own.
         kl_estimator: k1, k2 or k3; null takes k1 in the reward and k3 in the loss.
-        kl_bias_correction: Whether each token's KL in the loss is multiplied by its ratio, with the ratio's gradient:
-            that of k3 is then unbiased (DeepSeek-V3.2; TRL's use_bias_correction_kl).
+        kl_bias_correction: Whether each token's KL in the loss is multiplied by its ratio (with gspo its response's),
+            with the ratio's gradient: that of k3 is then unbiased (DeepSeek-V3.2; TRL's use_bias_correction_kl).
         kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.
         kl_horizon: Sequences over which the adaptive coefficient moves.
         cliprange: Clip range of the probability ratio.
@@ -67,7 +67,8 @@ class PPOConfig:
             in TRL.
         gamma: Discount.
         lam: GAE's lambda.
-        whiten_advantages: Whether advantages get mean 0 and variance 1 over the rollout; null: with a critic.
+        whiten_advantages: Whether advantages get mean 0 and variance 1 over the rollout: over its tokens, or over its
+            responses where all tokens of a response have one advantage (as TRL's RLOO); null: with a critic.
         critic_warmup_steps: Steps at the start that train the critic alone; null: none for a critic that starts from
             the reward model, else a tenth of the run and at most 5.
         early_stop_kl: A minibatch whose policy/approx_kl (nats per token) is above it ends the updates on its rollout;

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
-from hybrid_rlhf.core.distributed import sum_over_ranks
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.roles import Actor, TokenScores
@@ -23,12 +22,9 @@ class SFTTrainer:
 
     def __init__(self, policy: Actor) -> None:
         self.policy = policy
-        self.num_tokens = 0
 
     def step(self, batch: SequenceBatch) -> Metrics:
-        metrics = self.policy.fit_tokens(batch, self.loss)
-        self.num_tokens += int(sum_over_ranks(batch.attention_mask.sum()))
-        return metrics.add("num_tokens", self.num_tokens)
+        return self.policy.fit_tokens(batch, self.loss)
 
     def loss(self, tokens: TokenScores, count: Tensor) -> tuple[Tensor, dict]:
         """These tokens' share of the mean negative log-likelihood over `count` tokens."""
@@ -50,10 +46,9 @@ class SFTTrainer:
 
     def state(self) -> dict:
         """Everything that the next step depends on; the tensors are not copied."""
-        return {"policy": training_state(self.policy), "num_tokens": self.num_tokens,
-                "oom_limits": dict(self.policy.engine.oom_limits)}
+        return {"policy": training_state(self.policy), "oom_limits": dict(self.policy.engine.oom_limits)}
 
     def load_state(self, state: Mapping) -> None:
         """Restore `state`."""
         load_training_state(self.policy, state["policy"])
-        self.num_tokens, self.policy.engine.oom_limits = int(state["num_tokens"]), dict(oom_limits(state))
+        self.policy.engine.oom_limits = dict(oom_limits(state))

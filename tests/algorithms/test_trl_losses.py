@@ -294,6 +294,10 @@ CUT = {"ended": torch.tensor([True, True, True, False])}  # what has not ended i
     ({"kl_coef": 0.3, "kl_bias_correction": True}, {"beta": 0.3, "use_bias_correction_kl": True}, {}),
     ({"kl_coef": 0.3, "kl_bias_correction": True, "policy_loss": "sapo"},
      {"beta": 0.3, "use_bias_correction_kl": True, "loss_type": "sapo"} | SAPO, {}),
+    ({"kl_coef": 0.3, "kl_bias_correction": True, "policy_loss": "gspo"},
+     {"beta": 0.3, "use_bias_correction_kl": True, "importance_sampling_level": "sequence"}, {}),
+    ({"kl_coef": 0.3, "kl_bias_correction": True, "policy_loss": "vespo"},
+     {"beta": 0.3, "use_bias_correction_kl": True, "loss_type": "vespo"} | VESPO, {}),
     ({"top_entropy_quantile": 0.2}, {"top_entropy_quantile": 0.2}, {}),
     ({"top_entropy_quantile": 0.0}, {"top_entropy_quantile": 0.0}, {}),
     ({"top_entropy_quantile": 0.7, "kl_coef": 0.1, "aggregation": "token"},
@@ -347,13 +351,17 @@ def test_advantages_of_two_reward_functions_are_trl_s(estimator, options) -> Non
     assert ours.abs().max() > 0.5 and ours[-1] == 0
 
 
-def test_rloo_is_trl_s_with_the_ratio_of_the_whole_response_and_its_kl_in_the_reward() -> None:
+@pytest.mark.parametrize("is_normalised", [False, True])
+def test_rloo_is_trl_s_with_the_ratio_of_the_whole_response_and_its_kl_in_the_reward(is_normalised) -> None:
     from trl import RLOOTrainer
+    from trl.trainer.utils import nanstd
 
     given = tensors()
     rewards = given["scores"] - 0.05 * masked_rows(given["old"] - given["ref"])
     advantages = rewards - (rewards.sum() - rewards) / 3
-    ours = our_loss(given, estimator="rloo", policy_loss="ppo_sequence", kl_coef=0.05)
+    if is_normalised:  # as in TRL's _generate_and_score_completions
+        advantages = (advantages - advantages.mean()) / (nanstd(advantages) + 1e-4)
+    ours = our_loss(given, estimator="rloo", policy_loss="ppo_sequence", kl_coef=0.05, whiten_advantages=is_normalised)
     torch.testing.assert_close(ours[2], advantages, rtol=1e-6, atol=1e-6)
     agree(ours, trl_loss(RLOOTrainer, given, advantages))
 

@@ -40,11 +40,14 @@ def _flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def api() -> str:
-    """The trainers' signatures, and what they return."""
+    """The trainers' signature and their arguments by position, and what they return."""
     import hybrid_rlhf
     from hybrid_rlhf.api import Training
 
-    lines = [f"{name}{inspect.signature(getattr(hybrid_rlhf, name))}" for name in sorted(hybrid_rlhf._FROM_PYTHON)]
+    lines = [f"Training{inspect.signature(Training)}"]
+    for name in sorted(hybrid_rlhf._FROM_PYTHON):
+        kind = getattr(hybrid_rlhf, name)
+        lines += [f"{name}: {kind._OURS}; as in TRL: {kind._ORDER}; models: {', '.join(kind._MODELS) or 'no further'}"]
     lines += [f"Training.{name}{inspect.signature(value) if callable(value) else ''}" for name, value in
               sorted(vars(Training).items()) if not name.startswith("_")]
     return "\n".join(lines) + "\n"

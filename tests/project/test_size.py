@@ -14,7 +14,7 @@ SLACK = 25  # lines that a mended fault may add to a package, or that a row may 
 H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
-    "hybrid_rlhf/algorithms": (1365, 10),
+    "hybrid_rlhf/algorithms": (1382, 10),
     "hybrid_rlhf/commands": (2016, 9),
     "hybrid_rlhf/core": (3215, 23),
     "hybrid_rlhf/data": (4369, 18),
@@ -24,18 +24,18 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/kernels": (6163, 36),
     "hybrid_rlhf/memory_plan": (1990, 13),
     "hybrid_rlhf/models": (5845, 31),
-    "hybrid_rlhf/report": (2337, 11),
-    "hybrid_rlhf/rewards": (3260, 18),
+    "hybrid_rlhf/report": (2349, 11),
+    "hybrid_rlhf/rewards": (3278, 18),
     "hybrid_rlhf/roles": (1100, 10),
-    "hybrid_rlhf/rollout": (1169, 8),
-    "hybrid_rlhf/run": (2184, 13),
+    "hybrid_rlhf/rollout": (1178, 8),
+    "hybrid_rlhf/run": (2192, 13),
     "hybrid_rlhf/studio": (8502, 50),
-    "hybrid_rlhf/trainers": (1486, 10),
-    "training": (5269, 29),
+    "hybrid_rlhf/trainers": (1487, 10),
+    "training": (5271, 29),
     "inference": (3682, 27),
-    "tests": (58943, 347),
+    "tests": (59377, 348),
     "benchmarks": (7726, 52),
-    ENTRY_POINTS: (2255, 11),
+    ENTRY_POINTS: (2170, 11),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from hybrid_rlhf.trl_fields import CONFIGS, IDLE, REFUSED, TAKEN, Field
+from hybrid_rlhf.trl_fields import CONFIGS, IDLE, READ, REFUSED, TAKEN, Field
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
 BEGIN = "<!-- fields of TRL's configurations, by python -m tests.project.trl_page -->"
@@ -16,12 +16,12 @@ END = "<!-- end of the fields -->"
 NAMES = {kind: kind.removesuffix("Config") for kind in CONFIGS}
 
 
-def _by_field(kind: str) -> dict[tuple[str, Field], list[str]]:
-    """(name, what it is) -> the configurations in which it is that, of one kind; the default is left out."""
+def _by_field(*kinds: str) -> dict[tuple[str, Field], list[str]]:
+    """(name, what it is) -> the configurations in which it is that; the default is left out."""
     found = defaultdict(list)
     for config, fields in CONFIGS.items():
         for name, field in fields.items():
-            if field.kind == kind:
+            if field.kind in kinds:
                 found[name, field._replace(default=None)].append(NAMES[config])
     return found
 
@@ -33,12 +33,12 @@ def _where(name: str, configs: list[str]) -> str:
 
 def table() -> str:
     lines = ["| there | here | |", "|---|---|---|"]
-    for (name, field), configs in _by_field(TAKEN).items():
-        here = f"`{field.option}`" if field.option not in ("", "push_to_hub") else ""
+    for (name, field), configs in _by_field(TAKEN, READ).items():
+        here = f"`{field.option}`" if field.option else ""
         lines.append(f"| `{name}`{_where(name, configs)} | {here} | {field.note} |".replace("  ", " "))
     lines += ["", "Refused with any value but TRL's default:", "", "| there | what to do |", "|---|---|"]
     lines += _grouped(REFUSED)
-    lines += ["", "Without effect here; a value that is not the default is said in a line:", "",
+    lines += ["", "Without effect here, which a line says of those that are given:", "",
               "| there | why |", "|---|---|"]
     return "\n".join([*lines, *_grouped(IDLE)])
 

@@ -20,6 +20,7 @@ from hybrid_rlhf.rewards.builtin import (
     MathMatch,
     NumericMatch,
     RepetitionPenalty,
+    accuracy_reward,
     last_number,
 )
 from hybrid_rlhf.training.reward_sources import RewardConfig
@@ -76,6 +77,7 @@ def test_math_match_is_trl_s_accuracy_reward(caplog):
     trl = pytest.importorskip("trl.rewards")
     said = [[{"role": "assistant", "content": text}] for text in texts]
     assert trl.accuracy_reward(said, list(references)) == list(expected)
+    assert accuracy_reward(said, solution=list(references)) == list(expected)
     after = MathMatch(marker="</think>")([said[11], said[0]], answer=["2", "2"])
     assert after == trl.reasoning_accuracy_reward([said[11], said[0]], ["2", "2"]) == [1.0, 0.0]
     assert MathMatch(wrong=-1)([r"\boxed{1}", "?"], answer=[None, "1"]) == [None, -1]

@@ -131,6 +131,8 @@ def test_what_every_method_reports_of_its_samples():
         "rewards/b/correlation": 1.0,  # of 1, 2 and 5, 10
         "score/clip_fraction": 0.25, "completions/mean_length": 2.0, "completions/min_length": 1.0,
         "completions/max_length": 4.0, "completions/clipped_ratio": 0.25, "completions/empty_ratio": 0.25,
+        "completions/mean_terminated_length": 4 / 3, "completions/min_terminated_length": 1.0,
+        "completions/max_terminated_length": 2.0,
         "completions/unscored_ratio": 0.25,
         "completions/distinct_2": 3 / 4,  # 5 6, 6 5, 5 6 and 8 9
         "completions/distinct_answers": 3 / 4,  # of four prompts

@@ -48,7 +48,6 @@ def test_sft_takes_the_same_step_whatever_the_token_budget_and_prompts_teach_not
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
     norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    assert metrics["num_tokens"] == 16
 
 
 @pytest.mark.parametrize("max_tokens", [1, 20, 8192])
@@ -214,11 +213,10 @@ def test_a_rehearsed_step_changes_no_weight_no_moment_and_no_number_drawn():
                 with rehearsal(), preserved():
                     copy.copy(trainer).step(batch)
             losses.append(trainer.step(batch).compute())
-        return losses, weights(engine), trainer.num_tokens
+        return losses, weights(engine)
 
     plain, rehearsed = steps(False), steps(True)
     assert all(torch.equal(a, b) for a, b in zip(plain[1], rehearsed[1], strict=True))
-    assert plain[2] == rehearsed[2] == 32
     for one, other in zip(plain[0], rehearsed[0], strict=True):
         assert {k: v for k, v in one.items() if not k.startswith(CLOCKED)} == {
             k: v for k, v in other.items() if not k.startswith(CLOCKED)}

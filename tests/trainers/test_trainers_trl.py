@@ -147,6 +147,7 @@ def test_the_losses_and_all_weights_are_trl_s(name, beta, num_steps, monkeypatch
         assert moved > 1e-5, weight
         assert (mine - trl).abs().max() < 1e-3 * moved, weight
     assert metrics["entropy"] == pytest.approx(sum(entry["entropy"] for entry in told.logs) / num_steps, rel=1e-3)
+    assert metrics["loss"] == pytest.approx(sum(entry["loss"] for entry in told.logs) / num_steps, rel=1e-3, abs=2e-5)
 
 
 def test_trl_s_loop_makes_the_same_tokens_and_reports_the_same_lengths(monkeypatch):
@@ -155,9 +156,11 @@ def test_trl_s_loop_makes_the_same_tokens_and_reports_the_same_lengths(monkeypat
     for i, (ids, mask) in enumerate(zip(told.completion_ids, told.tool_mask, strict=True)):
         assert made.response_ids[i][made.response_mask[i]].tolist() == ids
         assert made.action_mask[i][made.response_mask[i]].int().tolist() == mask
+    assert made.num_tokens == told.logs[0]["num_tokens"]
     metrics, _, _ = our_steps(told, monkeypatch, {"estimator": "grpo", "kl_coef": 0.0, "num_ppo_epochs": 1})
     for name in ("completions/mean_length", "completions/min_length", "completions/max_length",
-                 "completions/clipped_ratio", "reward", "frac_reward_zero_std"):
+                 "completions/mean_terminated_length", "completions/min_terminated_length",
+                 "completions/max_terminated_length", "completions/clipped_ratio", "reward", "frac_reward_zero_std"):
         assert metrics[name] == pytest.approx(told.logs[0][name], rel=1e-4), name
     assert told.logs[0]["tools/call_frequency"] == 4 / 4  # calls by episode
     assert told.logs[0]["tools/failure_frequency"] == 1 / 4  # failures by call
