@@ -114,7 +114,24 @@ function build(view, root) {
     view.message, view.fault, view.notes, view.waiting, view.outputPlace, view.samples.answers, view.words,
     make("details.part", {open: !isNarrow()}, make("summary", {}, make("h2", {id: "curves"}, "Curves")),
       view.curves.node),
-    view.samples.node, view.details.node);
+    view.samples.node, view.details.node, keeping(view));
+}
+
+// Another name for the run, or its end.
+function keeping(view) {
+  const input = make("input", {id: "rename", value: view.id, autocomplete: "off", spellcheck: "false"});
+  const send = async (body, to) => {
+    try {
+      await postConfirmed("run/move", {id: view.id, ...body});
+      location.hash = to;
+    } catch (fault) {
+      put(view.fault, fault.message);
+      view.fault.scrollIntoView({block: "center"});
+    }
+  };
+  const rename = () => send({name: input.value.trim()}, `#/run/${address(input.value.trim())}`);
+  return fold("Rename or delete", make("div.line", {}, make("label", {for: "rename"}, "Name "), input,
+    button("Rename", rename), button("Delete this run", () => send({}, "#/runs"))));
 }
 
 async function change(view, path, message) {
