@@ -171,11 +171,22 @@ def test_a_run_is_told_in_words_and_its_prompts_have_no_template_marks(opened, o
     assert texts(page, ".asked .prompt")[-1] == asked.strip()
 
 
-def test_a_chart_has_a_name_for_people(opened, outputs):
-    make_run(outputs, "a", "sft", 5, values=lambda step: {"loss": 1.0})
+def test_a_chart_has_a_name_for_people_and_smooth_lines_over_the_values(opened, outputs):
+    values = [0.0, 3.0, 0.0, 3.0, 0.0]
+    make_run(outputs, "a", "sft", 5, values=lambda step: {"loss": values[step - 1], "own/metric": 1.0})
     page = opened("#/run/a")
     until(page, lambda: is_drawn(page, "loss"))
     assert texts(page, "[data-metric=loss] h3, [data-metric=loss] code") == ["Loss", "loss"]
+    plain = curve(page, "loss").get_attribute("d")
+    find(page, "#smooth").click()
+    assert curve(page, "loss", ".raw").get_attribute("d") == plain
+    heights = [float(point.split(" ")[1]) for point in curve(page, "loss").get_attribute("d")[1:-2].split("L")]
+    raw = [float(point.split(" ")[1]) for point in plain[1:-2].split("L")]
+    # a twentieth of five values is one to each side: the second is the mean of the first three
+    assert abs(heights[1] - sum(raw[:3]) / 3) < 0.1 and heights[0] == pytest.approx((raw[0] + raw[1]) / 2, abs=0.1)
+    assert value_of(page, "loss") == "0"  # the value itself
+    find(page, "#smooth").click()
+    assert curve(page, "loss").get_attribute("d") == plain
 
 
 def test_a_run_grows_without_being_drawn_anew(opened, outputs):

@@ -12,7 +12,7 @@ const MAX_AT_FIRST = 8;
 const FIRST = ["reward", "loss", "accuracy", "mean_token_accuracy", "kl", "distill/divergence", "rewards/accuracies",
   "rewards/margins", "margin", "entropy", "completions/mean_length", "rewards/*/mean", "policy/loss", "value/loss",
   "value/explained_variance", "grad_norm", "learning_rate", "time/step"];
-const HELD_OUT = "eval/";
+const HELD_OUT = "eval/", SMOOTH = "curves are smooth";
 
 // makeCurves(runs, remember) -> {node, update(metrics), ask(), end()}. runs: [{id, label, place}]. metrics: [{name,
 // meaning, group}]. remember: under which name this browser keeps the choice of curves.
@@ -24,7 +24,14 @@ export function makeCurves(runs, remember) {
   view.grid = make("div.charts");
   view.fault = make("p.fault", {role: "status"});
   view.load = paced(() => load(view), {node: view.grid, fail: (fault) => put(view.fault, fault.message)});
-  const node = make("div", {}, make("details.picker", {}, view.summary, view.groups), view.fault, view.grid);
+  const smooth = make("input", {type: "checkbox", id: "smooth", checked: localStorage.getItem(SMOOTH) === "1",
+    onchange: () => {
+      localStorage.setItem(SMOOTH, smooth.checked ? "1" : "");
+      view.charts.forEach((chart) => chart.smooth(smooth.checked));
+    }});
+  view.isSmooth = () => smooth.checked;
+  const node = make("div", {}, make("details.picker", {}, view.summary, view.groups),
+    make("label.check", {}, smooth, " Smooth the lines (the values stay faintly behind)"), view.fault, view.grid);
   const update = onChange((metrics) => {
     view.metrics = metrics;
     fillPicker(view);
@@ -92,6 +99,7 @@ function arrangeCharts(view) {
 
 function openChart(view, metric) {
   const chart = makeChart(metric);
+  chart.smooth(view.isSmooth());
   const opened = {...chart, version: -1, isSeen: false};
   const endSeeing = watchSeen(chart.node, (isSeen) => {
     opened.isSeen = isSeen;
