@@ -1,7 +1,8 @@
 """The studio: hybrid-rlhf studio --outputs DIR.
 
 A page on this machine for everything from data to a model to talk to: runs, new runs, chat, export. Training runs in
-processes of its own, which go on when the page or the studio is closed.
+processes of its own, which go on when the page or the studio is closed. --host 0.0.0.0 lets a phone or another computer
+at home open it, by the printed address with its token.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import os
 import secrets
 import signal
+import socket
 import sys
 import webbrowser
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.errors import exit_code
+from hybrid_rlhf.core.hub import is_loopback
 from hybrid_rlhf.core.options import expanded
 
 
@@ -25,7 +28,9 @@ def parser() -> argparse.ArgumentParser:
     flags = command_flags("studio", __doc__)
     flags.add_argument("--outputs", type=expanded, metavar="DIR", default="outputs",
                        help="the folder of the runs (%(default)s)")
-    flags.add_argument("--port", type=int, default=8090, help="port on 127.0.0.1, 0 for any that is free (%(default)s)")
+    flags.add_argument("--host", default="127.0.0.1",
+                       help="address to listen on; 0.0.0.0 lets other devices of the network in (%(default)s)")
+    flags.add_argument("--port", type=int, default=8090, help="port, 0 for any that is free (%(default)s)")
     flags.add_argument("--no_browser", action="store_true", help="print the address, and open no browser")
     return flags
 
@@ -56,10 +61,9 @@ def run(argv: list[str] | None) -> int:
         from hybrid_rlhf.studio.studio_app import make_app, open_parts
     except ImportError as error:
         raise UserError(f"studio: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
-    from hybrid_rlhf.inference.server.serve import listening
     from hybrid_rlhf.studio.studio import Studio
 
-    taken = listening("127.0.0.1", options.port, has_key=False)
+    taken = listening(options.host, options.port)
     port, token = taken.getsockname()[1], secrets.token_urlsafe(24)
     studio = Studio(folder)
     routes, closers = open_parts(studio)
@@ -70,19 +74,45 @@ def run(argv: list[str] | None) -> int:
             super().handle_exit(*signals)
 
     server = Server(uvicorn.Config(
-        make_app(studio, routes, token, port, closers), ws="none", lifespan="on", log_level="error", access_log=False,
-        server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1))
-    taken.listen(128)
-    _announce(folder, f"http://127.0.0.1:{port}/?token={token}", options.no_browser)
+        make_app(studio, routes, token, port, closers, options.host), ws="none", lifespan="on", log_level="error",
+        access_log=False, server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1))
+    _announce(folder, f"http://{reachable(options.host)}:{port}/?token={token}", options)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops, then raises the signal again
         signal.signal(number, lambda *_: None)
     server.run(sockets=[taken])
     return 0
 
 
-def _announce(folder: Path, address: str, is_quiet: bool) -> None:
+def listening(host: str, port: int) -> socket.socket:
+    """A listening socket; for :: of IPv4 too. UserError for an address that cannot be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
+    except (OSError, ValueError) as error:
+        raise UserError(f"studio: cannot listen on {host} port {port}: {error}; give another --port or --host"
+                        ) from error
+
+
+def reachable(host: str) -> str:
+    """`host` as it stands in an address; where it means all addresses, this machine's in the default network."""
+    if host not in ("", "0.0.0.0", "::"):
+        return f"[{host}]" if ":" in host else host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737); UDP sends nothing yet
+            return probe.getsockname()[0]
+        except OSError:
+            return socket.gethostname()
+
+
+def _announce(folder: Path, address: str, options: argparse.Namespace) -> None:
     print(f"studio of {folder} at {address}", file=sys.stderr, flush=True)
-    if not is_quiet and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin"):
+    if not is_loopback(options.host):
+        print("note: any device that reaches this machine and has this address, with its token, can use the studio and "
+              "run code as you; nothing is encrypted (no TLS), so only in a network that you trust", file=sys.stderr,
+              flush=True)
+    has_screen = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin"
+    if not options.no_browser and has_screen:
         webbrowser.open(address)
 
 

@@ -6,7 +6,6 @@ A request becomes a job's command line and settings file. They are only data her
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
@@ -47,7 +46,7 @@ def routes(studio: Studio, jobs: Jobs) -> list[Route]:
             Route("POST", "/api/job/stop", lambda _query, body: jobs.stop(body["id"])),
             Route("POST", "/api/run/stop", lambda _query, body: _stop_run(studio, jobs, body["id"])),
             Route("POST", "/api/run/resume", lambda _query, body: _resume(studio, jobs, body)),
-            Route("POST", "/api/run/move", lambda _query, body: _rename_or_delete(studio, jobs, body))]
+            Route("POST", "/api/run/move", lambda _query, body: _move(studio, jobs, body))]
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -131,46 +130,27 @@ def _stop_run(studio: Studio, jobs: Jobs, run: str) -> dict:
     raise Refused(409, f"{run} is not running")
 
 
-def _rename_or_delete(studio: Studio, jobs: Jobs, body: dict) -> dict:
-    """Move the folder of a run that nothing uses to the name in `name`, or without one delete it; once a person has
-    confirmed what that breaks."""
+def _move(studio: Studio, jobs: Jobs, body: dict) -> dict:
+    """Rename a run's folder to `name`, or without one delete it. Raises Refused for one that is in use."""
     run, name = body["id"], body.get("name")
     with jobs.alone():
-        folder, users = _unused(studio, jobs, run), _made_from(studio, run)
-        target = new_folder(studio, name) if name is not None else fresh_path(own_folder(studio, "deleted"))
-        warnings = [f"{', '.join(users)[:300]} was made from {run}, and will not find it."] if users else []
-        if name is None:
-            size = run_files.size_of(folder) / 2**20
-            warnings.insert(0, f"Delete {run}, its model and checkpoints ({size:.0f} MiB)? It cannot be brought back.")
-        else:
+        folder = studio.folder(run)
+        if not (folder / run_files.RECORD).is_file():
+            raise Refused(404, f"there is no run {run[:100]!r}")
+        if jobs.of_run(run) or is_locked(folder / run_files.SETTINGS):
+            raise Refused(409, f"{run} is running or waits in the queue; stop it first")
+        if inside := [other for other in find_runs(studio.outputs)[0] if other.startswith(f"{run}/")]:
+            raise Refused(409, f"{inside[0]} is inside of {run}; move it away first")
+        if name is not None:
+            target = new_folder(studio, name)
             _check_free(jobs, name)
-        if warnings and body.get("is_confirmed") is not True:
-            raise Refused(409, " ".join(warnings), "is_confirmed")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder.rename(target)  # at once, so that no half of a run is ever listed
-        if name is None:
-            shutil.rmtree(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(target)
+        else:  # out of the list at once, so that no half of a run is shown; with what a killed studio left there
+            folder.rename(fresh_path(own_folder(studio, "deleted")))
+            shutil.rmtree(studio.home / "deleted")
     studio.news.publish("runs", {})
     return {}
-
-
-def _unused(studio: Studio, jobs: Jobs, run: str) -> Path:
-    """The folder of a run that is neither running nor queued, and has no other run inside. Raises Refused."""
-    folder = studio.folder(run)
-    if not (folder / run_files.RECORD).is_file():
-        raise Refused(404, f"there is no run {run[:100]!r}")
-    if jobs.of_run(run) or is_locked(folder / run_files.SETTINGS):
-        raise Refused(409, f"{run} is running or waits in the queue; stop it first")
-    if inside := [name for name in find_runs(studio.outputs)[0] if name.startswith(f"{run}/")]:
-        raise Refused(409, f"{inside[0]} is inside of {run}; move it away first")
-    return folder
-
-
-def _made_from(studio: Studio, run: str) -> list[str]:
-    """The runs that name this one in their settings."""
-    named = re.compile(rf"{re.escape(str(studio.outputs / run))}[/\"]")
-    return [other for other in find_runs(studio.outputs)[0] if other != run
-            and named.search(run_files.read_text(studio.outputs / other / run_files.RECORD) or "")]
 
 
 def _output(jobs: Jobs, query: dict) -> dict:

@@ -6,6 +6,8 @@ import asyncio
 import hmac
 import json
 import logging
+import re
+import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -20,6 +22,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.hub import is_loopback
 from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.inference.server.page_policy import with_policy
@@ -33,6 +36,7 @@ from hybrid_rlhf.studio.studio import Refused, Route, Studio, bounded_body
 PAGE = Path(__file__).parent / "page"
 MAX_THREADS = 64
 ASKED_AGAIN = "/api/reward/"  # code from the page: the token is asked for beside the cookie
+_NUMBER = re.compile(r"[\d.]+|\[[\da-f:.]+\]")  # an IP address in a Host
 _log = logging.getLogger(__name__)
 
 
@@ -50,8 +54,8 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
 
 
 def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
-             closers: Iterable[Callable[[], None]] = ()) -> Access:
-    """The complete application. closers: called on shutdown, each in a thread."""
+             closers: Iterable[Callable[[], None]] = (), host: str = "127.0.0.1") -> Access:
+    """The complete application. closers: called on shutdown, each in a thread. host: what it listens on."""
 
     @asynccontextmanager
     async def life(_app: Starlette) -> AsyncIterator[None]:
@@ -68,7 +72,7 @@ def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
     addresses = [Address(r.path, _guarded(r.handle) if r.is_raw else _json(r), methods=[r.method]) for r in routes]
     app = Starlette(routes=[*addresses, Address("/api/events", events),
                             Mount("/", with_policy(StaticFiles(directory=PAGE, html=True)))], lifespan=life)
-    return Access(app, token, port)
+    return Access(app, token, port, host)
 
 
 def _json(route: Route) -> Callable:
@@ -110,14 +114,16 @@ def _guarded(handle: Callable) -> Callable:
 class Access:
     """ASGI middleware for access control. A request needs:
 
-    - a Host of this machine and port, against DNS rebinding;
-    - the studio's own Origin (or Sec-Fetch-Site), if present, against other pages in the browser;
+    - a Host of this machine and port, against DNS rebinding: a loopback name; where it listens for others its own names
+      and any number, since a page cannot make a number lead elsewhere;
+    - the Origin (or Sec-Fetch-Site) of that Host, if present, against other pages in the browser;
     - the token, in an HttpOnly cookie that the first address (/?token=...) sets; for code also typed by the user.
     """
 
-    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
-        self._app, self._token, self._cookie = app, token, f"studio_{port}"
-        self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
+    def __init__(self, app: ASGIApp, token: str, port: int, host: str = "127.0.0.1") -> None:
+        self._app, self._token, self._cookie, self._port = app, token, f"studio_{port}", str(port)
+        self._is_open, own = not is_loopback(host), socket.gethostname().lower()
+        self._names = {"127.0.0.1", "localhost", "[::1]", host.lower(), *([own, f"{own}.local"] * self._is_open)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._refusal(HTTPConnection(scope), scope["method"]) if scope["type"] == "http" else None
@@ -128,9 +134,10 @@ class Access:
         headers, path = request.headers, request.scope["path"]
         is_first = path == "/" and method == "GET"
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
-        if not {host.lower() for host in headers.getlist("host")} <= self._hosts or "host" not in headers:
-            return _no(403, "this studio answers at 127.0.0.1 only")
-        is_elsewhere = origin is not None and origin.lower() not in {f"http://{host}" for host in self._hosts}
+        hosts = {host.lower() for host in headers.getlist("host")}
+        if len(hosts) != 1 or not self._is_here(*hosts):
+            return _no(403, "this studio answers only at the address that it printed")
+        is_elsewhere = origin is not None and origin.lower() != f"http://{headers['host'].lower()}"
         if is_elsewhere or (site not in ("same-origin", "none") and not is_first):
             return _no(403, "another page may not use the studio")
         if is_first and self._is_token(request.query_params.get("token", "")):
@@ -145,6 +152,11 @@ class Access:
         if path == "/":
             return PlainTextResponse(f"hybrid_rlhf studio: {text}\n", 401, {"cache-control": "no-store"})
         return _no(401, text)
+
+    def _is_here(self, host: str) -> bool:
+        """Whether a Host is a name and port of this studio."""
+        name, _, port = host.rpartition(":")
+        return port == self._port and (name in self._names or self._is_open and bool(_NUMBER.fullmatch(name)))
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), self._token.encode())

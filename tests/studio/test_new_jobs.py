@@ -59,33 +59,29 @@ def kept(tmp_path, monkeypatch):
         yield client, outputs
 
 
-def test_a_run_gets_another_name_where_nothing_is_and_nothing_uses_it(kept):
+def test_a_run_gets_another_name_where_nothing_is(kept):
     client, outputs = kept
     assert client.post("/api/run/move", json={"id": "demo/ppo", "name": "best/one"}).json() == {}
     assert (outputs / "best/one/model").is_dir() and not (outputs / "demo/ppo").exists()
-    asked = client.post("/api/run/move", json={"id": "demo/sft", "name": "start"})
-    assert asked.status_code == 409 and asked.json()["option"] == "is_confirmed"
-    assert "best/one was made from demo/sft" in asked.json()["error"]
-    for name in ("best/one", "../out", ".hidden", "best/one/inner"):
+    for name in ("best/one", "../out", ".hidden", "best/one/inner", "demo/sft/inner", "exports/x", ""):
         assert client.post("/api/run/move", json={"id": "demo/sft", "name": name}).status_code in (400, 409), name
     assert client.post("/api/run/move", json={"id": "../x", "name": "y"}).status_code == 404
-    body = {"id": "demo/sft", "name": "start", "is_confirmed": True}
-    assert client.post("/api/run/move", json=body).status_code == 200 and (outputs / "start").is_dir()
-
-
-def test_a_run_is_deleted_once_that_is_confirmed_and_never_while_it_runs(kept):
-    client, outputs = kept
-    asked = client.post("/api/run/move", json={"id": "demo/sft"})
-    assert asked.json()["option"] == "is_confirmed" and "demo/ppo was made from demo/sft" in asked.json()["error"]
     assert (outputs / "demo/sft/model").is_dir()
-    assert client.post("/api/run/move", json={"id": "demo/sft", "is_confirmed": True}).status_code == 200
+
+
+def test_a_run_is_deleted_and_never_while_it_runs_or_has_another_inside(kept):
+    client, outputs = kept
+    (outputs / ".studio/deleted/left").mkdir(parents=True)  # by a studio that was killed
+    assert client.post("/api/run/move", json={"id": "demo/sft"}).json() == {}
     assert not (outputs / "demo/sft").exists() and (outputs / "demo/ppo/model").is_dir()
-    assert not list((outputs / ".studio/deleted").iterdir())
+    assert not (outputs / ".studio/deleted").exists()
     make_run(outputs, "demo/ppo/inner", "sft", steps=1)
     (outputs / "plain").mkdir()
+    (outputs / "link").symlink_to(outputs / "demo/ppo")
     running = make_run(outputs, "live", "sft", 2, "running")
-    for run, status in (("demo/ppo", 409), ("plain", 404), ("live", 409), ("demo", 404), ("..", 404), (".studio", 404)):
-        assert client.post("/api/run/move", json={"id": run, "is_confirmed": True}).status_code == status, run
+    for run, status in (("demo/ppo", 409), ("plain", 404), ("live", 409), ("demo", 404), ("..", 404), (".studio", 404),
+                        ("link", 404)):
+        assert client.post("/api/run/move", json={"id": run}).status_code == status, run
         assert client.post("/api/run/move", json={"id": run, "name": "z"}).status_code == status, run
     running.die()
 

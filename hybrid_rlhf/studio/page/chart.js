@@ -13,7 +13,7 @@ const NUM_COLOURS = 8; // that studio.css has
 
 // makeChart({name, meaning}) -> {node, name, update(series), end()}.
 export function makeChart({name, meaning}) {
-  const chart = {name, all: [], steps: [], read: null, width: 0, isSmooth: false, unit: {factor: 1, word: ""}};
+  const chart = {name, all: [], steps: [], read: null, width: 0, unit: {factor: 1, word: ""}};
   chart.node = frame(chart, meaning);
   chart.lines = keyed(makeLine);
   chart.keys = keyed(makeKey);
@@ -25,10 +25,7 @@ export function makeChart({name, meaning}) {
   });
   sizes.observe(chart.plot);
   listen(chart);
-  return {node: chart.node, name, end: () => sizes.disconnect(), smooth: (isSmooth) => {
-    chart.isSmooth = isSmooth;
-    draw(chart);
-  }, update: (all) => {
+  return {node: chart.node, name, end: () => sizes.disconnect(), update: (all) => {
     chart.isFilled = true;
     chart.all = all.filter((series) => series.steps.length);
     chart.steps = [...new Set(chart.all.flatMap((series) => series.steps))].sort((a, b) => a - b);
@@ -86,17 +83,17 @@ const nameOf = ({label, isSparse}) => [label, isSparse ? "held out" : ""].filter
 const styleOf = (series) => `c${series.place % NUM_COLOURS}${series.isSparse ? " sparse" : ""}`;
 
 function makeLine() {
-  const band = svg("path"), raw = svg("path"), line = svg("path"), dots = svg("path");
-  return {band, node: svg("g", {}, raw, line, dots), update(series) {
+  const band = svg("path"), line = svg("path"), smooth = svg("path"), dots = svg("path");
+  return {band, node: svg("g", {}, line, smooth, dots), update(series) {
     const style = styleOf(series);
-    putAttribute(raw, "class", `raw ${style}`);
     putAttribute(band, "class", `band ${style}`);
     putAttribute(line, "class", `curve ${style}`);
+    putAttribute(smooth, "class", `curve smoothed ${style}`);
     putAttribute(dots, "class", `dots ${style}`);
-  }, draw(series, x, y, isSmooth) {
+  }, draw(series, x, y) {
     putAttribute(band, "d", bandPath(series, x, y));
-    putAttribute(raw, "d", isSmooth ? linePath(series, x, y) : "");
-    putAttribute(line, "d", linePath(isSmooth ? {...series, mean: smoothed(series.mean)} : series, x, y));
+    putAttribute(line, "d", linePath(series, x, y));
+    putAttribute(smooth, "d", linePath({...series, mean: smoothed(series.mean)}, x, y));
     putAttribute(dots, "d", series.isSparse && series.steps.length <= MAX_DOTS ? dotsPath(series, x, y) : "");
   }};
 }
@@ -147,7 +144,7 @@ function draw(chart) {
   chart.reader.max = Math.max(chart.steps.length - 1, 0);
   if (chart.range !== null && chart.width) {
     drawAxes(chart);
-    chart.all.forEach((series, i) => lines[i].draw(series, chart.x, chart.y, chart.isSmooth));
+    chart.all.forEach((series, i) => lines[i].draw(series, chart.x, chart.y));
   }
   putAttribute(chart.plot, "aria-label", summary(chart));
   showReading(chart);
@@ -306,9 +303,8 @@ function linePath({steps, mean}, x, y) {
 function smoothed(values) {
   const reach = Math.ceil(values.length / 20);
   return values.map((value, i) => {
-    if (!Number.isFinite(value)) return value;
     const near = values.slice(Math.max(0, i - reach), i + reach + 1).filter(Number.isFinite);
-    return near.reduce((sum, each) => sum + each, 0) / near.length;
+    return Number.isFinite(value) ? near.reduce((sum, each) => sum + each, 0) / near.length : value;
   });
 }
 

@@ -3,6 +3,7 @@
 
 import {makeChart} from "./chart.js";
 import {all, arrange, make, onChange, put} from "./dom.js";
+import {isNarrow} from "./format.js";
 import {titleOf} from "./metric_titles.js";
 import {get, paced, watchSeen} from "./server.js";
 
@@ -21,16 +22,13 @@ export function makeCurves(runs, remember) {
   const view = {runs, key, metrics: [], charts: new Map(), version: 0, picked: JSON.parse(localStorage.getItem(key))};
   view.summary = make("summary");
   view.groups = make("div.metric-groups");
-  view.grid = make("div.charts");
+  view.grid = make(localStorage.getItem(SMOOTH) ? "div.charts.smooth" : "div.charts");
   view.fault = make("p.fault", {role: "status"});
   view.load = paced(() => load(view), {node: view.grid, fail: (fault) => put(view.fault, fault.message)});
-  const smooth = make("input", {type: "checkbox", id: "smooth", checked: localStorage.getItem(SMOOTH) === "1",
-    onchange: () => {
-      localStorage.setItem(SMOOTH, smooth.checked ? "1" : "");
-      view.charts.forEach((chart) => chart.smooth(smooth.checked));
-    }});
-  view.isSmooth = () => smooth.checked;
-  const node = make("div", {}, make("details.picker", {}, view.summary, view.groups),
+  const smooth = make("input", {type: "checkbox", id: "smooth", checked: localStorage.getItem(SMOOTH), onchange: () =>
+    localStorage.setItem(SMOOTH, view.grid.classList.toggle("smooth") ? "1" : "")});
+  const node = make("details.part", {open: !isNarrow()}, make("summary", {}, make("h2", {id: "curves"}, "Curves")),
+    make("details.picker", {}, view.summary, view.groups),
     make("label.check", {}, smooth, " Smooth the lines (the values stay faintly behind)"), view.fault, view.grid);
   const update = onChange((metrics) => {
     view.metrics = metrics;
@@ -99,7 +97,6 @@ function arrangeCharts(view) {
 
 function openChart(view, metric) {
   const chart = makeChart(metric);
-  chart.smooth(view.isSmooth());
   const opened = {...chart, version: -1, isSeen: false};
   const endSeeing = watchSeen(chart.node, (isSeen) => {
     opened.isSeen = isSeen;

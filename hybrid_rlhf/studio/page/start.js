@@ -1,4 +1,4 @@
-// The first screen: what this is, a picture of the loop, and three ways in.
+// The first screen: what this is, three ways in, and a picture of the loop.
 
 import {svg} from "./chart.js";
 import {button, make, put, tell, tellFault} from "./dom.js";
@@ -38,13 +38,12 @@ export function welcome(heading) {
   return make("div.welcome", {}, make(heading, {}, "Train a language model on this machine"),
     make("p", {}, "Give examples, preferences or a score for good answers: the model practises until it answers more "
       + "like that, and you can talk to it before and after."),
-    picture(),
     make("div.doors", {},
       door("Try an example", about, make("div.buttons", {}, go)),
       door("Train on my data", make("p", {}, "A file of conversations, of better and worse answers, or of prompts. A "
         + "few questions lead to the run."), link("#/new", "New run")),
       door("Open a model to talk", make("p", {}, "A run of yours, a folder, or a model of the hub, as it is."),
-        link("#/talk", "Talk"))));
+        link("#/talk", "Talk"))), picture());
 }
 
 const STEPS = [["1. A prompt", "from your data"], ["2. The model answers", "in its own way"],
