@@ -283,7 +283,7 @@ def parents_of(run: str, record: Mapping, outputs: Path) -> list[Parent]:
     """The models in a run's settings from which it starts and learns, the trained one first."""
     config, facts = _inner(record, "config"), _inner(record, "facts")
     roles, reward = _inner(config, "roles"), _inner(config, "reward")
-    role = {name: _inner(roles, name).get("model_name_or_path") for name in roles}
+    role = {name: part.get("model_name_or_path") for name, part in roles.items() if isinstance(part, Mapping)}
     started_from = [_inner(config, "model").get("model_name_or_path"), role.get("actor"), facts.get("base_model"),
                     _header_match(record, _MODEL_LINE)]
     evaluated = [text.partition("=")[2] or text for text in _texts(_inner(config, "evaluate").get("models"))]

@@ -29,11 +29,11 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/roles": (1097, 10),
     "hybrid_rlhf/rollout": (1160, 8),
     "hybrid_rlhf/run": (2184, 13),
-    "hybrid_rlhf/studio": (8653, 50),
+    "hybrid_rlhf/studio": (8659, 50),
     "hybrid_rlhf/trainers": (1486, 10),
     "training": (5262, 29),
     "inference": (3682, 27),
-    "tests": (58351, 342),
+    "tests": (58544, 343),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (2249, 11),
 }
