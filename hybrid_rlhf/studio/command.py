@@ -1,14 +1,14 @@
 """The studio: hybrid-rlhf studio --outputs DIR.
 
 A page on this machine for everything from data to a model to talk to: runs, new runs, chat, export. Training runs in
-processes of its own, which go on when the page or the studio is closed. --host 0.0.0.0 lets a phone or another computer
-at home open it, by the printed address with its token.
+processes of its own, which go on when the page or the studio is closed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import signal
 import socket
@@ -22,6 +22,8 @@ from hybrid_rlhf.core.errors import exit_code
 from hybrid_rlhf.core.hub import is_loopback
 from hybrid_rlhf.core.options import expanded
 
+TOKEN_VARIABLE = "HYBRID_RLHF_STUDIO_TOKEN"
+
 
 def parser() -> argparse.ArgumentParser:
     """The flags; errors are a UserError of one line."""
@@ -29,7 +31,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--outputs", type=expanded, metavar="DIR", default="outputs",
                        help="the folder of the runs (%(default)s)")
     flags.add_argument("--host", default="127.0.0.1",
-                       help="address to listen on; 0.0.0.0 lets other devices of the network in (%(default)s)")
+                       help="address to listen on; 0.0.0.0 lets other devices of the network in, with the token, which "
+                            f"is a new one each time unless {TOKEN_VARIABLE} has one (%(default)s)")
     flags.add_argument("--port", type=int, default=8090, help="port, 0 for any that is free (%(default)s)")
     flags.add_argument("--no_browser", action="store_true", help="print the address, and open no browser")
     return flags
@@ -38,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parse_command(parser(), argv)
     check(0 <= options.port < 2**16, f"studio: --port {options.port} is not a port; give one below 65536")
+    check(re.fullmatch(r"|[\w-]{12,}", os.environ.get(TOKEN_VARIABLE, ""), re.ASCII) is not None,
+          f"studio: {TOKEN_VARIABLE} is no token; give 12 letters, digits, - or _ at least")
     return options
 
 
@@ -64,7 +69,7 @@ def run(argv: list[str] | None) -> int:
     from hybrid_rlhf.studio.studio import Studio
 
     taken = listening(options.host, options.port)
-    port, token = taken.getsockname()[1], secrets.token_urlsafe(24)
+    port, token = taken.getsockname()[1], os.environ.pop(TOKEN_VARIABLE, "") or secrets.token_urlsafe(24)
     studio = Studio(folder)
     routes, closers = open_parts(studio)
 
@@ -88,9 +93,8 @@ def listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
-    except (OSError, ValueError) as error:
-        raise UserError(f"studio: cannot listen on {host} port {port}: {error}; give another --port or --host"
-                        ) from error
+    except (OSError, ValueError) as why:
+        raise UserError(f"studio: cannot listen on {host} port {port}: {why}; give another --port or --host") from why
 
 
 def reachable(host: str) -> str:
@@ -108,9 +112,8 @@ def reachable(host: str) -> str:
 def _announce(folder: Path, address: str, options: argparse.Namespace) -> None:
     print(f"studio of {folder} at {address}", file=sys.stderr, flush=True)
     if not is_loopback(options.host):
-        print("note: any device that reaches this machine and has this address, with its token, can use the studio and "
-              "run code as you; nothing is encrypted (no TLS), so only in a network that you trust", file=sys.stderr,
-              flush=True)
+        print("note: each device in this network that has the address with its token can use the studio and run code "
+              "as you; nothing is encrypted (no TLS), so only in a network that you trust", file=sys.stderr, flush=True)
     has_screen = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin"
     if not options.no_browser and has_screen:
         webbrowser.open(address)

@@ -101,8 +101,8 @@ def zipped(folder: Path) -> Iterator[bytes]:
     """The files of a folder as one ZIP file, in parts as they are read; weights do not compress, so nothing is."""
     sink = _Sink()
     with ZipFile(sink, "w") as archive:
-        for file in _files(folder):
-            with open(folder / file["name"], "rb") as source, archive.open(file["name"], "w", force_zip64=True) as inside:
+        for name in [file["name"] for file in _files(folder)]:
+            with archive.open(name, "w", force_zip64=True) as inside, (folder / name).open("rb") as source:
                 while part := source.read(2**20):
                     inside.write(part)
                     yield b"".join(sink)

@@ -122,8 +122,8 @@ class Access:
 
     def __init__(self, app: ASGIApp, token: str, port: int, host: str = "127.0.0.1") -> None:
         self._app, self._token, self._cookie, self._port = app, token, f"studio_{port}", str(port)
-        self._is_open, own = not is_loopback(host), socket.gethostname().lower()
-        self._names = {"127.0.0.1", "localhost", "[::1]", host.lower(), *([own, f"{own}.local"] * self._is_open)}
+        self._is_open, name = not is_loopback(host), socket.gethostname().lower()
+        self._names = {"127.0.0.1", "localhost", "[::1]", host.lower(), *([name, f"{name}.local"] * self._is_open)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._refusal(HTTPConnection(scope), scope["method"]) if scope["type"] == "http" else None

@@ -129,6 +129,13 @@ def test_the_printed_address_is_one_that_another_device_can_open(monkeypatch):
     assert command.reachable("::") == socket.gethostname()
 
 
+@pytest.mark.parametrize("token", ["short", "has a space in it", "with/slashes/in", "é" * 12])
+def test_a_token_that_is_short_or_not_plain_is_refused(monkeypatch, token):
+    monkeypatch.setenv(command.TOKEN_VARIABLE, token)
+    with pytest.raises(UserError, match="is no token; give 12 letters"):
+        command.parse([])
+
+
 def test_an_address_that_cannot_be_listened_on_is_one_line_of_the_studio():
     for host, port in (("no such name", 0), ("203.0.113.7", 0)):
         with pytest.raises(UserError, match="^studio: cannot listen on .* give another --port or --host$"):
@@ -138,10 +145,11 @@ def test_an_address_that_cannot_be_listened_on_is_one_line_of_the_studio():
 def test_a_studio_for_the_home_network_says_what_that_means_and_needs_its_token(tmp_path):
     studio = subprocess.Popen(
         [sys.executable, "-m", "hybrid_rlhf", "studio", "--outputs", str(tmp_path / "outputs"), "--host", "0.0.0.0",
-         "--port", "0", "--no_browser"], stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+         "--port", "0", "--no_browser"], stderr=subprocess.PIPE, text=True, env=os.environ | {
+            "PYTHONPATH": str(ROOT), command.TOKEN_VARIABLE: "a-token-of-home"})
     try:
         host, token = re.search(r"http://([^/]+)/\?token=(\S+)", studio.stderr.readline()).groups()
-        assert re.match("note: any device .*nothing is encrypted", studio.stderr.readline())
+        assert token == "a-token-of-home" and re.match("note: each .*nothing is encrypted", studio.stderr.readline())
         base = f"http://127.0.0.1:{host.rpartition(':')[2]}"
         with httpx.Client(base_url=base, headers={"host": host}, timeout=30,
                           transport=httpx.HTTPTransport(retries=50)) as phone:

@@ -34,7 +34,7 @@ def test_an_empty_folder_says_what_to_do_first(opened):
     link = until(page, lambda: find(page, "#page a[href='#/new']"))
     assert link.is_displayed()
     until(page, lambda: "no run in this folder yet" in find(page, "#page").text)
-    assert find(page, "svg.loop").get_attribute("aria-label").startswith("The loop of training: 1. A prompt")
+    assert texts(page, "ol.loop strong") == ["A prompt", "The model answers", "Good or bad?", "The model learns"]
     assert not find(page, "table.runs").is_displayed()
 
 

@@ -222,8 +222,9 @@ function putSteps(view, row) {
 
 function putAlarms(view, alarms) {
   view.alarms.hidden = !alarms.length;
+  const texts = alarms.map(({text}) => text).join(" "), namesOption = /[a-z]\.[a-z]/.test(texts);
   view.alarms.replaceChildren(...alarms.map(({name, text}) => make("li", {}, make("strong", {}, name), `: ${text}`)),
-    make("li", {}, optionHelp(view.record.row.stage, alarms.map(({text}) => text).join(" "))));
+    namesOption ? make("li", {}, optionHelp(view.record.row.stage, texts)) : "");
 }
 
 // A fold with the help of the options that a text names; the studio is asked when it is opened.
