@@ -36,7 +36,6 @@ from hybrid_rlhf.studio.studio import Refused, Route, Studio, bounded_body
 PAGE = Path(__file__).parent / "page"
 MAX_THREADS = 64
 ASKED_AGAIN = "/api/reward/"  # code from the page: the token is asked for beside the cookie
-_NUMBER = re.compile(r"[\d.]+|\[[\da-f:.]+\]")  # an IP address in a Host
 _log = logging.getLogger(__name__)
 
 
@@ -121,9 +120,12 @@ class Access:
     """
 
     def __init__(self, app: ASGIApp, token: str, port: int, host: str = "127.0.0.1") -> None:
-        self._app, self._token, self._cookie, self._port = app, token, f"studio_{port}", str(port)
-        self._is_open, name = not is_loopback(host), socket.gethostname().lower()
-        self._names = {"127.0.0.1", "localhost", "[::1]", host.lower(), *([name, f"{name}.local"] * self._is_open)}
+        self._app, self._token, self._cookie = app, token, f"studio_{port}"
+        names, numbers = {"127.0.0.1", "localhost", "[::1]", host.lower()}, ""
+        if not is_loopback(host):
+            names |= {name := socket.gethostname().lower(), f"{name}.local"}
+            numbers = r"|[\d.]+|\[[\da-f:.]+\]"
+        self._host = re.compile(f"({'|'.join(map(re.escape, names))}{numbers}):{port}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._refusal(HTTPConnection(scope), scope["method"]) if scope["type"] == "http" else None
@@ -134,8 +136,7 @@ class Access:
         headers, path = request.headers, request.scope["path"]
         is_first = path == "/" and method == "GET"
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
-        hosts = {host.lower() for host in headers.getlist("host")}
-        if len(hosts) != 1 or not self._is_here(*hosts):
+        if len(hosts := set(headers.getlist("host"))) != 1 or not self._host.fullmatch(hosts.pop().lower()):
             return _no(403, "this studio answers only at the address that it printed")
         is_elsewhere = origin is not None and origin.lower() != f"http://{headers['host'].lower()}"
         if is_elsewhere or (site not in ("same-origin", "none") and not is_first):
@@ -152,11 +153,6 @@ class Access:
         if path == "/":
             return PlainTextResponse(f"hybrid_rlhf studio: {text}\n", 401, {"cache-control": "no-store"})
         return _no(401, text)
-
-    def _is_here(self, host: str) -> bool:
-        """Whether a Host is a name and port of this studio."""
-        name, _, port = host.rpartition(":")
-        return port == self._port and (name in self._names or self._is_open and bool(_NUMBER.fullmatch(name)))
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), self._token.encode())
