@@ -15,6 +15,7 @@ from hybrid_rlhf.core.failure import lost_process, on_failure
 from hybrid_rlhf.report.pace import EXPORT
 from hybrid_rlhf.report.summary import PAGE
 from hybrid_rlhf.report.terminal import one_line
+from hybrid_rlhf.rewards import BadScore
 from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.checkpointing import Saver
 from hybrid_rlhf.run.reporter import Reporter
@@ -74,7 +75,7 @@ def leaves(leaving: Leaving | None, saver: Saver, reporter: Reporter,
         is_between = leaving and saver.step and saver.num_updates == leaving.num_updates()  # no step is half done
         if is_between and (is_stopped or (world_size() == 1 and not isinstance(error, NotFinite))):
             _leave_model(leaving, saver, reporter, answers)
-        reporter.conclude(state[0].upper() + state[1:])
+        reporter.conclude(state[0].upper() + state[1:], says_alarms=not isinstance(error, BadScore))
         activity.doing(doing)  # the activity that failed, for the error's line
         raise
 

@@ -74,14 +74,15 @@ class Reporter:
         self._each_tracker(lambda tracker: tracker.finish())
 
     @undisturbed()
-    def conclude(self, state: str = "") -> None:
-        """At the end of the run: write the report, and print the alarms. state: how it ended, where not well."""
+    def conclude(self, state: str = "", *, says_alarms: bool = True) -> None:
+        """At the end of the run: write the report, and print the alarms. state: how it ended, where not well.
+        says_alarms: not where the reward failed, whose error follows and comes first in the report."""
         if is_main():
             warnings: list[str] = []
             with self.phase(REPORT):
                 alarms = conclude(Path(self.record.output_dir), self.record.stage, warnings.append,
                                   self.progress.pictures, state)
-            for alarm in alarms:
+            for alarm in alarms if says_alarms else ():
                 self.progress.print_line(f"{self.record.stage} alarm, {alarm.name}: {alarm.text}", "bold red")
             for text in warnings:
                 self.progress.print_line(f"warning: {text}", "yellow")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import signal
+import socket
 import sys
 import webbrowser
 from pathlib import Path
@@ -17,7 +19,10 @@ from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.errors import exit_code
+from hybrid_rlhf.core.hub import is_loopback
 from hybrid_rlhf.core.options import expanded
+
+TOKEN_VARIABLE = "HYBRID_RLHF_STUDIO_TOKEN"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,7 +30,10 @@ def parser() -> argparse.ArgumentParser:
     flags = command_flags("studio", __doc__)
     flags.add_argument("--outputs", type=expanded, metavar="DIR", default="outputs",
                        help="the folder of the runs (%(default)s)")
-    flags.add_argument("--port", type=int, default=8090, help="port on 127.0.0.1, 0 for any that is free (%(default)s)")
+    flags.add_argument("--host", default="127.0.0.1",
+                       help="address to listen on; 0.0.0.0 lets other devices of the network in, with the token, which "
+                            f"is a new one each time unless {TOKEN_VARIABLE} has one (%(default)s)")
+    flags.add_argument("--port", type=int, default=8090, help="port, 0 for any that is free (%(default)s)")
     flags.add_argument("--no_browser", action="store_true", help="print the address, and open no browser")
     return flags
 
@@ -33,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parse_command(parser(), argv)
     check(0 <= options.port < 2**16, f"studio: --port {options.port} is not a port; give one below 65536")
+    check(re.fullmatch(r"|[\w-]{12,}", os.environ.get(TOKEN_VARIABLE, ""), re.ASCII) is not None,
+          f"studio: {TOKEN_VARIABLE} is no token; give 12 letters, digits, - or _ at least")
     return options
 
 
@@ -56,11 +66,10 @@ def run(argv: list[str] | None) -> int:
         from hybrid_rlhf.studio.studio_app import make_app, open_parts
     except ImportError as error:
         raise UserError(f"studio: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
-    from hybrid_rlhf.inference.server.serve import listening
     from hybrid_rlhf.studio.studio import Studio
 
-    taken = listening("127.0.0.1", options.port, has_key=False)
-    port, token = taken.getsockname()[1], secrets.token_urlsafe(24)
+    taken = listening(options.host, options.port)
+    port, token = taken.getsockname()[1], os.environ.pop(TOKEN_VARIABLE, "") or secrets.token_urlsafe(24)
     studio = Studio(folder)
     routes, closers = open_parts(studio)
 
@@ -70,19 +79,43 @@ def run(argv: list[str] | None) -> int:
             super().handle_exit(*signals)
 
     server = Server(uvicorn.Config(
-        make_app(studio, routes, token, port, closers), ws="none", lifespan="on", log_level="error", access_log=False,
-        server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1))
-    taken.listen(128)
-    _announce(folder, f"http://127.0.0.1:{port}/?token={token}", options.no_browser)
+        make_app(studio, routes, token, port, closers, options.host), ws="none", lifespan="on", log_level="error",
+        access_log=False, server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1))
+    _announce(folder, f"http://{reachable(options.host)}:{port}/?token={token}", options)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops, then raises the signal again
         signal.signal(number, lambda *_: None)
     server.run(sockets=[taken])
     return 0
 
 
-def _announce(folder: Path, address: str, is_quiet: bool) -> None:
+def listening(host: str, port: int) -> socket.socket:
+    """A listening socket; for :: of IPv4 too. UserError for an address that cannot be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
+    except (OSError, ValueError) as why:
+        raise UserError(f"studio: cannot listen on {host} port {port}: {why}; give another --port or --host") from why
+
+
+def reachable(host: str) -> str:
+    """`host` as it stands in an address; where it means all addresses, this machine's in the default network."""
+    if host not in ("", "0.0.0.0", "::"):
+        return f"[{host}]" if ":" in host else host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737); UDP sends nothing yet
+            return probe.getsockname()[0]
+        except OSError:
+            return socket.gethostname()
+
+
+def _announce(folder: Path, address: str, options: argparse.Namespace) -> None:
     print(f"studio of {folder} at {address}", file=sys.stderr, flush=True)
-    if not is_quiet and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin"):
+    if not is_loopback(options.host):
+        print("note: each device in this network that has the address with its token can use the studio and run code "
+              "as you; nothing is encrypted (no TLS), so only in a network that you trust", file=sys.stderr, flush=True)
+    has_screen = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin"
+    if not options.no_browser and has_screen:
         webbrowser.open(address)
 
 

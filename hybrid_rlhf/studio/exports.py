@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
+from zipfile import ZipFile
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 
 from hybrid_rlhf.studio.job import OUTPUT, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
@@ -23,12 +24,17 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 def routes(studio: Studio, jobs: Jobs) -> list[Route]:
     async def file(request: Request) -> Response:
-        name, part = request.query_params["name"], request.query_params["file"]
+        name, part = request.query_params["name"], request.query_params.get("file", "")  # without one all of them
         path = studio.outputs / EXPORTS / name / part
-        if not (PLAIN_NAME.fullmatch(name) and PLAIN_NAME.fullmatch(part) and path.is_file()
+        is_there = path.is_file() if part else path.is_dir()
+        if not (PLAIN_NAME.fullmatch(name) and PLAIN_NAME.fullmatch(part or name) and is_there
                 and os.path.realpath(path) == str(path)):
             raise Refused(404, f"there is no file {part[:100]!r} in the export {name[:100]!r}")
-        return FileResponse(path, filename=part, headers={"x-content-type-options": "nosniff"})
+        headers = {"x-content-type-options": "nosniff"}
+        if part:
+            return FileResponse(path, filename=part, headers=headers)
+        headers["content-disposition"] = f'attachment; filename="{name}.zip"'
+        return StreamingResponse(zipped(path), media_type="application/zip", headers=headers)
 
     return [Route("GET", "/api/exports", lambda _query, _body: {"exports": exports(studio, jobs.all())}),
             Route("GET", "/api/export/file", file, is_raw=True)]
@@ -77,7 +83,31 @@ def _is_of(job: Job, when: float) -> bool:
 
 
 def _files(folder: Path) -> list[dict]:
-    return [{"name": path.name, "bytes": path.stat().st_size} for path in sorted(folder.iterdir()) if path.is_file()]
+    return [{"name": path.name, "bytes": path.stat().st_size} for path in sorted(folder.iterdir())
+            if path.is_file() and not path.is_symlink()]
+
+
+class _Sink(list):
+    """A file for zipfile that keeps what is written until it is sent."""
+
+    def write(self, data: bytes) -> int:
+        self.append(bytes(data))
+        return len(data)
+
+    def flush(self) -> None: ...
+
+
+def zipped(folder: Path) -> Iterator[bytes]:
+    """The files of a folder as one ZIP file, in parts as they are read; weights do not compress, so nothing is."""
+    sink = _Sink()
+    with ZipFile(sink, "w") as archive:
+        for name in [file["name"] for file in _files(folder)]:
+            with archive.open(name, "w", force_zip64=True) as inside, (folder / name).open("rb") as source:
+                while part := source.read(2**20):
+                    inside.write(part)
+                    yield b"".join(sink)
+                    sink.clear()
+    yield b"".join(sink)
 
 
 def _checks(output: Path) -> list[str]:

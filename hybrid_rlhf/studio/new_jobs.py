@@ -6,6 +6,7 @@ A request becomes a job's command line and settings file. They are only data her
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -13,13 +14,14 @@ from pathlib import Path
 import yaml
 
 from hybrid_rlhf.core.config import to_yaml
-from hybrid_rlhf.core.own_files import is_locked
+from hybrid_rlhf.core.own_files import fresh_path, is_locked
 from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.exports import EXPORTS, PLAIN_NAME, export_words
 from hybrid_rlhf.studio.job import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output
 from hybrid_rlhf.studio.jobs import Jobs
+from hybrid_rlhf.studio.runs import find_runs
 from hybrid_rlhf.studio.settings_text import check_names, flat, nested
-from hybrid_rlhf.studio.studio import Refused, Route, Studio, read_json
+from hybrid_rlhf.studio.studio import Refused, Route, Studio, own_folder, read_json
 from hybrid_rlhf.training.registry import STAGES
 
 MAX_LEVELS = 4  # of folders from the outputs to a run
@@ -43,7 +45,8 @@ def routes(studio: Studio, jobs: Jobs) -> list[Route]:
             Route("GET", "/api/job", lambda query, _body: _output(jobs, query)),
             Route("POST", "/api/job/stop", lambda _query, body: jobs.stop(body["id"])),
             Route("POST", "/api/run/stop", lambda _query, body: _stop_run(studio, jobs, body["id"])),
-            Route("POST", "/api/run/resume", lambda _query, body: _resume(studio, jobs, body))]
+            Route("POST", "/api/run/resume", lambda _query, body: _resume(studio, jobs, body)),
+            Route("POST", "/api/run/move", lambda _query, body: _move(studio, jobs, body))]
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -125,6 +128,29 @@ def _stop_run(studio: Studio, jobs: Jobs, run: str) -> dict:
     if is_locked(folder / run_files.SETTINGS):
         raise Refused(409, f"{run} was started elsewhere, and is stopped there (Ctrl-C)")
     raise Refused(409, f"{run} is not running")
+
+
+def _move(studio: Studio, jobs: Jobs, body: dict) -> dict:
+    """Rename a run's folder to `name`, or without one delete it. Raises Refused for one that is in use."""
+    run, name = body["id"], body.get("name")
+    with jobs.alone():
+        folder = studio.folder(run)
+        if not (folder / run_files.RECORD).is_file():
+            raise Refused(404, f"there is no run {run[:100]!r}")
+        if jobs.of_run(run) or is_locked(folder / run_files.SETTINGS):
+            raise Refused(409, f"{run} is running or waits in the queue; stop it first")
+        if inside := [other for other in find_runs(studio.outputs)[0] if other.startswith(f"{run}/")]:
+            raise Refused(409, f"{inside[0]} is inside of {run}; move it away first")
+        if name is not None:
+            target = new_folder(studio, name)
+            _check_free(jobs, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(target)
+        else:  # out of the list at once, so that no half of a run is shown; with what a killed studio left there
+            folder.rename(fresh_path(own_folder(studio, "deleted")))
+            shutil.rmtree(studio.home / "deleted")
+    studio.news.publish("runs", {})
+    return {}
 
 
 def _output(jobs: Jobs, query: dict) -> dict:

@@ -68,7 +68,7 @@ def details(runs: RunList, histories: Histories, run: str) -> dict:
     return {"row": row, "children": children, "known": known, "command": record.get("command") or "",
             "header": (record.get("facts") or {}).get("header") or [],
             "settings": run_files.read_text(folder / SETTINGS) or "", "hints": hints(record),
-            "versions": record.get("versions") or {},
+            "versions": record.get("versions") or {}, "own_samples": (record.get("facts") or {}).get("own_samples"),
             "alarms": [{"name": alarm.name, "text": alarm.text} for alarm in alarms],
             **histories.metrics(folder, _measured),
             "checkpoints": [checkpoint._asdict() for checkpoint in run_files.checkpoints(folder)],

@@ -28,6 +28,7 @@ ALARM_WAIT, SIZE_WAIT = 10.0, 30.0  # seconds between two checks of a running ru
 _RUN_LINE = re.compile(r"run: (\d{1,12}) steps? ")  # of the header lines of a run (training/announce.py)
 _MODEL_LINE = re.compile(r"model: (.+?); trained: ")
 _ALARM = re.compile(r"- \*\*(.{1,100}?)\*\*: (.{1,2000})")  # of report.md (report/summary.py)
+_OWN_ERROR = re.compile(r"^(UserError|BadAnswer|NotFinite): ")  # these say enough without their names
 _INSIDE_RUN = re.compile(r"/(model|model_ema|checkpoints)(/.*)?$")
 
 
@@ -223,11 +224,11 @@ def read_record(run: str, folder: Path, outputs: Path) -> Record:
     """Parse a run's run.json. One that cannot be read gives a failed run with the reason as its error."""
     try:
         record = json.loads((folder / RECORD).read_bytes())
-        train, error = _inner(record, "config", "train"), record.get("error")
+        train, error = _inner(record, "config", "train"), (record.get("error") or "").strip().rpartition("\n")[2]
         return Record(
             record["stage"], record["status"], _num_steps(record, train), train.get("max_seconds"),
             record.get("started"), record.get("finished"), record.get("seconds") or 0.0,
-            error.strip().rpartition("\n")[2][:500] if error else None, parents_of(run, record, outputs),
+            _OWN_ERROR.sub("", error)[:500] or None, parents_of(run, record, outputs),
             dict(record.get("metrics") or {}))
     except Exception as error:  # of whatever another program wrote under this name
         return Record(error=f"{RECORD} is damaged: {type(error).__name__}: {error}")
@@ -283,14 +284,15 @@ def parents_of(run: str, record: Mapping, outputs: Path) -> list[Parent]:
     """The models in a run's settings from which it starts and learns, the trained one first."""
     config, facts = _inner(record, "config"), _inner(record, "facts")
     roles, reward = _inner(config, "roles"), _inner(config, "reward")
-    role = {name: _inner(roles, name).get("model_name_or_path") for name in roles}
+    role = {name: part.get("model_name_or_path") for name, part in roles.items() if isinstance(part, Mapping)}
     started_from = [_inner(config, "model").get("model_name_or_path"), role.get("actor"), facts.get("base_model"),
                     _header_match(record, _MODEL_LINE)]
     evaluated = [text.partition("=")[2] or text for text in _texts(_inner(config, "evaluate").get("models"))]
     named = [*started_from, *evaluated, role.get("reward"), facts.get("reward_model"), role.get("teacher"),
              role.get("ref"), role.get("critic"), *_texts(reward.get("models")), _inner(reward, "judge").get("model")]
     roots = _roots(run, config.get("output_dir"), outputs)
-    parents = {text: Parent(text, _ids(text, roots)) for text in named if text}
+    preset = _inner(config, "model").get("preset")  # new weights, and no model
+    parents = {text: Parent(text, _ids(text, roots)) for text in named if text and text != preset}
     beside = run.rpartition("/")[0] + "/" if "/" in run else ""
     if not any(started_from) and "train" in config and record.get("stage") != "sft":
         parents["sft"] = Parent("sft", (f"{beside}sft",), is_guess=True)

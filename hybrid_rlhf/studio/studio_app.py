@@ -6,6 +6,8 @@ import asyncio
 import hmac
 import json
 import logging
+import re
+import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -20,6 +22,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.hub import is_loopback
 from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.inference.server.page_policy import with_policy
@@ -50,8 +53,8 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
 
 
 def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
-             closers: Iterable[Callable[[], None]] = ()) -> Access:
-    """The complete application. closers: called on shutdown, each in a thread."""
+             closers: Iterable[Callable[[], None]] = (), host: str = "127.0.0.1") -> Access:
+    """The complete application. closers: called on shutdown, each in a thread. host: what it listens on."""
 
     @asynccontextmanager
     async def life(_app: Starlette) -> AsyncIterator[None]:
@@ -68,7 +71,7 @@ def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
     addresses = [Address(r.path, _guarded(r.handle) if r.is_raw else _json(r), methods=[r.method]) for r in routes]
     app = Starlette(routes=[*addresses, Address("/api/events", events),
                             Mount("/", with_policy(StaticFiles(directory=PAGE, html=True)))], lifespan=life)
-    return Access(app, token, port)
+    return Access(app, token, port, host)
 
 
 def _json(route: Route) -> Callable:
@@ -110,14 +113,19 @@ def _guarded(handle: Callable) -> Callable:
 class Access:
     """ASGI middleware for access control. A request needs:
 
-    - a Host of this machine and port, against DNS rebinding;
-    - the studio's own Origin (or Sec-Fetch-Site), if present, against other pages in the browser;
+    - a Host of this machine and port, against DNS rebinding: a loopback name; where it listens for others its own names
+      and any number, since a page cannot make a number lead elsewhere;
+    - the Origin (or Sec-Fetch-Site) of that Host, if present, against other pages in the browser;
     - the token, in an HttpOnly cookie that the first address (/?token=...) sets; for code also typed by the user.
     """
 
-    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, token: str, port: int, host: str = "127.0.0.1") -> None:
         self._app, self._token, self._cookie = app, token, f"studio_{port}"
-        self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
+        names, numbers = {"127.0.0.1", "localhost", "[::1]", host.lower()}, ""
+        if not is_loopback(host):
+            names |= {name := socket.gethostname().lower(), f"{name}.local"}
+            numbers = r"|[\d.]+|\[[\da-f:.]+\]"
+        self._host = re.compile(f"({'|'.join(map(re.escape, names))}{numbers}):{port}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._refusal(HTTPConnection(scope), scope["method"]) if scope["type"] == "http" else None
@@ -128,9 +136,9 @@ class Access:
         headers, path = request.headers, request.scope["path"]
         is_first = path == "/" and method == "GET"
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
-        if not {host.lower() for host in headers.getlist("host")} <= self._hosts or "host" not in headers:
-            return _no(403, "this studio answers at 127.0.0.1 only")
-        is_elsewhere = origin is not None and origin.lower() not in {f"http://{host}" for host in self._hosts}
+        if len(hosts := set(headers.getlist("host"))) != 1 or not self._host.fullmatch(hosts.pop().lower()):
+            return _no(403, "this studio answers only at the address that it printed")
+        is_elsewhere = origin is not None and origin.lower() != f"http://{headers['host'].lower()}"
         if is_elsewhere or (site not in ("same-origin", "none") and not is_first):
             return _no(403, "another page may not use the studio")
         if is_first and self._is_token(request.query_params.get("token", "")):

@@ -63,10 +63,10 @@ def until(browser, condition: Callable[[], object], seconds: float = 60):  # noq
 
 
 @contextmanager
-def narrow(browser, width: int = 360) -> Iterator[None]:  # noqa: ANN001
-    """The window of a telephone, until the block ends."""
+def narrow(browser, width: int = 360, height: int = 800) -> Iterator[None]:  # noqa: ANN001
+    """The window of a telephone or another size, until the block ends."""
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
-        "width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False})
+        "width": width, "height": height, "deviceScaleFactor": 1, "mobile": False})
     try:
         yield
     finally:

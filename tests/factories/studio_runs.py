@@ -229,8 +229,10 @@ def _settings(outputs: Path, folder: Path, stage: str, total: int, parents: Sequ
     roles["actor"]["learning_rate"] = train.pop("learning_rate")
     roles["teacher" if stage == "distill" else "reward"]["model_name_or_path"] = second or None
     tools = ["calculator.py:add"] if has_tools else []
-    return config | {"roles": roles, "reward": {"functions": "builtin:demo_correct", "models": [], "judge": {
-        "model": None}}, "environment": {"factory": None, "tools": tools, "max_turns": 10},
+    reward = {"functions": "builtin:demo_correct", "models": [], "judge": {"model": None}}
+    return config | {
+        "roles": {"share_base": "auto", **roles}, "reward": reward,
+        "environment": {"factory": None, "tools": tools, "max_turns": 10},
         "ppo": {"sampling": {"max_new_tokens": 16, "num_samples": 8}, "kl_coef": 0.1}}
 
 

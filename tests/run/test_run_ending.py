@@ -20,6 +20,8 @@ from hybrid_rlhf.cli import main
 from hybrid_rlhf.commands import export
 from hybrid_rlhf.core.errors import NotFinite
 from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.report.alarms import Alarm
+from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.run import checkpoint, reporter, runfile, signals
 from hybrid_rlhf.run.ending import Leaving, Stopped
 from hybrid_rlhf.run.loop import TrainConfig, fit
@@ -166,6 +168,22 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_what_still_fits(go, t
     assert runfile.read_run(tmp_path).status == "failed" and (tmp_path / "report.html").exists()
     assert error.value.__notes__ == [f"report: {tmp_path}/report.html", "go on: train.py --x 1 (it begins again: there "
                                                                         "is no checkpoint)"]
+
+
+@pytest.mark.parametrize(("fault", "is_said"), [(BadAnswer("reward source mine: raised KeyError"), False),
+                                                (OSError("the disk is gone"), True)])
+def test_a_reward_s_own_error_is_not_preceded_by_alarms_that_blame_the_training(go, tmp_path, monkeypatch, capfd, fault,
+                                                                                is_said):
+    def alarms(folder, stage, warn, pictures, state):  # noqa: ANN001, ANN202
+        return [Alarm("hardly trained", "the updates are too small")]
+
+    def fail(_left):  # noqa: ANN001, ANN202
+        raise fault
+
+    monkeypatch.setattr(reporter, "conclude", alarms)
+    with pytest.raises(type(fault)):
+        go({3: fail})
+    assert ("the updates are too small" in capfd.readouterr().err) == is_said
 
 
 def test_the_report_of_a_checkpoint_says_that_the_run_had_not_ended(go, tmp_path, monkeypatch):

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.studio import command
 from hybrid_rlhf.studio.studio import News, Refused, Route, Studio
 from hybrid_rlhf.studio.studio_app import make_app
+from tests.project.docs_blocks import ROOT
 
 TOKEN, PORT = "t" * 32, 8090
 BASE = f"http://127.0.0.1:{PORT}"
@@ -73,6 +82,85 @@ def test_names_of_this_machine_are_let_in(inside, host):
     headers = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin",
                "cookie": f"studio_{PORT}={TOKEN}"}
     assert inside.get("/api/echo", params={"a": "b"}, headers=headers).json() == {"a": "b"}
+
+
+# -- a studio that other devices open
+
+
+def opened_from(tmp_path, host: str, headers: dict, method: str = "GET") -> int:
+    """The status of a request with the cookie to a studio that listens on `host`."""
+    routes = [Route("GET", "/api/echo", lambda query, _body: query), Route("POST", "/api/echo", lambda _q, body: body)]
+    with TestClient(make_app(Studio(tmp_path), routes, TOKEN, PORT, (), host), base_url=BASE,
+                    cookies={f"studio_{PORT}": TOKEN}) as client:
+        return client.request(method, "/api/echo", headers=headers, **({"json": {}} if method == "POST" else {})
+                              ).status_code
+
+
+@pytest.mark.parametrize("name", ["192.168.1.5", "127.0.0.1", "[fe80::1]", "localhost", socket.gethostname(),
+                                  f"{socket.gethostname()}.local".upper()])
+def test_listening_for_others_each_number_and_own_name_is_let_in(tmp_path, name):
+    for method in ("GET", "POST"):
+        headers = {"host": f"{name}:{PORT}", "origin": f"http://{name}:{PORT}"}
+        assert opened_from(tmp_path, "0.0.0.0", headers, method) == 200
+
+
+@pytest.mark.parametrize("headers", [
+    {"host": f"evil.example:{PORT}"}, {"host": f"192.168.1.5.evil.example:{PORT}"}, {"host": "192.168.1.5:1"},
+    {"host": "192.168.1.5"}, {"host": f"192.168.1.5:{PORT}", "origin": "http://evil.example"},
+    {"host": f"192.168.1.5:{PORT}", "origin": f"http://192.168.1.6:{PORT}"},
+    {"host": f"192.168.1.5:{PORT}", "origin": "http://192.168.1.5:3000"},
+    {"host": f"192.168.1.5:{PORT}", "origin": "null"}, {"host": f"cafe.be:{PORT}"},
+    {"host": f"192.168.1.5:{PORT}", "sec-fetch-site": "cross-site"}])
+def test_listening_for_others_a_foreign_name_or_page_is_refused(tmp_path, headers):
+    assert opened_from(tmp_path, "0.0.0.0", headers) == opened_from(tmp_path, "::", headers, "POST") == 403
+
+
+def test_a_name_to_listen_on_is_let_in_and_loopback_alone_lets_no_number_in(tmp_path):
+    assert opened_from(tmp_path, "studio.lan", {"host": f"Studio.LAN:{PORT}"}) == 200
+    assert opened_from(tmp_path, "127.0.0.2", {"host": f"127.0.0.2:{PORT}"}) == 200
+    assert opened_from(tmp_path, "127.0.0.2", {"host": f"127.0.0.3:{PORT}"}) == 403
+    assert opened_from(tmp_path, "127.0.0.1", {"host": f"{socket.gethostname()}:{PORT}"}) == 403
+
+
+def test_the_printed_address_is_one_that_another_device_can_open(monkeypatch):
+    assert command.reachable("192.168.1.5") == "192.168.1.5" and command.reachable("::1") == "[::1]"
+    assert command.reachable("0.0.0.0") not in ("0.0.0.0", "127.0.0.1", "")
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: (_ for _ in ()).throw(OSError("no route")))
+    assert command.reachable("::") == socket.gethostname()
+
+
+@pytest.mark.parametrize("token", ["short", "has a space in it", "with/slashes/in", "é" * 12])
+def test_a_token_that_is_short_or_not_plain_is_refused(monkeypatch, token):
+    monkeypatch.setenv(command.TOKEN_VARIABLE, token)
+    with pytest.raises(UserError, match="is no token; give 12 letters"):
+        command.parse([])
+
+
+def test_an_address_that_cannot_be_listened_on_is_one_line_of_the_studio():
+    for host, port in (("no such name", 0), ("203.0.113.7", 0)):
+        with pytest.raises(UserError, match="^studio: cannot listen on .* give another --port or --host$"):
+            command.listening(host, port)
+
+
+def test_a_studio_for_the_home_network_says_what_that_means_and_needs_its_token(tmp_path):
+    studio = subprocess.Popen(
+        [sys.executable, "-m", "hybrid_rlhf", "studio", "--outputs", str(tmp_path / "outputs"), "--host", "0.0.0.0",
+         "--port", "0", "--no_browser"], stderr=subprocess.PIPE, text=True, env=os.environ | {
+            "PYTHONPATH": str(ROOT), command.TOKEN_VARIABLE: "a-token-of-home"})
+    try:
+        host, token = re.search(r"http://([^/]+)/\?token=(\S+)", studio.stderr.readline()).groups()
+        assert token == "a-token-of-home" and re.match("note: each .*nothing is encrypted", studio.stderr.readline())
+        base = f"http://127.0.0.1:{host.rpartition(':')[2]}"
+        with httpx.Client(base_url=base, headers={"host": host}, timeout=30,
+                          transport=httpx.HTTPTransport(retries=50)) as phone:
+            assert phone.get("/").status_code == phone.get("/api/runs").status_code == 401
+            assert phone.get("/", params={"token": token}).status_code == 303
+            assert phone.get("/api/runs").json()["runs"] == []
+            assert phone.get("/api/runs", headers={"host": "evil.example"}).status_code == 403
+    finally:
+        studio.terminate()
+        studio.wait(30)
+        studio.stderr.close()
 
 
 def test_odd_cookies_of_other_programs_do_not_hide_the_studio_s(inside):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
+from zipfile import ZipFile
 
 import pytest
 
@@ -56,8 +58,22 @@ def test_a_file_of_an_export_is_downloaded_and_no_other(client, outputs):
     answer = client.get("/api/export/file", params={"name": "mine", "file": "README.md"})
     assert answer.content == b"# a model" and "attachment" in answer.headers["content-disposition"]
     (outputs / "exports/mine/link").symlink_to(outputs / "demo/ppo/run.json")
-    for name, file in (("mine", "none"), ("mine", "link"), ("mine", "../mine.words"), ("..", "README.md"), ("", "")):
+    for name, file in (("mine", "none"), ("mine", "link"), ("mine", "../mine.words"), ("..", "README.md"), ("", ""),
+                       ("..", ""), ("none", ""), ("mine.words", "")):
         assert client.get("/api/export/file", params={"name": name, "file": file}).status_code == 404, (name, file)
+
+
+def test_all_files_of_an_export_are_downloaded_as_one_zip_and_links_are_left_out(client, outputs):
+    assert ended(client, export(client).json()["id"])["state"] == "done"
+    (outputs / "exports/mine/large").write_bytes(bytes(range(256)) * 10_000)
+    (outputs / "exports/mine/link").symlink_to(outputs / "demo/ppo/run.json")
+    answer = client.get("/api/export/file", params={"name": "mine"})
+    assert answer.headers["content-disposition"] == 'attachment; filename="mine.zip"'
+    archive = ZipFile(BytesIO(answer.content))
+    assert archive.testzip() is None
+    assert archive.namelist() == ["README.md", "config.json", "large", "model.safetensors"]
+    for name in archive.namelist():
+        assert archive.read(name) == (outputs / "exports/mine" / name).read_bytes()
 
 
 def test_a_name_that_is_taken_or_leads_elsewhere_is_refused(client, outputs):

@@ -48,6 +48,44 @@ def test_a_new_run_is_where_nothing_is(tmp_path, run, why):
     assert refusal.value.status == 409
 
 
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A client over demo/sft and demo/ppo, which was made from it."""
+    use_quick_launcher(monkeypatch, tmp_path)
+    outputs = (tmp_path / "outputs").resolve()
+    make_run(outputs, "demo/sft", "sft", steps=2)
+    make_run(outputs, "demo/ppo", "ppo", steps=2, parents=["demo/sft"])
+    with queue_client(outputs) as client:
+        yield client, outputs
+
+
+def test_a_run_gets_another_name_where_nothing_is(kept):
+    client, outputs = kept
+    assert client.post("/api/run/move", json={"id": "demo/ppo", "name": "best/one"}).json() == {}
+    assert (outputs / "best/one/model").is_dir() and not (outputs / "demo/ppo").exists()
+    for name in ("best/one", "../out", ".hidden", "best/one/inner", "demo/sft/inner", "exports/x", ""):
+        assert client.post("/api/run/move", json={"id": "demo/sft", "name": name}).status_code in (400, 409), name
+    assert client.post("/api/run/move", json={"id": "../x", "name": "y"}).status_code == 404
+    assert (outputs / "demo/sft/model").is_dir()
+
+
+def test_a_run_is_deleted_and_never_while_it_runs_or_has_another_inside(kept):
+    client, outputs = kept
+    (outputs / ".studio/deleted/left").mkdir(parents=True)  # by a studio that was killed
+    assert client.post("/api/run/move", json={"id": "demo/sft"}).json() == {}
+    assert not (outputs / "demo/sft").exists() and (outputs / "demo/ppo/model").is_dir()
+    assert not (outputs / ".studio/deleted").exists()
+    make_run(outputs, "demo/ppo/inner", "sft", steps=1)
+    (outputs / "plain").mkdir()
+    (outputs / "link").symlink_to(outputs / "demo/ppo")
+    running = make_run(outputs, "live", "sft", 2, "running")
+    for run, status in (("demo/ppo", 409), ("plain", 404), ("live", 409), ("demo", 404), ("..", 404), (".studio", 404),
+                        ("link", 404)):
+        assert client.post("/api/run/move", json={"id": run}).status_code == status, run
+        assert client.post("/api/run/move", json={"id": run, "name": "z"}).status_code == status, run
+    running.die()
+
+
 @pytest.mark.parametrize("value", [
     "a\nb: c", "it's \"quoted\"", "!!python/object/apply:os.system ['true']", "# no comment", "null", "1e-5", "😀",
     None, True, 3, -0.5, 1e-5, math.inf, [], {}, [[1], {"a.b": ["c"]}], {"name.with.dots": 1, "a\nb": [None]}])

@@ -337,6 +337,28 @@ def test_a_function_is_written_tried_on_the_first_rows_and_kept(page, stub):
     assert page.find(entry("reward.functions")).get_attribute("value") == f"pay.py:one, {kept}"
 
 
+def test_a_function_that_was_written_is_not_lost_by_a_reload_or_a_template(page):
+    page.visit("?goal=function")
+    page.until(lambda: page.find("#code"))
+    page.run("document.querySelector('#code').closest('details').open = true")
+    page.fill("#code", "def reward(completions): return [1]")
+    page.visit()
+    page.until(lambda: page.find("#code").get_attribute("value") == "def reward(completions): return [1]")
+    page.run("document.querySelector('#code').closest('details').open = true")
+    page.click("#code-template option:nth-child(3)")
+    page.until(lambda: dialog(page)).dismiss()
+    assert page.find("#code").get_attribute("value") == "def reward(completions): return [1]"
+    page.click("#code-template option:nth-child(2)")
+    page.until(lambda: dialog(page)).accept()
+    page.until(lambda: "last number" in page.find("#code").get_attribute("value"))
+
+
+def dialog(page):
+    from selenium.webdriver.support.expected_conditions import alert_is_present
+
+    return alert_is_present()(page.browser)
+
+
 def test_odd_columns_are_chosen_beside_the_first_row_and_stay_with_their_file(page, stub):
     page.visit("?goal=imitate&model=org/name&data=odd.jsonl")
     page.until(lambda: "Missing: the question, the answer." in page.find(".data-found").text)

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_rlhf.cli import read_settings
 from hybrid_rlhf.core.own_files import is_locked
+from hybrid_rlhf.core.strict_json import plain
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.studio import run_files, runs
 from hybrid_rlhf.studio.run_history import Histories
 from hybrid_rlhf.studio.runs import RunList, parent_names, parents_of
 from hybrid_rlhf.studio.studio import Refused, Studio
+from hybrid_rlhf.training.registry import STAGES
 from tests.factories.studio_runs import START, make_run
 
 
@@ -238,6 +241,15 @@ def test_models_that_nobody_named_are_those_that_the_run_says_it_took():
     assert parents(config, facts={"base_model": "/data/outputs/big", "reward_model": "org/r"}) == ["big", "org/r"]
     assert parents(config | {"reward": {"functions": ["builtin:format"]}}) == ["demo/sft"]
     assert parents(config, run="other/ppo") == [] and parents(config, stage="sft", run="demo/x") == ["demo/reward"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_record_with_the_real_settings_of_any_stage_is_read(tmp_path, stage):
+    config = plain(read_settings(stage, ["--output_dir", str(tmp_path / "a")])[0])
+    run = make_run(tmp_path, "a", "sft", 2)
+    rewrite(run, stage=stage, config=config)
+    row = by_id(opened(tmp_path))["a"]
+    assert (row["stage"], row["status"], row["error"]) == (stage, "finished", None)
 
 
 def test_a_run_is_not_its_own_parent():

@@ -34,8 +34,19 @@ def test_an_empty_folder_says_what_to_do_first(opened):
     link = until(page, lambda: find(page, "#page a[href='#/new']"))
     assert link.is_displayed()
     until(page, lambda: "no run in this folder yet" in find(page, "#page").text)
-    assert find(page, "svg.loop").get_attribute("aria-label").startswith("The loop of training: 1. A prompt")
+    assert texts(page, "ol.loop strong") == ["A prompt", "The model answers", "Good or bad?", "The model learns"]
     assert not find(page, "table.runs").is_displayed()
+
+
+@pytest.mark.parametrize("where", ["#/start", "#/runs"])
+def test_the_ways_in_are_seen_without_scrolling(opened, where):
+    page = opened(where)
+    until(page, lambda: "Looking for" not in find(page, ".doors").text)
+    bottoms = "return [...document.querySelectorAll('.door')].map((e) => e.getBoundingClientRect().bottom)"
+    with narrow(page, 1280, 800):
+        assert len(ends := page.execute_script(bottoms)) == 3 and max(ends) <= 800
+    with narrow(page, 390, 844):
+        assert page.execute_script(bottoms)[0] <= 844 and not sticking_out(page)
 
 
 def test_a_line_stays_a_line_and_a_branch_is_indented(opened, outputs):
@@ -171,11 +182,24 @@ def test_a_run_is_told_in_words_and_its_prompts_have_no_template_marks(opened, o
     assert texts(page, ".asked .prompt")[-1] == asked.strip()
 
 
-def test_a_chart_has_a_name_for_people(opened, outputs):
-    make_run(outputs, "a", "sft", 5, values=lambda step: {"loss": 1.0})
+def test_a_chart_has_a_name_for_people_and_smooth_lines_over_the_values(opened, outputs):
+    values = [0.0, 3.0, 0.0, 3.0, 0.0]
+    make_run(outputs, "a", "sft", 5, values=lambda step: {"loss": values[step - 1], "own/metric": 1.0})
     page = opened("#/run/a")
     until(page, lambda: is_drawn(page, "loss"))
     assert texts(page, "[data-metric=loss] h3, [data-metric=loss] code") == ["Loss", "loss"]
+    plain = curve(page, "loss").get_attribute("d")
+    assert not curve(page, "loss", ".smoothed").is_displayed()
+    find(page, "#smooth").click()
+    smooth = curve(page, "loss", ".smoothed")
+    assert smooth.is_displayed() and curve(page, "loss").is_displayed()  # the values stay, faint
+    heights = [float(point.split(" ")[1]) for point in smooth.get_attribute("d")[1:-2].split("L")]
+    raw = [float(point.split(" ")[1]) for point in plain[1:-2].split("L")]
+    # a twentieth of five values is one to each side: the second is the mean of the first three
+    assert abs(heights[1] - sum(raw[:3]) / 3) < 0.1 and heights[0] == pytest.approx((raw[0] + raw[1]) / 2, abs=0.1)
+    assert value_of(page, "loss") == "0"  # the value itself
+    find(page, "#smooth").click()
+    assert not smooth.is_displayed()
 
 
 def test_a_run_grows_without_being_drawn_anew(opened, outputs):
@@ -249,6 +273,86 @@ def test_refusals_stand_beside_the_buttons_in_the_servers_words(opened, outputs,
     until(page, lambda: find(page, ".state").text == "finished")
     assert "the queue is free" not in find(page, "#page").text
     running.die()
+
+
+def dialog(page):
+    from selenium.webdriver.support.expected_conditions import alert_is_present
+
+    return until(page, lambda: alert_is_present()(page))
+
+
+def test_a_run_is_renamed_and_deleted_once_a_person_has_confirmed_what_breaks(opened, outputs):
+    make_run(outputs, "demo/sft", "sft", 2)
+    make_run(outputs, "demo/ppo", "ppo", 2, parents=["demo/sft"])
+    page = opened("#/run/demo/ppo")
+    rename = until(page, lambda: next(e for e in page.find_elements("css selector", "summary")
+                                      if e.text == "Rename or delete"))
+    rename.click()
+    name = find(page, "#rename")
+    name.clear()
+    name.send_keys("demo/sft")
+    button(page, "Rename").click()
+    until(page, lambda: any("demo/sft already" in text for text in texts(page, ".fault")))
+    name.clear()
+    name.send_keys("best one")
+    button(page, "Rename").click()
+    until(page, lambda: any("a run's name has letters" in text for text in texts(page, ".fault")))
+    name.clear()
+    name.send_keys("best")
+    button(page, "Rename").click()
+    until(page, lambda: find(page, "h1").text == "best")
+    assert (outputs / "best/model").is_dir() and not (outputs / "demo/ppo").exists()
+
+    opened("#/run/demo/sft")
+    until(page, lambda: page.find_elements("css selector", "#rename"))
+    page.execute_script("document.querySelector('#rename').closest('details').open = true")
+    button(page, "Delete this run").click()
+    asked = dialog(page)
+    assert "best was made from it, and will not find it" in asked.text and "cannot be brought back" in asked.text
+    asked.dismiss()
+    assert (outputs / "demo/sft/model").is_dir()
+    button(page, "Delete this run").click()
+    dialog(page).accept()
+    until(page, lambda: list(rows_of(page)) == ["best"])
+    assert not (outputs / "demo/sft").exists()
+
+
+def button(page, text: str):
+    return next(e for e in page.find_elements("css selector", "button") if e.text == text)
+
+
+def test_an_alarm_s_options_are_explained_and_a_failed_run_says_its_error_first(opened, outputs):
+    values = {"reward": 0.0, "reward_std": 0.0, "kl": 9.0, "objective/kl": 9.0, "completions/mean_length": 4.0}
+    make_run(outputs, "a", "grpo", 30, "failed", values=lambda step: values, error="mine.py:good raised KeyError: 'x'")
+    page = opened("#/runs")
+    until(page, lambda: rows_of(page)["a"][2].splitlines() == ["failed", "mine.py:good raised KeyError: 'x'"])
+    opened("#/run/a")
+    until(page, lambda: find(page, ".alarm-list").is_displayed())
+    text = find(page, "#page").text
+    assert text.index("raised KeyError") < text.index("nats per response")
+    find(page, ".alarm-list summary").click()
+    until(page, lambda: "ppo.kl_coef" in texts(page, ".alarm-list ul strong"), 120)
+
+
+def test_what_a_reward_model_s_own_samples_said_is_on_its_page(opened, outputs):
+    run = make_run(outputs, "r", "reward", 8)
+    record = json.loads((run.folder / "run.json").read_text())
+    record["facts"]["own_samples"] = {"agreement": 0.71875, "pairs": 64, "held_out": 0.9}
+    (run.folder / "run.json").write_text(json.dumps(record))
+    page = opened("#/run/r")
+    until(page, lambda: "agreed in 72% of 64 pairs of the starting model's own answers" in find(page, "#page").text)
+
+
+def test_on_a_telephone_a_run_and_a_comparison_are_sections(opened, outputs):
+    make_run(outputs, "demo/ppo", "ppo", 20, has_tools=True)
+    make_run(outputs, "demo/other", "ppo", 20)
+    with narrow(opened.browser, 390, 844):
+        for where, most in (("#/run/demo/ppo", 2500), ("#/compare/demo/ppo,demo/other", 2500)):
+            page = opened(where)
+            until(page, lambda: page.find_elements("css selector", ".asked"))
+            time.sleep(0.5)
+            assert page.execute_script("return document.documentElement.scrollHeight") < most, where
+            assert not find(page, ".charts").is_displayed() and not sticking_out(page)
 
 
 def test_a_run_that_waits_shows_its_job_and_becomes_its_page(opened, outputs, queue):

@@ -228,10 +228,12 @@ def test_the_conversation_stays_while_another_page_is_looked_at(page, script, st
     say(page, "What is the capital of France?")
     press(page, "Good")
     told(page, "Marked good.")
+    find(page, "#message").send_keys("and of")
     page.get(f"{studio.base}/#/runs")
     until(page, lambda: not page.find_elements("css selector", ".turn"))
     page.get(f"{studio.base}/#/talk")
     until(page, lambda: texts(page, ".answer .said") == ["Paris."])
+    assert find(page, "#message").get_attribute("value") == "and of"
     until(page, lambda: find(page, "#send").is_enabled())
     assert button(page, "Good").get_attribute("aria-pressed") == "true"
     find(page, "#fresh").click()

@@ -83,15 +83,17 @@ const nameOf = ({label, isSparse}) => [label, isSparse ? "held out" : ""].filter
 const styleOf = (series) => `c${series.place % NUM_COLOURS}${series.isSparse ? " sparse" : ""}`;
 
 function makeLine() {
-  const band = svg("path"), line = svg("path"), dots = svg("path");
-  return {band, node: svg("g", {}, line, dots), update(series) {
+  const band = svg("path"), line = svg("path"), smooth = svg("path"), dots = svg("path");
+  return {band, node: svg("g", {}, line, smooth, dots), update(series) {
     const style = styleOf(series);
     putAttribute(band, "class", `band ${style}`);
     putAttribute(line, "class", `curve ${style}`);
+    putAttribute(smooth, "class", `curve smoothed ${style}`);
     putAttribute(dots, "class", `dots ${style}`);
   }, draw(series, x, y) {
     putAttribute(band, "d", bandPath(series, x, y));
     putAttribute(line, "d", linePath(series, x, y));
+    putAttribute(smooth, "d", linePath({...series, mean: smoothed(series.mean)}, x, y));
     putAttribute(dots, "d", series.isSparse && series.steps.length <= MAX_DOTS ? dotsPath(series, x, y) : "");
   }};
 }
@@ -295,6 +297,15 @@ function pieces(values) {
 // The mean as a line; it breaks at values that are not numbers, and a value between two breaks is a dot.
 function linePath({steps, mean}, x, y) {
   return pieces(mean).map((piece) => `M${piece.map(pointOf(steps, mean, x, y)).join("L")}h0`).join("");
+}
+
+// Means over a twentieth of the values to both sides; what is not a number stays so.
+function smoothed(values) {
+  const reach = Math.ceil(values.length / 20);
+  return values.map((value, i) => {
+    const near = values.slice(Math.max(0, i - reach), i + reach + 1).filter(Number.isFinite);
+    return Number.isFinite(value) ? near.reduce((sum, each) => sum + each, 0) / near.length : value;
+  });
 }
 
 // A dot at every value.

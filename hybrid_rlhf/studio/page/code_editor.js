@@ -29,12 +29,17 @@ let token = ""; // stays while the studio's page is open
 
 // keep(text): take FILE:NAME of the function that was kept.
 export function codeEditor(draft, keep) {
-  const code = make("textarea.code", {rows: "14", spellcheck: "false", autocomplete: "off", id: "code"});
+  const code = make("textarea.code", {rows: "14", spellcheck: "false", autocomplete: "off", id: "code",
+    oninput: () => draft.update({code: code.value})}, draft.state.code);
   const field = (id, label, properties) => {
     const input = make("input", {id, autocomplete: "off", spellcheck: "false", ...properties});
     return [input, make("div.entry", {}, make("label", {for: id}, label), input)];
   };
-  const fill = () => (code.value = HEAD + TEMPLATES[template.value]);
+  const fill = () => {
+    if (draft.state.code && !confirm("Replace the function that you wrote?")) return;
+    draft.update({code: ""});
+    code.value = HEAD + TEMPLATES[template.value];
+  };
   const template = select({id: "code-template", onchange: fill}, Object.keys(TEMPLATES).map((key) => [key, key]));
   const [answer, answerNode] = field("code-answer", "Answer to score (empty: each row's own)", {});
   const [secret, secretNode] = field("code-token", "The studio's token, at the end of the address that it printed",
@@ -59,7 +64,7 @@ export function codeEditor(draft, keep) {
     keep(kept.function);
     return make("p.verdict.good", {}, `✓ Kept, and used by this run: ${kept.function}`);
   });
-  fill();
+  if (!draft.state.code) code.value = HEAD + TEMPLATES[template.value];
   return make("details.more", {}, make("summary", {}, "Write a function here"),
     make("p.help", {}, "reward(prompts, completions, **columns) gets lists of one length: the prompts, the answers, "
       + "and every column of your data. It returns a list with a number for each answer; None leaves one out."),

@@ -28,8 +28,7 @@ export async function show(root, rest) {
   };
   root.className = "runs-part";
   root.append(make("h1", {}, "Compare"), rows, chooser(view, runs), view.message, view.fault,
-    ids.length > 1 ? make("section", {"aria-labelledby": "curves"}, make("h2", {id: "curves"}, "Curves"), curves.node)
-      : make("p", {}, "Choose another run to see both beside each other."), settings, prompts);
+    ids.length > 1 ? curves.node : make("p", {}, "Choose another run to see both beside each other."), settings, prompts);
   fill(first);
   if (named.length > MAX_RUNS) {
     put(view.message, `${MAX_RUNS} runs at most are compared; these are the first of ${named.length}`);

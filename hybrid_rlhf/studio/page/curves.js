@@ -3,6 +3,7 @@
 
 import {makeChart} from "./chart.js";
 import {all, arrange, make, onChange, put} from "./dom.js";
+import {isNarrow} from "./format.js";
 import {titleOf} from "./metric_titles.js";
 import {get, paced, watchSeen} from "./server.js";
 
@@ -12,7 +13,7 @@ const MAX_AT_FIRST = 8;
 const FIRST = ["reward", "loss", "accuracy", "mean_token_accuracy", "kl", "distill/divergence", "rewards/accuracies",
   "rewards/margins", "margin", "entropy", "completions/mean_length", "rewards/*/mean", "policy/loss", "value/loss",
   "value/explained_variance", "grad_norm", "learning_rate", "time/step"];
-const HELD_OUT = "eval/";
+const HELD_OUT = "eval/", SMOOTH = "curves are smooth";
 
 // makeCurves(runs, remember) -> {node, update(metrics), ask(), end()}. runs: [{id, label, place}]. metrics: [{name,
 // meaning, group}]. remember: under which name this browser keeps the choice of curves.
@@ -21,10 +22,14 @@ export function makeCurves(runs, remember) {
   const view = {runs, key, metrics: [], charts: new Map(), version: 0, picked: JSON.parse(localStorage.getItem(key))};
   view.summary = make("summary");
   view.groups = make("div.metric-groups");
-  view.grid = make("div.charts");
+  view.grid = make(localStorage.getItem(SMOOTH) ? "div.charts.smooth" : "div.charts");
   view.fault = make("p.fault", {role: "status"});
   view.load = paced(() => load(view), {node: view.grid, fail: (fault) => put(view.fault, fault.message)});
-  const node = make("div", {}, make("details.picker", {}, view.summary, view.groups), view.fault, view.grid);
+  const smooth = make("input", {type: "checkbox", id: "smooth", checked: localStorage.getItem(SMOOTH), onchange: () =>
+    localStorage.setItem(SMOOTH, view.grid.classList.toggle("smooth") ? "1" : "")});
+  const node = make("details.part", {open: !isNarrow()}, make("summary", {}, make("h2", {id: "curves"}, "Curves")),
+    make("details.picker", {}, view.summary, view.groups),
+    make("label.check", {}, smooth, " Smooth the lines (the values stay faintly behind)"), view.fault, view.grid);
   const update = onChange((metrics) => {
     view.metrics = metrics;
     fillPicker(view);

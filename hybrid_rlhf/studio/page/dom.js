@@ -77,8 +77,8 @@ export function copyButton(node, say, text = "Copy", properties = {}) {
       await navigator.clipboard.writeText(node.textContent);
       say("Copied.");
     } catch {
-      getSelection().selectAllChildren(node);
-      say("The browser does not let the page copy; the text is selected: copy it by Ctrl+C.");
+      getSelection().selectAllChildren(node); // at an http address that is not this machine's there is no clipboard
+      say(document.execCommand("copy") ? "Copied." : "The text is selected; copy it from the browser's menu.");
     }
   }, properties);
 }

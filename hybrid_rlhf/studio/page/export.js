@@ -19,7 +19,7 @@ export async function show(root, _rest, query) {
   root.append(make("h1", {}, "Export"),
     make("p.quiet", {},
       "A trained model as files for other programs, compared with the model in memory before it is kept."),
-    page.form, page.progress, make("h2", {}, "What is there"), page.list);
+    page.form, page.progress, make("h2", {}, "Exports"), page.list);
   const loading = (load) => paced(() => load(page), {fail: tellFault}); // in order: an old answer is never the last
   const runs = loading(loadRuns), exports = loading(loadExports);
   page.look = loading(loadJobs);
@@ -140,12 +140,13 @@ function showExports(page, exports) {
 
 function article({name, run, folder, files, checks, card, commands}) {
   const size = files.reduce((sum, file) => sum + file.bytes, 0);
-  const items = files.map((file) => [make("a", {download: file.name,
-    href: `api/export/file?${new URLSearchParams({name, file: file.name})}`}, file.name), " ",
-  make("span.quiet", {}, bytes(file.bytes))]);
+  const link = (text, query) => make("a", {download: true, href: `api/export/file?${new URLSearchParams(query)}`}, text);
+  const items = files.map((file) => [link(file.name, {name, file: file.name}), " ",
+    make("span.quiet", {}, bytes(file.bytes))]);
   return make("article.card.export", {}, make("h3", {}, name),
     make("p.quiet", {}, `${run ? `from ${run}, ` : ""}${bytes(size)} in ${folder}`),
-    ...checks.map((line) => make("p.export-check", {}, line)), fold(`Download: ${files.length} files`, list(items)),
+    ...checks.map((line) => make("p.export-check", {}, line)), make("p", {}, link(`Download ${name}.zip`, {name})),
+    fold(`Or one of its ${files.length} files`, list(items)),
     card ? fold("Model card", make("pre.said", {}, card)) : null,
     ...commands.map(({title, text}) => commandNode(title, text, `${name} with ${title}`)));
 }

@@ -4,11 +4,11 @@ import {makeCurves} from "./curves.js";
 import {
   all, bars, button, copyButton, fold, list, make, onChange, put, putAttribute, putState, table, textBlock
 } from "./dom.js";
-import {address, age, breakable, bytes, count, duration, isNarrow, moment} from "./format.js";
+import {address, age, breakable, bytes, count, duration, moment} from "./format.js";
 import {hasFailed, isOpen, jobText, makeJob, makeJobOutput} from "./jobs.js";
 import {inWords} from "./run_words.js";
 import {makeSamples} from "./samples.js";
-import {get, on, paced, postConfirmed} from "./server.js";
+import {get, on, paced, post, postConfirmed} from "./server.js";
 
 const SECONDS = "time/step"; // the metric from which the time left is estimated
 const NO_CHAT = ["reward", "evaluate"];
@@ -112,9 +112,29 @@ function build(view, root) {
     view.family, make("div.buttons", {}, view.stop, view.resume, view.talk,
       link("Compare", `#/compare/${address(id)}`), view.fresh, view.export, view.report),
     view.message, view.fault, view.notes, view.waiting, view.outputPlace, view.samples.answers, view.words,
-    make("details.part", {open: !isNarrow()}, make("summary", {}, make("h2", {id: "curves"}, "Curves")),
-      view.curves.node),
-    view.samples.node, view.details.node);
+    view.curves.node, view.samples.node, view.details.node, keeping(view));
+}
+
+// Another name for the run, or its end; asked again where that breaks something.
+function keeping(view) {
+  const input = make("input", {id: "rename", value: view.id, autocomplete: "off", spellcheck: "false"});
+  const users = () => view.record.children.length ? ` ${view.record.children.join(", ")} was made from it, and will not `
+    + "find it." : "";
+  const send = async (question, body, to) => {
+    if (question && !confirm(question)) return;
+    try {
+      await post("run/move", {id: view.id, ...body});
+      location.hash = to;
+    } catch (fault) {
+      put(view.moved, fault.message);
+    }
+  };
+  const rename = (name) => send(users() && `Rename ${view.id}?${users()}`, {name}, `#/run/${address(name)}`);
+  view.moved = make("p.fault", {role: "alert"});
+  return fold("Rename or delete", make("div.line", {}, make("label", {for: "rename"}, "Name "), input,
+    button("Rename", () => rename(input.value.trim())), button("Delete this run", () => send(`Delete ${view.id}, its `
+      + `model and checkpoints (${bytes(view.record.row.bytes)})? It cannot be brought back.${users()}`, {}, "#/runs"))),
+  view.moved);
 }
 
 async function change(view, path, message) {
@@ -137,7 +157,7 @@ async function change(view, path, message) {
 async function refresh(view) {
   view.record = await get("run", {id: view.id});
   if (view.record.row.status === "running") view.perStep = await secondsPerStep(view.id);
-  const words = await inWords(view.id, view.record.metrics);
+  const words = await inWords(view.id, view.record);
   view.words.lastChild.replaceChildren(...words);
   view.words.hidden = !words.length;
   if (view.refusal?.status !== view.record.row.status) view.refusal = null; // it stays until the state changes
@@ -169,7 +189,7 @@ function update(view) {
   view.stop.hidden = !isRunning;
   view.resume.hidden = !CAN_RESUME.includes(row.status);
   view.talk.hidden = NO_CHAT.includes(row.stage) || !(row.has_model || record.checkpoints.length);
-  view.curves.node.parentNode.hidden = !record.metrics.length;
+  view.curves.node.hidden = !record.metrics.length;
   view.export.hidden = view.fresh.hidden = !row.has_model;
   view.report.hidden = !record.has_report;
   put(view.stop, view.hasAskedToStop ? "End at once" : "Stop with a checkpoint");
@@ -202,7 +222,21 @@ function putSteps(view, row) {
 
 function putAlarms(view, alarms) {
   view.alarms.hidden = !alarms.length;
-  view.alarms.replaceChildren(...alarms.map(({name, text}) => make("li", {}, make("strong", {}, name), `: ${text}`)));
+  const texts = alarms.map(({text}) => text).join(" "), namesOption = /[a-z]\.[a-z]/.test(texts);
+  view.alarms.replaceChildren(...alarms.map(({name, text}) => make("li", {}, make("strong", {}, name), `: ${text}`)),
+    namesOption ? make("li", {}, optionHelp(view.record.row.stage, texts)) : "");
+}
+
+// A fold with the help of the options that a text names; the studio is asked when it is opened.
+function optionHelp(stage, text) {
+  const node = fold("What these options mean", make("p.quiet", {}, "Looking them up …"));
+  node.addEventListener("toggle", async () => {
+    const {options} = await get("options", {stage}).catch((fault) => ({options: [{name: "", help: fault.message}]}));
+    const named = options.filter(({name}) => !name || name.includes(".") && text.includes(name));
+    node.lastChild.replaceWith(named.length ? list(named.map(({name, help}) => [make("strong", {}, name), ` ${help}`]))
+      : make("p.quiet", {}, "They name none of this stage."));
+  }, {once: true});
+  return node;
 }
 
 // The runs that this one was made from, and those made from it.

@@ -27,18 +27,21 @@ function distance(kl) {
   return kl < 5 ? "moved clearly" : "moved far; read its answers, a reward may be fooled";
 }
 
-// The sentences for a run with these metrics [{name}], as nodes; with a reward none for the loss.
-export async function inWords(id, metrics) {
+// The sentences for a run with these metrics [{name}], as nodes; with a reward none for the loss. own: what
+// reward.own_samples measured.
+export async function inWords(id, {metrics, own_samples: own}) {
+  const agreed = own?.agreement == null ? [] : [make("li", {}, `Two models of half the data each agreed in `
+    + `${percent(own.agreement)} of ${own.pairs} pairs of the starting model's own answers; by chance 50%.`)];
   const names = Object.keys(WORDS).filter((name) => metrics.some((metric) => metric.name === name));
   const hasReward = names.includes("reward");
   const told = names.filter((name) => !(hasReward && name.endsWith("loss")));
-  if (!told.length) return [];
+  if (!told.length) return agreed;
   const {series} = await get("history", {id, names: told.join(","), points: POINTS});
-  return told.flatMap((name) => {
+  return [...told.flatMap((name) => {
     const values = (series[name]?.mean ?? []).filter(Number.isFinite);
     if (values.length < 2 && !name.startsWith("eval/") || !values.length) return [];
     const [first, last] = [values[0], values.at(-1)], range = Math.max(...values) - Math.min(...values);
     const moved = (up, down, same) => Math.abs(last - first) < 0.1 * range || !range ? same : last > first ? up : down;
     return [make("li", {}, WORDS[name]({first, last, moved}))];
-  });
+  }), ...agreed];
 }

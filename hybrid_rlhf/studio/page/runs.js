@@ -90,7 +90,7 @@ function makeLine(view) {
   const parts = {box, trail: make("span.quiet"), link: make("a"), others: make("span.quiet.others"),
     state: make("span.state"), alarms: make("span.alarms"), error: make("span.fault.why")};
   const inside = {Choose: [box], Run: [parts.trail, parts.link, parts.others],
-    State: [parts.state, parts.alarms, parts.error]};
+    State: [parts.state, parts.error, parts.alarms]};
   const cells = Object.fromEntries(TITLES.map((title) => [title, make(NUMBERS.has(title) ? "td.number" : "td",
     {role: "cell", "data-title": title}, ...inside[title] ?? [])]));
   const line = {...parts, cells, node: make("tr.run", {role: "row"}, ...Object.values(cells))};
@@ -115,7 +115,7 @@ function updateLine(view, line, {row, depth, trail, others, folder}) {
   putAttribute(line.link, "aria-label", row.id);
   put(line.others, others.length ? `from ${others.map(within).join(", ")}` : "");
   putState(line.state, row.status);
-  put(line.alarms, row.alarms ? count(row.alarms, "alarm") : "");
+  put(line.alarms, row.alarms && !row.error ? count(row.alarms, "alarm") : ""); // an error comes first
   put(line.error, row.error ?? "");
   putAttribute(line.error, "title", row.error || null);
   putAttribute(line.cells.Started, "title", moment(row.started));

@@ -15,7 +15,7 @@ export const fresh = () => ({
   data: Object.fromEntries(SOURCES.map((key) => [key, {path: "", name: "", split: "", columns: {}}])),
   mappings: {},
   hasTools: false, tools: "", environment: "",
-  functions: [], functionSettings: {}, ownFunctions: "", rewardModel: "", rewardKind: "ours",
+  functions: [], functionSettings: {}, ownFunctions: "", code: "", rewardModel: "", rewardKind: "ours",
   judge: {where: "model", model: "", url: "", api_model: "", api_key_env: "", rubric: "general", file: "",
     instructions: "", items: [{question: "", kind: "0-10", weight: 1}]},
   teacher: "", card: "", settings: {}, run: "", isNamed: false, signal: null,

@@ -1,6 +1,5 @@
-// The first screen: what this is, a picture of the loop, and three ways in.
+// The first screen: what this is, three ways in, and the loop of training.
 
-import {svg} from "./chart.js";
 import {button, make, put, tell, tellFault} from "./dom.js";
 import {address, freeName} from "./format.js";
 import {get, post} from "./server.js";
@@ -38,29 +37,17 @@ export function welcome(heading) {
   return make("div.welcome", {}, make(heading, {}, "Train a language model on this machine"),
     make("p", {}, "Give examples, preferences or a score for good answers: the model practises until it answers more "
       + "like that, and you can talk to it before and after."),
-    picture(),
     make("div.doors", {},
       door("Try an example", about, make("div.buttons", {}, go)),
       door("Train on my data", make("p", {}, "A file of conversations, of better and worse answers, or of prompts. A "
         + "few questions lead to the run."), link("#/new", "New run")),
       door("Open a model to talk", make("p", {}, "A run of yours, a folder, or a model of the hub, as it is."),
-        link("#/talk", "Talk"))));
+        link("#/talk", "Talk"))), loop());
 }
 
-const STEPS = [["1. A prompt", "from your data"], ["2. The model answers", "in its own way"],
-  ["3. Good or bad?", "says data, code or a model"], ["4. The model learns", "more like the good ones"]];
+const STEPS = [["A prompt", "from your data"], ["The model answers", "in its own way"],
+  ["Good or bad?", "says data, code or a model"], ["The model learns", "more like the good ones"]];
 
-// The loop, clockwise: four boxes and the arrows between them.
-function picture() {
-  const places = [[4, 6], [184, 6], [184, 106], [4, 106]];
-  const boxes = STEPS.flatMap(([title, text], i) => {
-    const [x, y] = places[i];
-    return [svg("rect", {x, y, width: 152, height: 58, rx: 8}),
-      svg("text", {x: x + 76, y: y + 25, class: "title"}, title), svg("text", {x: x + 76, y: y + 44}, text)];
-  });
-  const arrows = ["M158 35H178m-6-5 6 5-6 5", "M260 66V100m-5-6 5 6 5-6", "M182 135H162m6-5-6 5 6 5",
-    "M80 104V70m-5 6 5-6 5 6"].map((d) => svg("path", {d}));
-  return svg("svg", {class: "loop", viewBox: "0 0 340 170", role: "img",
-    "aria-label": `The loop of training: ${STEPS.map((step) => step.join(" ")).join("; ")}; and again from 1.`},
-  ...boxes, ...arrows);
-}
+// The loop, whose arrows are drawn by the style.
+const loop = () => make("ol.loop", {"aria-label": "The loop of training, again and again"},
+  ...STEPS.map(([title, text]) => make("li", {}, make("strong", {}, title), ` ${text}`)));

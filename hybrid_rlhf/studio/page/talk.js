@@ -14,7 +14,7 @@ const FIELDS = [ // id, label, value, properties
 ];
 const turns = [];
 const settings = Object.fromEntries(FIELDS.map(([id, , value]) => [id, value]));
-let system = "";
+let system = "", unsent = "";
 
 export async function show(root, rest, query) {
   let state = {state: "closed", models: [], reward: false};
@@ -56,7 +56,8 @@ export async function show(root, rest, query) {
   }
 
   view.fresh.addEventListener("click", () => take(state)); // without turns the chat of closed models is hidden
-  const leave = all(on("talk", models.update), on("open", models.load), models.leave, talk.leave);
+  const leave = all(on("talk", models.update), on("open", models.load), models.leave, talk.leave,
+    () => (unsent = view.message.value));
   await Promise.all([models.load(), marks.load()]).catch((fault) => message(fault.message, true));
   return leave;
 }
@@ -73,7 +74,7 @@ function build() {
   const empty = make("p.quiet", {}, "Say something below. All of it stays on this machine.");
   const log = make("div.log", {tabindex: "0", role: "region", "aria-label": "Conversation"}, empty);
   const message = make("textarea", {
-    id: "message", rows: "2", required: true, placeholder: "Enter sends, Shift+Enter starts a line"});
+    id: "message", rows: "2", required: true, placeholder: "Enter sends, Shift+Enter starts a line"}, unsent);
   const send = make("button", {type: "submit", id: "send"}, "Send");
   const [stop, again, fresh] = [["stop", "Stop"], ["again", "Answer again"], ["fresh", "New chat"]].map(
     ([id, text]) => make("button", {type: "button", id}, text));
