@@ -31,7 +31,7 @@ from hybrid_rlhf.core.accelerator import why_no_card
 from hybrid_rlhf.core.config import check, command_flags, parse_command
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.startup import quiet_libraries
-from hybrid_rlhf.memory_plan import calibration
+from hybrid_rlhf.memory_plan.rates import write_calibration
 
 # Bounds of a measured calibration. Memory that torch reserves above them is released before it runs out.
 LIBRARIES_BYTES, FRAGMENTATION = (2**28, 2 * 2**30), (0.02, 0.15)
@@ -167,7 +167,7 @@ def calibrate(rows: list[Row]) -> None:
     if rates := next((row.numbers["rates"] for row in rows if "rates" in row.numbers), None):
         values["rates"] = rates
     if len(values) > 1:
-        calibration.write_calibration(values)
+        write_calibration(values)
 
 
 def _within(bounds: tuple[float, float], value: float) -> float:
