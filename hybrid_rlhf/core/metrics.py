@@ -134,11 +134,13 @@ class Metrics:
         return self
 
     def __add__(self, other: Metrics) -> Metrics:
-        total = Metrics()
-        for source in (self, other):
-            for name, (kind, state) in source._states.items():
-                total._pool(name, kind, state)
-        return total
+        return Metrics().take(self).take(other)
+
+    def take(self, other: Metrics) -> Metrics:
+        """Pool another's observations with these."""
+        for name, (kind, state) in other._states.items():
+            self._pool(name, kind, state)
+        return self
 
     def renamed(self, names: dict[str, str]) -> Metrics:
         """The same metrics, those in `names` under another name."""

@@ -1,4 +1,4 @@
-"""Measures the rates of this machine's CPU (in about a second) and of its card: products, copies, our kernels, calls."""
+"""Measures the rates of this machine's CPU (in about a second), and of its card: products, copies, our kernels."""
 
 from __future__ import annotations
 

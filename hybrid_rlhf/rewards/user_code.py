@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from hybrid_rlhf.core import random_state
 from hybrid_rlhf.core.distributed import device
 
 T = TypeVar("T")
@@ -134,15 +135,12 @@ def _reseed_device() -> None:
     torch.cuda.default_generators[place.index].manual_seed(int(torch.randint(2**62, (1,), device=place)))
 
 
-# generator: (how its state is read, how it is set, how it goes on from a seed that it draws)
-_GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[], object]]] = {
-    "python": (random.getstate, random.setstate, lambda: random.seed(random.getrandbits(64))),
-    "numpy": (np.random.get_state, np.random.set_state,
-              lambda: np.random.seed(np.random.randint(2**32, dtype=np.uint32))),
-    "torch": (torch.get_rng_state, torch.set_rng_state,
-              lambda: torch.default_generator.manual_seed(int(torch.randint(2**62, (1,))))),
-    "device": (lambda: torch.cuda.get_rng_state(device()), lambda state: torch.cuda.set_rng_state(state, device()),
-               _reseed_device)}
+# generator of random_state: how it goes on from a seed that it draws
+_RESEED: dict[str, Callable[[], object]] = {
+    "python": lambda: random.seed(random.getrandbits(64)),
+    "numpy": lambda: np.random.seed(np.random.randint(2**32, dtype=np.uint32)),
+    "torch": lambda: torch.default_generator.manual_seed(int(torch.randint(2**62, (1,)))),
+    "device": _reseed_device}
 
 
 @contextmanager
@@ -152,7 +150,7 @@ def unchanged(who: str) -> Iterator[None]:
     A random generator that the block drew from, or seeded, is restored and reseeded by its own next draw: training does
     not repeat the block's draws, and the next block draws other numbers.
     """
-    settings, states = {name: read() for name, (read, _) in _SETTINGS.items()}, _states()
+    settings, states = {name: read() for name, (read, _) in _SETTINGS.items()}, random_state.state()
     try:
         yield
     finally:
@@ -163,18 +161,13 @@ def unchanged(who: str) -> Iterator[None]:
             _warned.update((who, name) for name in new)
             _log.warning("warning: %s changes %s for the whole process; what it was is restored after each call", who,
                          " and ".join(new))
-        for name, state in _states().items():
+        for name, state in random_state.state().items():
             if not _is_same(states[name], state):
-                _, write, reseed = _GENERATORS[name]
-                write(states[name])
-                reseed()
-
-
-def _states() -> dict[str, Any]:
-    return {name: read() for name, (read, _, _) in _GENERATORS.items() if name != "device" or device().type == "cuda"}
+                random_state.load_state({name: states[name]})
+                _RESEED[name]()
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    return all(map(np.array_equal, a, b)) if a[0] == "MT19937" else a == b  # numpy's holds an array
+    if isinstance(a, dict):
+        return all(_is_same(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b

@@ -156,7 +156,6 @@ class Asker:
 
     backend: Backend
     cache: AnswerCache
-    name: str
     max_new_tokens: int = 512
     retries: int = 1
     seed: int = 0
@@ -231,8 +230,8 @@ class Asker:
         self.counts.failed += len(failures)
         fatal = next((each for each in failures if each.is_fatal), None)
         if fatal is not None:
-            raise BadAnswer(f"reward source {self.name} at {self.backend.name}: {fatal.what}; {fatal.cure}, then run "
-                            "the same command again")
+            raise BadAnswer(f"reward source judge at {self.backend.name}: {fatal.what}; {fatal.cure}, then run the "
+                            "same command again")
         return [results[key] for key in keys]
 
 
