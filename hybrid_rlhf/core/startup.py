@@ -13,9 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-# -- Garbage collection ------------------------------------------------------------------------------------------------
-
-
 _USUAL = gc.get_threshold()
 
 
