@@ -159,6 +159,8 @@ def _decoding(task: Task, dtype: torch.dtype, rate: float) -> Iterator[Row]:
 
 def steps(task: Task) -> Iterator[Row]:
     """Rows of the task's run: the run, its memory, its seconds, and memory of the card beside tensors."""
+    from hybrid_rlhf.cli import read_settings
+
     case, sizes = CASES[task.name], Sizes(4, 40, 8) if task.is_dry else Sizes(8, 128, 128)
     try:
         if case.is_quantised:
@@ -180,12 +182,27 @@ def steps(task: Task) -> Iterator[Row]:
             return
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         words += ["--roles.reward.model_name_or_path", str(folder)]
+    plan: Plan | None = None
     try:
-        plan = _plan_of(words)
+        config, _ = read_settings(words[1], words[2:])
+        plan = memory_options.plans_of(config, memory_options.Place.here(None))[0]
     except Exception as error:  # the run itself can still be tried
         yield task.failed("plan", error)
-        plan = None
-    yield from _measured(task, name, sizes, plan, words)
+    if task.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(task.device)
+    if reason := _launched(task, words):
+        yield task.row("run", State.FAILED, f"{name}: {reason}")
+        return
+    out = task.folder / task.name
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [values for line in lines if "time/step" in (values := json.loads(line))]
+    shutil.rmtree(out, ignore_errors=True)
+    yield run_row(task, name, sizes, metrics)
+    if plan is not None:
+        yield memory_row(task, plan, metrics)
+        yield time_row(task, plan, metrics)
+    if task.device.type == "cuda":
+        yield _beside_row(task)
 
 
 def choose_model(task: Task, case: Case) -> str:
@@ -276,31 +293,6 @@ def _launched(task: Task, words: list[str]) -> str:
         log.seek(start)
         lines = [line.strip() for line in log if line.startswith(("error", "warning"))] or ["no line says why"]
     return f"ended with exit code {code}: {lines[-1]}" if code else ""
-
-
-def _plan_of(words: list[str]) -> Plan:
-    from hybrid_rlhf.cli import read_settings
-
-    config, _ = read_settings(words[1], words[2:])
-    return memory_options.plans_of(config, memory_options.Place.here(None))[0]
-
-
-def _measured(task: Task, name: str, sizes: Sizes, plan: Plan | None, words: list[str]) -> Iterator[Row]:
-    if task.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(task.device)
-    if reason := _launched(task, words):
-        yield task.row("run", State.FAILED, f"{name}: {reason}")
-        return
-    out = task.folder / task.name
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    metrics = [values for line in lines if "time/step" in (values := json.loads(line))]
-    shutil.rmtree(out, ignore_errors=True)
-    yield run_row(task, name, sizes, metrics)
-    if plan is not None:
-        yield memory_row(task, plan, metrics)
-        yield time_row(task, plan, metrics)
-    if task.device.type == "cuda":
-        yield _beside_row(task)
 
 
 def run_row(task: Task, name: str, sizes: Sizes, metrics: list[dict]) -> Row:

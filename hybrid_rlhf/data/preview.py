@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.data.datasets import DataConfig, StageData, build, counts, dropped
 from hybrid_rlhf.data.sources import Reads
 

@@ -18,8 +18,7 @@ from hybrid_rlhf.core.function_worker import call_error, no_second_process, one_
 from hybrid_rlhf.environments.calls import CallError
 from hybrid_rlhf.models.tool_schema import schema_of
 from hybrid_rlhf.rewards.functions import fresh, needed_by, parameters
-from hybrid_rlhf.rewards.isolation import CallFailed
-from hybrid_rlhf.rewards.user_code import unchanged
+from hybrid_rlhf.rewards.user_code import CallFailed, unchanged
 
 _NO_TOOLS = ("reset", "get_reward")
 _ROLES = ("user", "tool", "system")

@@ -20,8 +20,7 @@ from hybrid_rlhf.environments.calls import LateError, keep_time
 from hybrid_rlhf.environments.contract import Environment, Environments
 from hybrid_rlhf.environments.open import EnvironmentConfig, open_environments, options_of
 from hybrid_rlhf.rewards.functions import from_python, handed_over, split
-from hybrid_rlhf.rewards.isolation import START_SECONDS, CallFailed, WorkerProcess, importable, signature_of
-from hybrid_rlhf.rewards.user_code import Overdue
+from hybrid_rlhf.rewards.user_code import START_SECONDS, CallFailed, Overdue, WorkerProcess, importable, signature_of
 
 _OPTION = "environment.isolate"
 

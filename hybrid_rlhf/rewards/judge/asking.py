@@ -17,8 +17,8 @@ from typing import Generic, Protocol, TypeVar
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.core.strict_json import to_json
-from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
 from hybrid_rlhf.rewards.judge.verdicts import Unreadable, without_thoughts
