@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from hybrid_rlhf.core.options import value_of, with_value
 from hybrid_rlhf.engine.train.zero_config import OFFLOADS
@@ -88,17 +90,21 @@ def candidates(config: object, *, has_host: bool) -> Iterator[list[Candidate]]:
 
 def _ladder(config: object, has_host: bool) -> Iterator[Candidate]:
     """The given settings, then each change on top of those before it."""
+    steps: list[Callable[[Any], list[Setting]]] = [lambda _: [
+        ("model.gradient_checkpointing", True, "activations are computed again: a third more time")]]
+    if has_host:
+        steps += [_idle_roles, partial(_offload, "optimizer"), partial(_offload, "activations")]
     current: Candidate = (config, ())
     yield current
-    for step in (_checkpointing, *((_idle_roles, _optimizer, _activations) if has_host else ())):
-        if settings := step(current[0]):
-            current = _changed(current, settings)
+    for step in steps:
+        before, current = current, _changed(current, step(current[0]))
+        if current[1] != before[1]:
             yield current
     if config.model.lora.r and not config.model.quantize and not config.model.preset:
         for kind in ("8bit", "4bit"):
             yield _changed(current, [(f"model.load_in_{kind}", True,
                                       f"the frozen base in {kind[0]} bits a weight: other numbers")])
-    if has_host and (settings := _parameters(current[0])):
+    if has_host and not config.model.quantize and (settings := _offload("parameters", current[0])):
         yield _changed(current, settings)
 
 
@@ -119,11 +125,6 @@ def _shown(value: object) -> str:
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
 
 
-def _checkpointing(config: object) -> list[Setting]:
-    return [] if config.model.gradient_checkpointing else [
-        ("model.gradient_checkpointing", True, "activations are computed again: a third more time")]
-
-
 def _idle_roles(config: object) -> list[Setting]:
     """Bases of their own wait on the host while other roles compute."""
     method, roles = getattr(config, "method", None), getattr(config, "roles", None)
@@ -136,23 +137,15 @@ def _idle_roles(config: object) -> list[Setting]:
             for name in is_there if is_there[name] and not getattr(roles, name).offload]
 
 
-def _optimizer(config: object) -> list[Setting]:
-    schedules = [config.train] if hasattr(config, "train") else vars(config.stages).values()  # one, or all stages'
-    is_adamw = all(train.optim in ("adamw", "adamw_unfused") for train in schedules)
-    return _offload(config, "optimizer", "optimizer state and step on the CPU: slower steps") if is_adamw else []
+_WHY_OFFLOAD = {"optimizer": "optimizer state and step on the CPU: slower steps",
+                "activations": "activations wait in the CPU's memory: slower passes",
+                "parameters": "weights come from the CPU layer by layer (ZeRO 3): much slower"}
 
 
-def _activations(config: object) -> list[Setting]:
-    return _offload(config, "activations", "activations wait in the CPU's memory: slower passes")
-
-
-def _parameters(config: object) -> list[Setting]:
-    return [] if config.model.quantize else _offload(
-        config, "parameters", "weights come from the CPU layer by layer (ZeRO 3): much slower")
-
-
-def _offload(config: object, name: str, why: str) -> list[Setting]:
+def _offload(name: str, config: Any) -> list[Setting]:
     before, stage = list(config.engine.offload), config.engine.zero_stage
-    if name in before or (stage is not None and stage < OFFLOADS[name]):
+    schedules = [config.train] if hasattr(config, "train") else vars(config.stages).values()  # one, or all stages'
+    is_other = name == "optimizer" and any(train.optim not in ("adamw", "adamw_unfused") for train in schedules)
+    if name in before or (stage is not None and stage < OFFLOADS[name]) or is_other:
         return []
-    return [("engine.offload", [*before, name], why)]
+    return [("engine.offload", [*before, name], _WHY_OFFLOAD[name])]
