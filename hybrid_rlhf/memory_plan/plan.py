@@ -166,16 +166,14 @@ class Plan:
 
 
 def make_plan(title: str, roles: Iterable[Role], device: torch.device, available: int | None, world: int = 1,
-              notes: Iterable[str] = (), *, is_exact: bool = True, calibration: Calibration | None = None) -> Plan:
+              *, is_exact: bool = True, calibration: Calibration | None = None) -> Plan:
     """Count all memory of `roles`; reads configurations only. Raises UserError where one cannot be read.
 
     is_exact False: see trace.activations. calibration: of the card (None: the published one).
     """
     roles = list(roles)
     phases = (*phases_of(roles), *([EXPORT] if any(r.trains for r in roles) else []))
-    lines, host, notes = [], 0, list(notes)
-    if device.type == "cpu":
-        notes.append(INTERPRETER)
+    lines, host, notes = [], 0, (INTERPRETER,) if device.type == "cpu" else ()
     for role in roles:
         needs = _Needs(role, device, world, is_exact)
         for kind, sizes in needs.by_phase(phases).items():
@@ -183,7 +181,7 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
                 lines.append(Line(role.name, kind, sizes, passes=needs.waits))
         host += needs.host
     lines += _of_process(device, Plan(title, phases, tuple(lines), available), calibration or Calibration())
-    return Plan(title, phases, tuple(lines), available, tuple(notes), host, tuple(roles))
+    return Plan(title, phases, tuple(lines), available, notes, host, tuple(roles))
 
 
 def _of_process(device: torch.device, tensors: Plan, calibration: Calibration) -> list[Line]:
