@@ -175,9 +175,9 @@ class Instance:
         return ", ".join(f"{n} ({_type_of(p)}{'' if n in shape.get('required', ()) else ', optional'})"
                          for n, p in shape["properties"].items())
 
-    def _one_at_a_time(self, name: str, *call: Any, **hint: str) -> Any:
+    def _one_at_a_time(self, name: str, *call: Any, hint: str = "") -> Any:
         with self._alone(name):
-            answer = _answer(name, *call, **hint)
+            answer = _answer(name, *call, hint=hint)
         return self._awaited_alone(name, answer) if inspect.isawaitable(answer) else answer
 
     def _beside(self, name: str, *call: Any) -> Any:
@@ -233,7 +233,7 @@ class Environments:
 
 
 def _answer(name: str, function: Callable, call: Callable[[], Any], then: Callable[[Any], Any] = lambda answer: answer,
-            hint: str = "") -> Any:
+            *, hint: str = "") -> Any:
     """then(call()), or a coroutine of it. Errors are CallError with the line of the function's own file."""
     with _call_errors(name, function, hint):
         answer = call()
