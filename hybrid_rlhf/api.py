@@ -21,11 +21,10 @@ from hybrid_rlhf import trl_words
 from hybrid_rlhf.api_inputs import Rows, dotted, environments_of, formatted, rewards_of, rows_of, words
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
 from hybrid_rlhf.core.distributed import print_main, rank
-from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.memory import bound_product_caches, grow_segments
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.own_files import write_file
-from hybrid_rlhf.core.startup import quiet_libraries
+from hybrid_rlhf.core.startup import lasting_streams, quiet_libraries
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.report.trackers import check_trackers
 from hybrid_rlhf.run import runfile

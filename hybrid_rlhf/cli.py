@@ -14,12 +14,11 @@ from types import ModuleType
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
-from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.errors import error_line, escape_control
 from hybrid_rlhf.core.memory import bound_product_caches, grow_segments
 from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.core.own_files import refusal
-from hybrid_rlhf.core.startup import quiet_libraries, relaxed_gc
-from hybrid_rlhf.core.text_safety import error_line, escape_control
+from hybrid_rlhf.core.startup import lasting_streams, quiet_libraries, relaxed_gc
 from hybrid_rlhf.training.registry import STAGES, variant_options
 
 SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # options of every stage that are not settings

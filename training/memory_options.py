@@ -23,12 +23,11 @@ from hybrid_rlhf.data import datasets
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes
 from hybrid_rlhf.engine.decode.pages import NUM_WHOLE
 from hybrid_rlhf.memory_plan import machine_rates, rates, table
-from hybrid_rlhf.memory_plan.amounts import Cards
-from hybrid_rlhf.memory_plan.calibration import Calibration, read_calibration, read_rates
-from hybrid_rlhf.memory_plan.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
+from hybrid_rlhf.memory_plan.amounts import Cards, size_text
+from hybrid_rlhf.memory_plan.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan
 from hybrid_rlhf.memory_plan.presets import card as preset_of
 from hybrid_rlhf.memory_plan.presets import closest
-from hybrid_rlhf.memory_plan.rates import CARDS, Rates
+from hybrid_rlhf.memory_plan.rates import CARDS, Calibration, Rates, read_calibration, read_rates
 from hybrid_rlhf.memory_plan.search import SearchResult, choose
 from hybrid_rlhf.memory_plan.step_time import StepTime, step_time
 from hybrid_rlhf.memory_plan.table import show_times

@@ -6,17 +6,21 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+import torch
+
+from hybrid_rlhf import kernels
 from hybrid_rlhf.core import accelerator
-from hybrid_rlhf.core.accelerator import bf16_line, bf16_unit
 from hybrid_rlhf.core.compat import TESTED, newer_than_tested
 from hybrid_rlhf.core.config import command_flags, parse_command
-from hybrid_rlhf.core.memory import is_wsl
+from hybrid_rlhf.core.memory import free_host_bytes, is_wsl
 from hybrid_rlhf.core.options import expanded
+from hybrid_rlhf.kernels import launcher
+from hybrid_rlhf.kernels.build import cache_folder
 
 MISSING = 3  # exit code: something that every run needs is missing
 FEW_GIB = {"memory": 4, "disk": 10}  # below these a line is a warning: the demo runs, a 1B model does not
@@ -40,14 +44,11 @@ class Finding:
 
 def examine(*, compile_kernels: bool = True) -> list[Finding]:
     """Every finding, in the order of the report. compile_kernels: build the C++ kernels if they are not cached."""
-    checks: list[Callable[[], Iterator[Finding]]] = [_python, _packages, _compiler,
-                                                     lambda: _kernels(compile_kernels), _processor, _device,
-                                                     _launcher, _memory, _disk]
-    return [finding for check in checks for finding in check()]
-
-
-def _python() -> Iterator[Finding]:
-    yield Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    dtype = "bfloat16 with fp32 masters" if accelerator.bf16_unit() else "float32"
+    return [Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+            *_packages(), _compiler(), _kernels(compile_kernels),
+            Finding("processor", "ok", f"{accelerator.bf16_line()}: model.dtype auto trains in {dtype} on it"),
+            *_device(), *_launcher(), _memory(), *_disk()]
 
 
 def _packages() -> Iterator[Finding]:
@@ -91,42 +92,29 @@ def _package(requirement: object, state: str, cure: str) -> Finding:
     return Finding(requirement.name, state, f"{installed}, outside the tested range {requirement.specifier}", cure)
 
 
-def _compiler() -> Iterator[Finding]:
-    compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
-    yield Finding("C++ compiler", "ok" if compiler else "warning", compiler or "none on PATH",
-                  "" if compiler else "apt install g++ (or your system's package); without it sampling on the CPU "
-                                      "takes the slower torch path")
+def _compiler() -> Finding:
+    if compiler := shutil.which(os.environ.get("CXX", "c++").split()[0]):
+        return Finding("C++ compiler", "ok", compiler)
+    return Finding("C++ compiler", "warning", "none on PATH", "apt install g++ (or your system's package); without it "
+                                                              "sampling on the CPU takes the slower torch path")
 
 
-def _kernels(compile_kernels: bool) -> Iterator[Finding]:
-    from hybrid_rlhf.kernels.build import cache_folder
-
+def _kernels(compile_kernels: bool) -> Finding:
     folder = cache_folder()
-    is_built = any(folder.glob("*/*.so"))
-    if not compile_kernels and not is_built:
-        yield Finding("CPU kernels", "warning", f"not compiled yet (cache: {folder})",
-                      "hybrid-rlhf doctor compiles them; so does the first run, in about a minute")
-        return
-    from hybrid_rlhf.kernels import ops_for
-
-    name = ops_for("cpu").name
-    yield Finding("CPU kernels", "warning" if name.startswith("reference") else "ok", f"{name}, cache: {folder}",
-                  "fix what the line says, then run doctor again" if name.startswith("reference") else "")
-
-
-def _processor() -> Iterator[Finding]:
-    dtype = "bfloat16 with fp32 masters" if bf16_unit() else "float32"
-    yield Finding("processor", "ok", f"{bf16_line()}: model.dtype auto trains in {dtype} on it")
+    if not compile_kernels and not any(folder.glob("*/*.so")):
+        return Finding("CPU kernels", "warning", f"not compiled yet (cache: {folder})",
+                       "hybrid-rlhf doctor compiles them; so does the first run, in about a minute")
+    name = kernels.ops_for("cpu").name
+    if name.startswith("reference"):
+        return Finding("CPU kernels", "warning", f"{name}, cache: {folder}",
+                       "fix what the line says, then run doctor again")
+    return Finding("CPU kernels", "ok", f"{name}, cache: {folder}")
 
 
 def _device() -> Iterator[Finding]:
-    import torch
-
-    from hybrid_rlhf.core.accelerator import WSL_SHARE, why_no_card
-
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        yield Finding("GPU", "warning", f"none that can be used, runs take the CPU: {why_no_card()}",
+        yield Finding("GPU", "warning", f"none that can be used, runs take the CPU: {accelerator.why_no_card()}",
                       "" if built else "with an NVIDIA card, install a CUDA build: pip install torch --index-url "
                                        "https://download.pytorch.org/whl/cu130")
         return
@@ -142,20 +130,17 @@ def _device() -> Iterator[Finding]:
                       + ("" if has_bf16 else "; bfloat16 by emulation only, so model.dtype auto is float16")
                       + (f"; {lacking[0]}" if lacking else ""), lacking[1] if lacking else "")
     if is_wsl():
-        yield Finding("WSL2", "warning", f"runs take at most {WSL_SHARE:.0%} of the memory that is free on the card "
-                      "when they start: beyond it Windows lends the computer's own, many times slower, and Linux none",
+        yield Finding("WSL2", "warning", f"runs take at most {accelerator.WSL_SHARE:.0%} of the memory that is free on "
+                      "the card when they start: beyond it Windows lends the computer's own, many times slower, and "
+                      "Linux none",
                       "close Windows programs that use the card; in NVIDIA's control panel, 'CUDA - Sysmem Fallback "
                       "Policy: Prefer No Sysmem Fallback' makes Windows say no as well")
 
 
 def _launcher() -> Iterator[Finding]:
     """Whether Triton can launch kernels: tried on the GPU; if a CUDA build of torch sees none, by installed tools."""
-    import torch
-
-    from hybrid_rlhf.kernels import launcher, ops_for
-
     if torch.cuda.is_available():
-        name = ops_for("cuda").name
+        name = kernels.ops_for("cuda").name
         is_slow = name.startswith("reference")
         yield Finding("GPU kernels", "warning" if is_slow else "ok", name,
                       "fix what the line says; until then generation takes torch's slower path" if is_slow else "")
@@ -165,31 +150,24 @@ def _launcher() -> Iterator[Finding]:
                           f"{what} is missing: generation on a card takes torch's slower path", cure)
 
 
-def _memory() -> Iterator[Finding]:
-    import torch
-
-    from hybrid_rlhf.engine.decode.kv_cache import free_bytes
-
-    free = free_bytes(torch.device("cpu"))
+def _memory() -> Finding:
+    free = free_host_bytes()
     if free is None:
-        yield Finding("memory", "warning", "the system does not tell what is free")
-        return
+        return Finding("memory", "warning", "the system does not tell what is free")
     is_little = free < FEW_GIB["memory"] * 2**30
-    yield Finding("memory", "warning" if is_little else "ok", f"{_gib(free)} free, {os.cpu_count()} cores",
-                  "close other programs; --plan says what a run needs" if is_little else "")
+    return Finding("memory", "warning" if is_little else "ok", f"{_gib(free)} free, {os.cpu_count()} cores",
+                   "close other programs; --plan says what a run needs" if is_little else "")
 
 
 def _disk() -> Iterator[Finding]:
-    from hybrid_rlhf.kernels.build import cache_folder
-
     hub = Path(expanded(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
     for name, place in (("disk: here", Path.cwd()), ("disk: model cache", hub), ("disk: kernels", cache_folder())):
         existing = next(p for p in (place, *place.parents) if p.exists())
         free = shutil.disk_usage(existing).free
         is_little, is_locked = free < FEW_GIB["disk"] * 2**30, not os.access(existing, os.W_OK)
-        cure = "free some space; a checkpoint of full fine-tuning holds 12 bytes or more a weight" if is_little else ""
-        cure = f"{existing} cannot be written: choose another (HF_HOME, HYBRID_RLHF_CACHE, --output_dir)" if is_locked \
-            else cure
+        cure = ("" if not (is_little or is_locked) else
+                f"{existing} cannot be written: choose another (HF_HOME, HYBRID_RLHF_CACHE, --output_dir)" if is_locked
+                else "free some space; a checkpoint of full fine-tuning holds 12 bytes or more a weight")
         yield Finding(name, "warning" if is_little or is_locked else "ok", f"{_gib(free)} free at {place}", cure)
 
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, in_line, nearest, parse_command
 from hybrid_rlhf.core.options import expanded
+from hybrid_rlhf.memory_plan.presets import WHY, card, closest
+from hybrid_rlhf.training.registry import STAGES, by_table
 
 
 class Goal(NamedTuple):
@@ -65,8 +67,6 @@ def found_card() -> str:
     """The preset for this machine's first GPU, or cpu."""
     import torch
 
-    from hybrid_rlhf.memory_plan.presets import closest
-
     if not torch.cuda.is_available():
         return "cpu"
     return closest(torch.cuda.get_device_properties(0).total_memory / 2**30)
@@ -102,7 +102,6 @@ def ask(flags: dict[str, str | None], read: Callable[[str], str] = input) -> dic
 
 def examine(name: str, value: str, before: dict[str, str]) -> None:
     """UserError if `value` is not a valid answer to the question `name`; before: the answers so far."""
-    from hybrid_rlhf.memory_plan.presets import card
     from hybrid_rlhf.models.load import check_folder
     from hybrid_rlhf.training import builders
 
@@ -153,13 +152,10 @@ def settings_text(answers: dict[str, str]) -> str:
 
 
 def _model(answers: dict[str, str]) -> list[str]:
-    from hybrid_rlhf.memory_plan.presets import WHY, card
-
-    row = card(answers["card"])
     lines = [f"model:  # {of_card(answers['card'])}",
              f"  model_name_or_path: {in_line(answers['model'])}"]
     sections = {"model": lines, "engine": ["engine:"]}
-    for option, value in row.settings.items():
+    for option, value in card(answers["card"]).settings.items():
         section, _, name = option.partition(".")
         shown = f"lora: {{r: {value}}}" if name == "lora.r" else f"{name}: {str(value).lower()}"
         sections[section].append(f"  {shown}  # {WHY[option]}")
@@ -168,8 +164,6 @@ def _model(answers: dict[str, str]) -> list[str]:
 
 def of_card(name: str) -> str:
     """A comment about the settings for a card: the largest model that fits."""
-    from hybrid_rlhf.memory_plan.presets import card
-
     row = card(name)
     return f"settings for {name}" + (f"; {row.fits} of the Qwen2.5 family is about the largest for PPO" if row.gib
                                      else "")
@@ -177,8 +171,6 @@ def of_card(name: str) -> str:
 
 def comment(method: str, option: str) -> str:
     """The comment on an option of a stage, or ''."""
-    from hybrid_rlhf.training.registry import STAGES
-
     if option == "train.per_device_train_batch_size":
         samples = any(name.startswith("roles.") for name in STAGES[method].defaults)
         return f"{'prompts of a step' if samples else 'rows of an optimizer step'}, on each process"
@@ -187,8 +179,6 @@ def comment(method: str, option: str) -> str:
 
 def _option(method: str, option: str, indent: str = "  ") -> str:
     """A line with a default of training/registry.py; null where it depends on the model or other settings."""
-    from hybrid_rlhf.training.registry import STAGES, by_table
-
     name, value, text = option.rpartition(".")[2], STAGES[method].defaults[option], comment(method, option)
     if not isinstance(value, (int, float)):
         return f"{indent}{name}: null  # {'; '.join(filter(None, (f'by the table: {by_table(method, option)}', text)))}"

@@ -31,7 +31,7 @@ from hybrid_rlhf.core.accelerator import why_no_card
 from hybrid_rlhf.core.config import check, command_flags, parse_command
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.startup import quiet_libraries
-from hybrid_rlhf.memory_plan import calibration
+from hybrid_rlhf.memory_plan.rates import write_calibration
 
 # Bounds of a measured calibration. Memory that torch reserves above them is released before it runs out.
 LIBRARIES_BYTES, FRAGMENTATION = (2**28, 2 * 2**30), (0.02, 0.15)
@@ -131,8 +131,8 @@ def qualify(folder: Path, minutes: float, is_dry: bool, launch: Launch) -> list[
     with tempfile.TemporaryDirectory(dir=folder, prefix="work-") as work:
         for name, part in PARTS.items():
             limit = min(ends, time.monotonic() + part.most)
-            rates = next((row.numbers["rates"] for row in rows if "rates" in row.numbers), None)
-            task = Task(name, is_dry, Path(work).resolve(), log.resolve(), limit, limit == ends, rates, foreign_bytes)
+            task = Task(name, is_dry, Path(work).resolve(), log.resolve(), limit, limit == ends, _rates(rows),
+                        foreign_bytes)
             has_time = is_dry or task.left >= part.least
             for row in launch(task) if has_time else [task.row("all of it", State.SKIPPED, NO_TIME)]:
                 rows.append(row)
@@ -161,17 +161,19 @@ def calibrate(rows: list[Row]) -> None:
     measured = [row.numbers for row in rows if "fragmentation" in row.numbers]
     values: dict = {"device": next((row.numbers.get("name") for row in rows if row.name == CARD), None)}
     if measured:
-        values["fragmentation"] = _within(FRAGMENTATION, max(n["fragmentation"] for n in measured))
+        low, high = FRAGMENTATION
+        values["fragmentation"] = min(max(low, *(n["fragmentation"] for n in measured)), high)
     if exact := [n["libraries_bytes"] for n in measured if n["is_exact"]]:  # else other programs' memory counts
-        values["libraries_bytes"] = int(_within(LIBRARIES_BYTES, max(exact)))
-    if rates := next((row.numbers["rates"] for row in rows if "rates" in row.numbers), None):
+        low, high = LIBRARIES_BYTES
+        values["libraries_bytes"] = min(max(low, *exact), high)
+    if rates := _rates(rows):
         values["rates"] = rates
     if len(values) > 1:
-        calibration.write_calibration(values)
+        write_calibration(values)
 
 
-def _within(bounds: tuple[float, float], value: float) -> float:
-    return min(max(value, bounds[0]), bounds[1])
+def _rates(rows: list[Row]) -> dict | None:
+    return next((row.numbers["rates"] for row in rows if "rates" in row.numbers), None)
 
 
 def _nvidia_smi(query: str) -> str | None:

@@ -14,7 +14,7 @@ from hybrid_rlhf.core import accelerator
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.kernels import reference
-from hybrid_rlhf.kernels.fusions import are_close
+from hybrid_rlhf.kernels.fusions import are_close, with_gradients
 from hybrid_rlhf.kernels.ops import PAGE_COLUMNS, Fused, Ops
 from hybrid_rlhf.models import quantize
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, random_model
@@ -161,21 +161,12 @@ def _fused(task: Task, ops: Ops, dtype: torch.dtype) -> Result:
         "gate": (lambda by, x, g: by.gated(g, x), [x, gate]),
         "rotary positions": (lambda by, q, k: by.rotary(q, k, *angles), heads)}
     for name, (call, inputs) in cases.items():
-        ours, want = (_with_gradients(partial(call, by), inputs) for by in (ops.fused, DEFINITIONS))
+        ours, want = ((*results, *gradients) for results, gradients in (
+            with_gradients(partial(call, by), tuple(inputs)) for by in (ops.fused, DEFINITIONS)))
         if not are_close(want, ours, FUSED_BOUNDS[dtype]):
             gap = max(float((a.float() - b.float()).abs().max()) for a, b in zip(ours, want, strict=True))
             faults.append(f"{name}: results or gradients differ by up to {gap:.2g}")
     return _judged(faults, "norm, gate and rotary positions, with gradients")
-
-
-def _with_gradients(call: Callable, inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Results of a call, and the gradients of a weighted sum of them."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    results = call(*leaves)
-    results = results if isinstance(results, tuple) else (results,)
-    total = torch.stack([(r.float() * torch.linspace(-1, 1, r.numel(), device=r.device).view(r.shape)).sum()
-                         for r in results]).sum()
-    return (*(r.detach() for r in results), *torch.autograd.grad(total, leaves))
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

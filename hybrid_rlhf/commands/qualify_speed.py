@@ -7,8 +7,7 @@ import json
 import math
 import shutil
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from hybrid_rlhf.commands.qualify_numbers import MEAN_DRIFT
 from hybrid_rlhf.commands.qualify_page import NO_TIME, Row, State, Task, first_line
@@ -25,12 +23,11 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.device_memory import meter
-from hybrid_rlhf.memory_plan import machine_rates
 from hybrid_rlhf.memory_plan.amounts import size_text
-from hybrid_rlhf.memory_plan.calibration import Calibration
+from hybrid_rlhf.memory_plan.machine_rates import can_measure, card_rates, copies, machine_rates, seconds_of
 from hybrid_rlhf.memory_plan.plan import Plan
 from hybrid_rlhf.memory_plan.presets import closest, flags
-from hybrid_rlhf.memory_plan.rates import SHARES, Rates
+from hybrid_rlhf.memory_plan.rates import Calibration, Rates
 from hybrid_rlhf.models import quantize
 from hybrid_rlhf.models.load import random_model
 from hybrid_rlhf.models.tokenizer import load_tokenizer, train_tokenizer
@@ -100,8 +97,8 @@ def speed(task: Task) -> Iterator[Row]:
     rates = None
     if task.device.type != "cpu":
         rates = card_rates(task.device, dtype, is_dry=task.is_dry)
-    elif machine_rates.can_measure():
-        rates = machine_rates.machine_rates(dtype)
+    elif can_measure():
+        rates = machine_rates(dtype)
     if rates is not None:
         products = ", ".join(f"{points[-1][1] / 1e12:.3g} TFLOPS {name}" for name, points in rates.products.items())
         yield task.row("rates", State.NOTE, f"a copy moves {rates.peak_memory / 1e9:.3g} GB/s; products {products}; "
@@ -109,65 +106,7 @@ def speed(task: Task) -> Iterator[Row]:
     if task.left < 20 and not task.is_dry:
         yield task.row("decode step", State.SKIPPED, NO_TIME)
         return
-    yield from _decoding(task, dtype, rates.peak_memory if rates else _bandwidth(task.device, task.is_dry))
-
-
-@torch.no_grad()
-def card_rates(device: torch.device, dtype: torch.dtype, *, is_dry: bool = False) -> Rates:
-    """The card's measured rates; shortest kernel and gap between kernels are assumed, as for other cards."""
-    names = {str(d).removeprefix("torch."): d for d in (dtype, torch.float32)}
-    rows, heads, length, width = (1, 2, 32, 16) if is_dry else (4, 16, 512, 64)
-    heads_of = [torch.ones(rows, heads, length, width, dtype=dtype, device=device) for _ in range(3)]
-    attention = _seconds(lambda: F.scaled_dot_product_attention(*heads_of, is_causal=True), device, calls=10)
-    forward, backward = _launches(device)
-    cpu_forward, cpu_backward = _launches(torch.device("cpu"))
-    code = machine_rates.CODE - 1  # Python code of a model per operation, in operations of this CPU
-    return Rates(torch.cuda.get_device_name(device), ((1.0, _bandwidth(device, is_dry)),),
-                 {name: _products(device, kind, is_dry) for name, kind in names.items()},
-                 attention={next(iter(names)): 2 * rows * heads * length * length * width / attention},
-                 launch=forward + code * cpu_forward, gradient_launch=backward + code * cpu_backward, overlaps=True,
-                 kernel=SHARES["kernel"], gap=SHARES["gap"], captures=True)
-
-
-def _seconds(act: Callable[[], object], device: torch.device, calls: int = 1, repeats: int = 3) -> float:
-    """Seconds of one call: the median of `repeats` series of `calls`, after a warm-up series."""
-    durations = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        for _ in range(calls):
-            act()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        durations.append((time.perf_counter() - start) / calls)
-    return max(statistics.median(durations[1:]), 1e-9)
-
-
-def _bandwidth(device: torch.device, is_dry: bool) -> float:
-    """Bytes per second that a copy reads and writes."""
-    source = torch.ones(2**16 if is_dry else 2**28, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / _seconds(lambda: target.copy_(source), device, calls=10)
-
-
-def _products(device: torch.device, dtype: torch.dtype, is_dry: bool) -> tuple[tuple[float, float], ...]:
-    """(rows, operations per second) of matrix products; rows are the shortest side."""
-    width, points = 64 if is_dry else 4096, []
-    weight = torch.ones(width, width, dtype=dtype, device=device)
-    for rows in (8, 32) if is_dry else (64, 512, 4096):
-        states = torch.ones(rows, width, dtype=dtype, device=device)
-        duration = _seconds(lambda states=states: F.linear(states, weight), device, calls=10)
-        points.append((float(rows), 2 * rows * width * width / duration))
-    return tuple(points)
-
-
-def _launches(device: torch.device) -> tuple[float, float]:
-    """Seconds of the host per call of a small module: without gradients, and per forward or backward with them."""
-    count = 32
-    model, states = nn.Sequential(*(nn.SiLU() for _ in range(count))), torch.ones(1, 8, device=device).requires_grad_()
-    with torch.no_grad():
-        plain = _seconds(lambda: model(states), device, repeats=10)
-    with torch.enable_grad():
-        return plain / count, _seconds(lambda: model(states).sum().backward(), device, repeats=10) / (2 * count)
+    yield from _decoding(task, dtype, rates.peak_memory if rates else copies()[-1][1])
 
 
 @torch.no_grad()
@@ -191,9 +130,9 @@ def _decoding(task: Task, dtype: torch.dtype, rate: float) -> Iterator[Row]:
         with engine.inference():
             generate(sizes.response)
 
-    rollout_seconds = _seconds(rollout, device)
+    rollout_seconds = seconds_of(rollout, device)
     with engine.inference():
-        long, short = (_seconds(lambda n=n: generate(n), device) for n in (sizes.response, sizes.response // 2))
+        long, short = (seconds_of(lambda n=n: generate(n), device) for n in (sizes.response, sizes.response // 2))
         description = engine.describe()
     step = max(long - short, 1e-9) / (sizes.response - sizes.response // 2)
     weights = {m.weight.data_ptr(): m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear)}
@@ -220,6 +159,8 @@ def _decoding(task: Task, dtype: torch.dtype, rate: float) -> Iterator[Row]:
 
 def steps(task: Task) -> Iterator[Row]:
     """Rows of the task's run: the run, its memory, its seconds, and memory of the card beside tensors."""
+    from hybrid_rlhf.cli import read_settings
+
     case, sizes = CASES[task.name], Sizes(4, 40, 8) if task.is_dry else Sizes(8, 128, 128)
     try:
         if case.is_quantised:
@@ -241,12 +182,27 @@ def steps(task: Task) -> Iterator[Row]:
             return
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         words += ["--roles.reward.model_name_or_path", str(folder)]
+    plan: Plan | None = None
     try:
-        plan = _plan_of(words)
+        config, _ = read_settings(words[1], words[2:])
+        plan = memory_options.plans_of(config, memory_options.Place.here(None))[0]
     except Exception as error:  # the run itself can still be tried
         yield task.failed("plan", error)
-        plan = None
-    yield from _measured(task, name, sizes, plan, words)
+    if task.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(task.device)
+    if reason := _launched(task, words):
+        yield task.row("run", State.FAILED, f"{name}: {reason}")
+        return
+    out = task.folder / task.name
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [values for line in lines if "time/step" in (values := json.loads(line))]
+    shutil.rmtree(out, ignore_errors=True)
+    yield run_row(task, name, sizes, metrics)
+    if plan is not None:
+        yield memory_row(task, plan, metrics)
+        yield time_row(task, plan, metrics)
+    if task.device.type == "cuda":
+        yield _beside_row(task)
 
 
 def choose_model(task: Task, case: Case) -> str:
@@ -337,31 +293,6 @@ def _launched(task: Task, words: list[str]) -> str:
         log.seek(start)
         lines = [line.strip() for line in log if line.startswith(("error", "warning"))] or ["no line says why"]
     return f"ended with exit code {code}: {lines[-1]}" if code else ""
-
-
-def _plan_of(words: list[str]) -> Plan:
-    from hybrid_rlhf.cli import read_settings
-
-    config, _ = read_settings(words[1], words[2:])
-    return memory_options.plans_of(config, memory_options.Place.here(None))[0]
-
-
-def _measured(task: Task, name: str, sizes: Sizes, plan: Plan | None, words: list[str]) -> Iterator[Row]:
-    if task.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(task.device)
-    if reason := _launched(task, words):
-        yield task.row("run", State.FAILED, f"{name}: {reason}")
-        return
-    out = task.folder / task.name
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    metrics = [values for line in lines if "time/step" in (values := json.loads(line))]
-    shutil.rmtree(out, ignore_errors=True)
-    yield run_row(task, name, sizes, metrics)
-    if plan is not None:
-        yield memory_row(task, plan, metrics)
-        yield time_row(task, plan, metrics)
-    if task.device.type == "cuda":
-        yield _beside_row(task)
 
 
 def run_row(task: Task, name: str, sizes: Sizes, metrics: list[dict]) -> Row:

@@ -1,5 +1,5 @@
 """Runs a user's code: files, calls, and their errors in one line. It is also the worker process of `*.isolate`, which
-does so for another process (rewards/isolation.py).
+does so for another process (rewards/user_code.py).
 
 The process is this file alone: it imports nothing of ours, so that it starts in a tenth of a second. Requests are
 pickles and replies are JSON, over a socket. Its arguments: the number of the socket, the id of the process that asks.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +35,8 @@ def _std(a: Numbers, b: Numbers) -> Numbers:
     return [total, a[1] + gap * b[0] / total, a[2] + b[2] + gap * gap * a[0] * b[0] / total]
 
 
-def _least(a: Numbers, b: Numbers) -> Numbers:
-    return min((s for s in (a, b) if s[1]), key=lambda s: s[0], default=a)
-
-
-def _largest(a: Numbers, b: Numbers) -> Numbers:
-    return max((s for s in (a, b) if s[1]), key=lambda s: s[0], default=a)
+def _extreme(choose: Callable, a: Numbers, b: Numbers) -> Numbers:
+    return choose((s for s in (a, b) if s[1]), key=lambda s: s[0], default=a)
 
 
 def _counts(a: Counts, b: Counts) -> Counts:
@@ -61,8 +58,8 @@ def _top_share(counts: Counts, most: int) -> float | None:
 
 
 _MERGE: dict[str, Callable[[Any, Any], State]] = {
-    "mean": _mean, "std": _std, "min": _least, "max": _largest, "distinct": _counts, "top1": _counts, "top3": _counts,
-    "nth": _joined}
+    "mean": _mean, "std": _std, "min": partial(_extreme, min), "max": partial(_extreme, max), "distinct": _counts,
+    "top1": _counts, "top3": _counts, "nth": _joined}
 _VALUE: dict[str, Callable[[Any], float | None]] = {
     "mean": lambda s: s[0] / s[1] if s[1] else None, "std": lambda s: (s[2] / s[0]) ** 0.5 if s[0] else None,
     "min": lambda s: s[0] if s[1] else None, "max": lambda s: s[0] if s[1] else None,
@@ -134,11 +131,13 @@ class Metrics:
         return self
 
     def __add__(self, other: Metrics) -> Metrics:
-        total = Metrics()
-        for source in (self, other):
-            for name, (kind, state) in source._states.items():
-                total._pool(name, kind, state)
-        return total
+        return Metrics().take(self).take(other)
+
+    def take(self, other: Metrics) -> Metrics:
+        """Pool another's observations with these."""
+        for name, (kind, state) in other._states.items():
+            self._pool(name, kind, state)
+        return self
 
     def renamed(self, names: dict[str, str]) -> Metrics:
         """The same metrics, those in `names` under another name."""

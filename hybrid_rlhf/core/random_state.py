@@ -24,11 +24,12 @@ def state() -> dict:
 
 
 def load_state(saved: Mapping) -> None:
-    """Restore every generator; torch's stay as they are where `saved` has no state of theirs."""
-    python, numpy = saved["python"], saved["numpy"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state((numpy["kind"], numpy["key"].numpy().astype(np.uint32), numpy["position"], numpy["has_gauss"],
-                         numpy["cached"]))
+    """Restore every generator that `saved` has a state of."""
+    if python := saved.get("python"):
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    if numpy := saved.get("numpy"):
+        np.random.set_state((numpy["kind"], numpy["key"].numpy().astype(np.uint32), numpy["position"],
+                             numpy["has_gauss"], numpy["cached"]))
     if "torch" in saved:
         torch.set_rng_state(saved["torch"])
     if device().type == "cuda" and "device" in saved:

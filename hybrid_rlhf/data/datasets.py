@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.core.options import check_values, one_of, within
-from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.examples import (

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.core.image_files import ImageRef
-from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data.chat import image_text
 from hybrid_rlhf.data.datasets import DataConfig, StageData, build, counts, dropped
 from hybrid_rlhf.data.sources import Reads

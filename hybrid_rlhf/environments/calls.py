@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from hybrid_rlhf.core.errors import escape_control, shortened
 from hybrid_rlhf.core.function_worker import no_second_process, one_line, text_of
-from hybrid_rlhf.core.text_safety import escape_control, shortened
 from hybrid_rlhf.data.messages import clean
 from hybrid_rlhf.rewards.user_code import Overdue, unchanged, within
 

@@ -18,8 +18,7 @@ from hybrid_rlhf.core.function_worker import call_error, no_second_process, one_
 from hybrid_rlhf.environments.calls import CallError
 from hybrid_rlhf.models.tool_schema import schema_of
 from hybrid_rlhf.rewards.functions import fresh, needed_by, parameters
-from hybrid_rlhf.rewards.isolation import CallFailed
-from hybrid_rlhf.rewards.user_code import unchanged
+from hybrid_rlhf.rewards.user_code import CallFailed, unchanged
 
 _NO_TOOLS = ("reset", "get_reward")
 _ROLES = ("user", "tool", "system")
@@ -153,8 +152,8 @@ class Instance:
         except TypeError as error:
             raise CallError(f"{name}: {one_line(error)}; {takes}") from error
         if name in self.environment.tools:
-            return _answer(name, tool, lambda: tool(**values), _same, takes)
-        return self._one_at_a_time(name, tool, lambda: tool(**values), _same, takes)
+            return _answer(name, tool, lambda: tool(**values), hint=takes)
+        return self._one_at_a_time(name, tool, lambda: tool(**values), hint=takes)
 
     def step(self, messages: list[dict]) -> Any:
         """(messages, done, reward): the messages that the environment adds to the conversation, whether the episode
@@ -164,7 +163,7 @@ class Instance:
 
     def reward(self) -> Any:
         """The unchecked answer of get_reward()."""
-        return self._beside("get_reward", self.object.get_reward, lambda: self.object.get_reward(), _same)
+        return self._beside("get_reward", self.object.get_reward, lambda: self.object.get_reward())
 
     def _tool(self, name: str) -> Callable | None:
         if name in self.environment.tools:
@@ -176,16 +175,14 @@ class Instance:
         return ", ".join(f"{n} ({_type_of(p)}{'' if n in shape.get('required', ()) else ', optional'})"
                          for n, p in shape["properties"].items())
 
-    def _one_at_a_time(self, name: str, function: Callable, call: Callable[[], Any], then: Callable[[Any], Any],
-                       hint: str = "") -> Any:
+    def _one_at_a_time(self, name: str, *call: Any, hint: str = "") -> Any:
         with self._alone(name):
-            answer = _answer(name, function, call, then, hint)
+            answer = _answer(name, *call, hint=hint)
         return self._awaited_alone(name, answer) if inspect.isawaitable(answer) else answer
 
-    def _beside(self, name: str, function: Callable, call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
+    def _beside(self, name: str, *call: Any) -> Any:
         """One at a time, except beside a call that timed out: the model was told, and the episode goes on."""
-        is_late = self.is_busy
-        return _answer(name, function, call, then) if is_late else self._one_at_a_time(name, function, call, then)
+        return _answer(name, *call) if self.is_busy else self._one_at_a_time(name, *call)
 
     async def _awaited_alone(self, name: str, answer: Awaitable) -> Any:
         with self._alone(name):
@@ -235,7 +232,8 @@ class Environments:
                                 f"{nearest(name, have)}; give the rows one")
 
 
-def _answer(name: str, function: Callable, call: Callable[[], Any], then: Callable[[Any], Any], hint: str = "") -> Any:
+def _answer(name: str, function: Callable, call: Callable[[], Any], then: Callable[[Any], Any] = lambda answer: answer,
+            *, hint: str = "") -> Any:
     """then(call()), or a coroutine of it. Errors are CallError with the line of the function's own file."""
     with _call_errors(name, function, hint):
         answer = call()
@@ -260,10 +258,6 @@ def _call_errors(name: str, function: Callable, hint: str) -> Iterator[None]:
     except Exception as error:
         ending = f"; {hint}" if hint and isinstance(error, TypeError) else ""
         raise CallError(f"{name} {call_error(error, function)}{ending}") from error
-
-
-def _same(answer: Any) -> Any:
-    return answer
 
 
 def _text_or_none(answer: Any) -> str | None:

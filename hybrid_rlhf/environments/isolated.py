@@ -20,8 +20,7 @@ from hybrid_rlhf.environments.calls import LateError, keep_time
 from hybrid_rlhf.environments.contract import Environment, Environments
 from hybrid_rlhf.environments.open import EnvironmentConfig, open_environments, options_of
 from hybrid_rlhf.rewards.functions import from_python, handed_over, split
-from hybrid_rlhf.rewards.isolation import START_SECONDS, CallFailed, WorkerProcess, importable, signature_of
-from hybrid_rlhf.rewards.user_code import Overdue
+from hybrid_rlhf.rewards.user_code import START_SECONDS, CallFailed, Overdue, WorkerProcess, importable, signature_of
 
 _OPTION = "environment.isolate"
 
@@ -93,28 +92,23 @@ class _Workers:
             self._idle.append(worker)
 
 
-@dataclass(frozen=True)
-class _Class:
-    """Constructs instances of one kind. methods: their signatures; tools: those whose answers a model reads."""
-
-    source: Source
-    options: Mapping[str, Any]
-    methods: Mapping[str, inspect.Signature]
-    tools: frozenset[str]
-
-
 class IsolatedObject:
     """A proxy of an instance in a worker process. `reset` constructs the instance if there is none (any more); other
-    methods then fail. Method names are the user's, so the proxy's own names begin with an underscore."""
+    methods then fail. Method names are the user's, so the proxy's own names begin with an underscore.
 
-    def __init__(self, made_by: _Class, workers: _Workers) -> None:
-        self._class, (self._worker, self._number) = made_by, workers.next_place()
+    methods: signatures of the instance's methods; tools: those whose answers a model reads.
+    """
+
+    def __init__(self, source: Source, options: Mapping[str, Any], methods: Mapping[str, inspect.Signature],
+                 tools: Sequence[str], workers: _Workers) -> None:
+        self._source, self._options, self._methods, self._tools = source, options, methods, tools
+        self._worker, self._number = workers.next_place()
         self._generation = 0  # of the process that it was made in
 
     def __getattr__(self, name: str) -> _Method:
-        if name not in self._class.methods and name != "reset":
+        if name not in self._methods and name != "reset":
             raise AttributeError(name)
-        return _Method(self, name, self._class.methods.get(name, inspect.Signature()))
+        return _Method(self, name, self._methods.get(name, inspect.Signature()))
 
     def _call(self, name: str, values: tuple, named: dict[str, Any]) -> Any:
         with self._worker.turn():
@@ -123,9 +117,9 @@ class IsolatedObject:
             if not is_there and name != "reset":
                 raise CallFailed(f"was not called: the environment is gone: {process.how_it_ended}")
             if not is_there:
-                self._worker.make(self._number, self._class.source, self._class.options)
+                self._worker.make(self._number, self._source, self._options)
                 self._generation = process.generation
-            return self._worker.call((self._number, name), values, named, name in self._class.tools)
+            return self._worker.call((self._number, name), values, named, name in self._tools)
 
 
 @dataclass(frozen=True)
@@ -234,12 +228,8 @@ def _kind(described: dict, settings: EnvironmentConfig, sources: Mapping[str, So
         text = settings.factory if isinstance(settings.factory, str) else settings.factory[described["name"]]
         source, options = sources[text], options_of(settings.factory, settings.options, described["name"])
         methods = {name: signature_of(parameters) for name, parameters in described["methods"].items()}
-        make = partial(IsolatedObject, _Class(source, options, methods, frozenset(described["shown"])), workers
-                       ) if source else partial(BUILTINS[split(text, _OPTION, BUILTINS)[1]], **options)
+        make = (partial(IsolatedObject, source, options, methods, described["shown"], workers) if source else
+                partial(BUILTINS[split(text, _OPTION, BUILTINS)[1]], **options))
     return Environment(described["name"], described["schemas"], described["has_step"], described["has_reward"], tools,
-                       make, tuple(described["needed"]), lane_of=_lane_of)
-
-
-def _lane_of(instance: object) -> _Worker | None:
-    """The worker that an instance's calls wait for; None for an instance in this process."""
-    return instance._worker if isinstance(instance, IsolatedObject) else None
+                       make, tuple(described["needed"]),
+                       lane_of=lambda made: made._worker if isinstance(made, IsolatedObject) else None)

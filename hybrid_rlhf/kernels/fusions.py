@@ -87,7 +87,7 @@ def _agrees(original: Callable, ours: Callable, example: tuple[Tensor, ...], num
     """Whether both return the same on the example, and the same gradients by its first tensors, up to rounding."""
     try:
         (wants, their_gradients), (gots, our_gradients) = (
-            _with_gradients(f, example, num_leaves) for f in (original, ours))
+            with_gradients(f, example, num_leaves) for f in (original, ours))
     except Exception as error:  # third-party code may raise anything; it keeps its own operation
         if is_out_of_memory(error):
             raise
@@ -105,8 +105,8 @@ def _seed(device: torch.device) -> None:
 
 
 @torch.enable_grad()
-def _with_gradients(function: Callable, example: tuple[Tensor, ...],
-                    num_leaves: int | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def with_gradients(function: Callable, example: tuple[Tensor, ...],
+                   num_leaves: int | None = None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The outputs of `function`, and the gradients of a weighted sum of them by the first tensors of the example."""
     leaves = [t.detach().clone().requires_grad_() for t in example[:num_leaves]]
     _seed(leaves[0].device)  # equally many dropouts draw alike

@@ -1,4 +1,4 @@
-"""Measures the rates of this machine's CPU in about a second: matrix products, copies, our kernels, and calls."""
+"""Measures the rates of this machine's CPU (in about a second), and of its card: products, copies, our kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybrid_rlhf.kernels import Ops, cpu, ops_for
-from hybrid_rlhf.memory_plan.rates import Points, Rates
+from hybrid_rlhf.memory_plan.rates import SHARES, Points, Rates
 
 MOST, LEAST = 0.02, 3  # seconds and series for one figure
 SIDE = 768  # of the products' weights
@@ -27,6 +27,7 @@ CODE = 5
 # Efficiency factor: the share that whole phases reached of rates measured in bursts over warm data, from models of 4M
 # to 134M (docs/results/plan_time.md).
 REACHED = 0.87
+CPU = torch.device("cpu")
 
 clock = time.perf_counter  # in seconds; benchmarks on shared machines use processor time
 
@@ -43,7 +44,7 @@ def machine_rates(dtype: torch.dtype) -> Rates:
     launch, gradient_launch = _launches()
     threads = torch.get_num_threads()
     device = f"this CPU, {threads} thread{'s' * (threads > 1)}"
-    return Rates(device, _copies(), products, few, attention={name: _attention(ops, dtype)},
+    return Rates(device, copies(), products, few, attention={name: _attention(ops, dtype)},
                  passes={d: _passes(kind) for d, kind in dtypes.items()},
                  cache=_decode_attention(ops, dtype), draws=_draws(ops, dtype), scores=_scores(ops, dtype),
                  launch=CODE * launch, gradient_launch=CODE * gradient_launch, product_start=starts,
@@ -55,47 +56,72 @@ def can_measure() -> bool:
     return cpu.is_built() or not cpu.can_load()
 
 
-def _seconds(act: Callable[[], object]) -> float:
+@torch.no_grad()
+def card_rates(device: torch.device, dtype: torch.dtype, *, is_dry: bool = False) -> Rates:
+    """The card's measured rates; shortest kernel and gap between kernels are assumed, as for other cards."""
+    names = {str(d).removeprefix("torch."): d for d in (dtype, torch.float32)}
+    rows, heads, length, width = (1, 2, 32, 16) if is_dry else (4, 16, 512, 64)
+    side, counts = (64, (8, 32)) if is_dry else (4096, (64, 512, 4096))
+    heads_of = [torch.ones(rows, heads, length, width, dtype=dtype, device=device) for _ in range(3)]
+    attention = seconds_of(lambda: F.scaled_dot_product_attention(*heads_of, is_causal=True), device)
+    (forward, backward), (cpu_forward, cpu_backward) = _launches(device), _launches(CPU)
+    return Rates(torch.cuda.get_device_name(device), copies(device, (2**16 if is_dry else 2**28,)),
+                 {name: _products(F.linear, kind, 0.0, device=device, side=side, rows=counts)
+                  for name, kind in names.items()},
+                 attention={next(iter(names)): 2 * rows * heads * length * length * width / attention},
+                 launch=forward + (CODE - 1) * cpu_forward, gradient_launch=backward + (CODE - 1) * cpu_backward,
+                 overlaps=True, kernel=SHARES["kernel"], gap=SHARES["gap"], captures=True)
+
+
+def seconds_of(act: Callable[[], object], device: torch.device = CPU) -> float:
     """Seconds of one call: the median of a few short series, as other load on the machine slows a run too."""
-    act()
-    began, series = clock(), []
-    while clock() - began < MOST or len(series) < LEAST:
-        start, count = clock(), 0
-        while count == 0 or clock() - start < MOST / 8:
+
+    def series(count: int) -> float:
+        start = clock()
+        for _ in range(count):
             act()
-            count += 1
-        series.append((clock() - start) / count)
-    return statistics.median(series)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return max((clock() - start) / count, 1e-9)
+
+    series(1)
+    count, began, taken = max(1, round(MOST / 8 / series(1))), clock(), []
+    while clock() - began < MOST or len(taken) < LEAST:
+        taken.append(series(count))
+    return statistics.median(taken)
 
 
 @torch.no_grad()
-def _products(product: Callable, dtype: torch.dtype, start: float, num_weights: int = 1) -> Points:
+def _products(product: Callable, dtype: torch.dtype, start: float, num_weights: int = 1, *, device: torch.device = CPU,
+              side: int = SIDE, rows: tuple[int, ...] = ROWS) -> Points:
     """Rates by rows, over several weights in turn: a decode step finds none of them in the nearest cache."""
-    rates, weights = [], cycle(torch.full((num_weights, SIDE, SIDE), 0.1, dtype=dtype).unbind())
-    for rows in ROWS:
-        x = torch.randn(rows, SIDE).to(dtype)
-        taken = _seconds(lambda x=x: product(x, next(weights), None))
-        rates.append((float(rows), 2 * rows * SIDE * SIDE / max(taken - start, taken / 4)))
+    rates, weights = [], cycle(torch.full((num_weights, side, side), 0.1, dtype=dtype, device=device).unbind())
+    for count in rows:
+        x = torch.randn(count, side).to(device, dtype)
+        taken = seconds_of(lambda x=x: product(x, next(weights), None), device)
+        rates.append((float(count), 2 * count * side * side / max(taken - start, taken / 4)))
     return tuple(rates)
 
 
 @torch.no_grad()
 def _product_start(product: Callable, dtype: torch.dtype) -> float:
     weight, x = torch.randn(64, 64).to(dtype), torch.randn(8, 64).to(dtype)
-    return _seconds(lambda: product(x, weight, None))
+    return seconds_of(lambda: product(x, weight, None))
 
 
-def _copies() -> Points:
-    source = torch.ones(SIZES[-1] // 4)
+def copies(device: torch.device = CPU, sizes: tuple[int, ...] = SIZES) -> Points:
+    """(bytes that a copy reads and writes, bytes per second), by size of what is copied."""
+    source = torch.ones(sizes[-1] // 4, device=device)
     target = torch.empty_like(source)
-    return tuple((2.0 * size, 2 * size / _seconds(lambda n=size // 4: target[:n].copy_(source[:n]))) for size in SIZES)
+    return tuple((2.0 * size, 2 * size / seconds_of(lambda n=size // 4: target[:n].copy_(source[:n]), device))
+                 for size in sizes)
 
 
 def _passes(dtype: torch.dtype) -> float:
     """Bytes per second of an element-wise operation within the cache."""
     one = torch.ones(2**18, dtype=dtype)
     out = torch.empty_like(one)
-    return 3 * one.numel() * one.element_size() / _seconds(lambda: torch.mul(one, one, out=out))
+    return 3 * one.numel() * one.element_size() / seconds_of(lambda: torch.mul(one, one, out=out))
 
 
 @torch.no_grad()
@@ -108,7 +134,7 @@ def _attention(ops: Ops, dtype: torch.dtype) -> float:
             return ops.causal_attention(query, key, value, scaling=0.125)
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    return 2 * 4 * 4 * 192 * 192 * 64 / _seconds(attend)
+    return 2 * 4 * 4 * 192 * 192 * 64 / seconds_of(attend)
 
 
 @torch.no_grad()
@@ -118,14 +144,14 @@ def _decode_attention(ops: Ops, dtype: torch.dtype) -> float:
     query, key, value = (torch.randn(rows, heads, 1, width).to(dtype) for _ in range(3))
     keys, values = (torch.randn(rows, heads, columns, width).to(dtype) for _ in range(2))
     slots, places = torch.arange(rows), torch.full((rows,), columns - 1)
-    return (keys.nbytes + values.nbytes) / _seconds(lambda: ops.decode_attention(
+    return (keys.nbytes + values.nbytes) / seconds_of(lambda: ops.decode_attention(
         query, key, value, keys, values, slots[:, None], places, columns, scaling=0.125))
 
 
 @torch.no_grad()
 def _draws(ops: Ops, dtype: torch.dtype) -> float:
     logits, streams = torch.randn(8, VOCAB).to(dtype), torch.arange(8)
-    return logits.numel() / _seconds(lambda: ops.sample(logits, streams, streams))
+    return logits.numel() / seconds_of(lambda: ops.sample(logits, streams, streams))
 
 
 def _scores(ops: Ops, dtype: torch.dtype) -> tuple[float, float]:
@@ -139,17 +165,15 @@ def _scores(ops: Ops, dtype: torch.dtype) -> tuple[float, float]:
         scores = score(logits, targets, 1.0, True)
         (scores[0] + scores[1]).sum().backward()
 
-    forward = _seconds(lambda: score(logits.detach(), targets, 1.0, True))
-    return logits.numel() / forward, logits.numel() / max(_seconds(both) - forward, forward / 4)
+    forward = seconds_of(lambda: score(logits.detach(), targets, 1.0, True))
+    return logits.numel() / forward, logits.numel() / max(seconds_of(both) - forward, forward / 4)
 
 
-def _launches() -> tuple[float, float]:
-    """Seconds of a call of a small module: without gradients, and of forward and backward each."""
-    model, x, length = nn.Sequential(*(nn.SiLU() for _ in range(32))), torch.ones(1, 8, requires_grad=True), 32
-
-    def with_gradients() -> None:
-        model(x).sum().backward()
-
+def _launches(device: torch.device = CPU) -> tuple[float, float]:
+    """Seconds of the host for a call of a small module: without gradients, and of forward and backward each."""
+    count = 32
+    model, x = nn.Sequential(*(nn.SiLU() for _ in range(count))), torch.ones(1, 8, device=device, requires_grad=True)
     with torch.no_grad():
-        plain = _seconds(lambda: model(x))
-    return plain / length, _seconds(with_gradients) / (2 * length)
+        plain = seconds_of(lambda: model(x), device)
+    with torch.enable_grad():
+        return plain / count, seconds_of(lambda: model(x).sum().backward(), device) / (2 * count)

@@ -1,27 +1,24 @@
 """The memory plan: bytes by role and phase, known before any weight is loaded.
 
 A recipe says which roles there are and how large their micro-batches can become; this module counts. Resident memory
-follows from formulas (formulas.py, `cache_bytes`), that of a forward and backward from the model's own code run on
+follows from formulas (`state_bytes`, `cache_bytes`), that of a forward and backward from the model's own code run on
 tensors without memory (trace.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from hybrid_rlhf.engine.decode.cuda_graphs import STEPS_PER_LOOK
 from hybrid_rlhf.engine.decode.pages import NUM_PAGED, page_size
+from hybrid_rlhf.engine.train.zero_config import OFFLOADS, lowest_stage
 from hybrid_rlhf.memory_plan import trace
-from hybrid_rlhf.memory_plan.amounts import parse_bytes, size_text
-from hybrid_rlhf.memory_plan.calibration import Calibration
-from hybrid_rlhf.memory_plan.formulas import stage_of, state_bytes
+from hybrid_rlhf.memory_plan.rates import Calibration
 from hybrid_rlhf.models import saving, shapes
 from hybrid_rlhf.models.load import ModelConfig
-
-__all__ = ["DOES_NOT_FIT", "Generation", "Line", "Plan", "Role", "make_plan", "parse_bytes", "size_text"]
 
 KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "kept words", "targets",
          "activations", "logits")
@@ -32,7 +29,7 @@ DOES_NOT_FIT = 3  # exit code of --plan
 MAX_PREFILL_TOKENS = 4096  # of one forward, as in engine/decode/scheduler.py
 MAX_LIVE = 10**9  # elements that ZeRO 3 keeps gathered for their next use
 # Memory of libraries on a CPU: 33 MB of products that oneDNN compiles for the shapes it meets, 13 of modules, the rest
-# in the heap between small tensors (docs/results/memory.md). On a card: calibration.py.
+# in the heap between small tensors (docs/results/memory.md). On a card: Calibration in rates.py.
 LIBRARIES = {"cpu": 64 << 20}
 INTERPRETER = "not counted: Python and its libraries, about 0.5 GiB, which a run's own figure of its memory holds"
 
@@ -169,16 +166,14 @@ class Plan:
 
 
 def make_plan(title: str, roles: Iterable[Role], device: torch.device, available: int | None, world: int = 1,
-              notes: Iterable[str] = (), *, is_exact: bool = True, calibration: Calibration | None = None) -> Plan:
+              *, is_exact: bool = True, calibration: Calibration | None = None) -> Plan:
     """Count all memory of `roles`; reads configurations only. Raises UserError where one cannot be read.
 
     is_exact False: see trace.activations. calibration: of the card (None: the published one).
     """
     roles = list(roles)
     phases = (*phases_of(roles), *([EXPORT] if any(r.trains for r in roles) else []))
-    lines, host, notes = [], 0, list(notes)
-    if device.type == "cpu":
-        notes.append(INTERPRETER)
+    lines, host, notes = [], 0, (INTERPRETER,) if device.type == "cpu" else ()
     for role in roles:
         needs = _Needs(role, device, world, is_exact)
         for kind, sizes in needs.by_phase(phases).items():
@@ -186,7 +181,7 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
                 lines.append(Line(role.name, kind, sizes, passes=needs.waits))
         host += needs.host
     lines += _of_process(device, Plan(title, phases, tuple(lines), available), calibration or Calibration())
-    return Plan(title, phases, tuple(lines), available, tuple(notes), host, tuple(roles))
+    return Plan(title, phases, tuple(lines), available, notes, host, tuple(roles))
 
 
 def _of_process(device: torch.device, tensors: Plan, calibration: Calibration) -> list[Line]:
@@ -366,3 +361,71 @@ class _Needs:
                  "logits": num_rows * self.sizes.vocab * (4 + self.sizes.itemsize)}
         for kind, size in sizes.items():
             self.now[kind][sampling.phase] = max(size, self.now[kind].get(sampling.phase, 0))
+
+
+# -- what training needs beside the weights: optimizer state, masters, gradients and DeepSpeed's buffers ---------------
+
+
+REDUCE_BUCKET = 50_000_000  # elements that DeepSpeed flattens at once
+SUB_GROUP = 10**9  # elements that ZeRO 3 steps at once
+# of one parameter; 8 bits: two bytes and two fp32 scales per block of 256 (bitsandbytes)
+MOMENT_BYTES = {"adamw": 8.0, "adamw_unfused": 8.0, "adamw_8bit": 2 + 8 / 256, "sgd": 0.0}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one process beside the weights. optimizer: all the time; gradients: while micro-batches run; closing: at
+    the end of the last backward, when gradients are reduced and activations are gone; stepping: during the optimizer's
+    step, gradients included. host: what an offloaded optimizer keeps in the CPU's memory."""
+
+    optimizer: int
+    gradients: int
+    closing: int
+    stepping: int
+    host: int = 0
+
+
+def stage_of(dtype: torch.dtype, zero_stage: int | None, world: int, optim: str = "adamw",
+             offload: Collection[str] = (), *, is_small: bool = False) -> int:
+    """The ZeRO stage of training, as engine/train/zero_config.py chooses it."""
+    if zero_stage is not None:
+        return zero_stage
+    return max([lowest_stage(dtype, world, optim, is_small=is_small), *(OFFLOADS[name] for name in offload)])
+
+
+def state_bytes(count: int, dtype: torch.dtype, zero_stage: int | None, world: int = 1, optim: str = "adamw",
+                offload: Collection[str] = (), *, keeps_sums: bool = True) -> StateBytes:
+    """Of `count` parameters under DeepSpeed 0.19, as measured (tests/memory_plan/test_plan.py; one process, bytes
+    per parameter; m is 8 for AdamW, 2 in 8 bits, 0 for SGD; g the bytes of a gradient, 4 or 2):
+
+        dtype  ZeRO  optimizer             gradients  closing  step
+        fp32   0     m                     g          g        g
+        bf16   0     16 (and fp32 sums)    0          0        0
+        any    1     4 + m (masters)       2 g        2 g      8
+        any    2     4 + m                 g          3 g      8
+        any    3     4 + m + 2 g           0          2 g      4 and, in 16 bits, 2
+
+    Over `world` processes ZeRO 1 divides optimizer and step, ZeRO 2 and 3 the gradients too (ZeRO, 1910.02054, section
+    5), and ZeRO 0 flattens a bucket at closing. A g of ZeRO 2 and 3 that is a bucket has at most 5e7 elements. bf16 at
+    ZeRO 0 is ours (engine/train/adamw_master.py); with a single micro-batch it is 12, and 2 of gradients. keeps_sums:
+    whether its fp32 sums stay after the step, as on a CPU; else 4 of the 16 exist in training only. An offloaded
+    optimizer has its state, and gradients in fp32 and once or twice in g, in the CPU's memory, and steps there.
+    """
+    stage, size = stage_of(dtype, zero_stage, world, optim, offload), dtype.itemsize
+    moments, bucket = MOMENT_BYTES[optim], min(count, REDUCE_BUCKET) * size
+    gradient = size * count
+    if stage == 0 and dtype != torch.float32:
+        return StateBytes(16 * count, 0, 0, 0) if keeps_sums else StateBytes(12 * count, *[4 * count] * 3)
+    if stage == 0:
+        return StateBytes(round(moments * count), gradient, gradient + (bucket if world > 1 else 0), gradient)
+    state = round((4 + moments) * count / world)
+    gradients = {1: 2 * gradient, 2: gradient // world, 3: 0}[stage]
+    closing = {1: gradients, 2: gradients + 2 * bucket, 3: 2 * bucket}[stage]
+    buffers = gradient // world + bucket if stage == 3 else 0
+    if "optimizer" in offload:
+        host = state + (4 + size * (2 if stage == 2 else 1)) * count // world
+        gradients = {1: 2 * gradient, 2: 0, 3: 0}[stage]
+        closing = gradients + {1: 0, 2: bucket, 3: 2 * bucket}[stage]
+        return StateBytes(bucket if stage == 3 else 0, gradients, closing, 0, host)
+    stepping = (4 + (size if size == 2 else 0)) * min(count // world, SUB_GROUP) if stage == 3 else 8 * count // world
+    return StateBytes(state + buffers, gradients, closing, stepping)

@@ -1,15 +1,20 @@
-"""How fast a device is: bytes and operations per second, and the overhead of each operation.
+"""How fast a device is: bytes and operations per second, and the overhead of each operation; and what a card's process
+takes beside its tensors.
 
-For cards the published figures, times SHARES, which are assumed and not measured.
+For cards the published figures, times SHARES, which are assumed and not measured, or what qualify has measured.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+from hybrid_rlhf.core.own_files import write_file
+from hybrid_rlhf.kernels.build import cache_folder
 from hybrid_rlhf.memory_plan.operations import ATTENTION, FUSED, PASS, Operation
 
 Points = tuple[tuple[float, float], ...]  # (size, rate) by size; between them the rate goes by the size's logarithm
@@ -161,3 +166,49 @@ def figures_of(name: str) -> CardFigures | None:
 def cards_with(memory: int) -> list[CardFigures]:
     """Cards that have about `memory` bytes."""
     return [c for c in CARDS.values() if abs(memory / 2**30 / c.gib - 1) < 0.08]
+
+
+# -- measured on this machine's card -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Memory of a process on a card beside its tensors.
+
+    libraries_bytes: CUDA's context and what libraries load and hold: 1.2 GiB (H100, docs/results/gpu.md: 0.68 for a
+    context and cuBLAS; after steps of GRPO with QLoRA 1.71, of which NCCL, not started for one process, had 0.55). The
+    free memory of this machine's own card, which is measured in a context, lacks a part of that already. fragmentation:
+    what the allocator cannot use, as a share of the tensors' bytes (H100: 5%).
+    """
+
+    libraries_bytes: int = 12 * 2**30 // 10
+    fragmentation: float = 0.07
+
+
+def read_calibration() -> Calibration:
+    """The values measured here, from calibration.json of the cache folder ($HYBRID_RLHF_CACHE, else
+    ~/.cache/hybrid_rlhf), and published values for those that it lacks."""
+    stored = _stored()
+    return Calibration(**{name: stored[name] for name in ("libraries_bytes", "fragmentation") if name in stored})
+
+
+def read_rates(device: str) -> Rates | None:
+    """The measured rates of the card with the driver's name `device`; None where there are none."""
+    stored = _stored()
+    return Rates.of(stored["rates"]) if stored.get("device") == device and "rates" in stored else None
+
+
+def write_calibration(values: dict) -> None:
+    """Write `values` into the file atomically; its others stay."""
+    path = _calibration_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(_stored() | values, indent=1) + "\n")
+
+
+def _stored() -> dict:
+    path = _calibration_file()
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _calibration_file() -> Path:
+    return cache_folder().parent / "calibration.json"

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+from hybrid_rlhf.core.options import value_of, with_value
+from hybrid_rlhf.engine.train.zero_config import OFFLOADS
 from hybrid_rlhf.memory_plan.plan import Plan
 
 MIN_TOKENS = 256  # micro-batches are not made smaller than this
@@ -46,6 +50,7 @@ class SearchResult:
 
 
 Candidate = tuple[object, tuple[Change, ...]]
+Setting = tuple[str, object, str]  # an option, its new value, and why
 
 
 def choose(config: object, plans_of: Callable[..., list[Plan]], *, has_host: bool) -> SearchResult:
@@ -73,101 +78,74 @@ def candidates(config: object, *, has_host: bool) -> Iterator[list[Candidate]]:
     numbers); then a quantised base, where it is frozen: that one changes what is computed. Last comes ZeRO 3 with its
     parameters on the host, by far the slowest.
     """
+    counts = [config.engine.micro_batch_tokens]
+    while counts[-1] // 2 >= MIN_TOKENS:
+        counts.append(counts[-1] // 2)
     for changed, changes in _ladder(config, has_host):
-        most = changed.engine.micro_batch_tokens
-        yield [(replace(changed, engine=replace(changed.engine, micro_batch_tokens=count)),
-                (*([_fewer_tokens(most, count)] if count != most else []), *changes)) for count in _halvings(most)]
-
-
-def _fewer_tokens(most: int, count: int) -> Change:
-    return Change("engine.micro_batch_tokens", str(most), str(count),
-                  "fewer activations at once: more passes, the same gradient")
+        fewer = [_changed((changed, ()), [("engine.micro_batch_tokens", count,
+                                           "fewer activations at once: more passes, the same gradient")])
+                 for count in counts]
+        yield [(smaller, first + changes) for smaller, first in fewer]
 
 
 def _ladder(config: object, has_host: bool) -> Iterator[Candidate]:
     """The given settings, then each change on top of those before it."""
+    steps: list[Callable[[Any], list[Setting]]] = [lambda _: [
+        ("model.gradient_checkpointing", True, "activations are computed again: a third more time")]]
+    if has_host:
+        steps += [_idle_roles, partial(_offload, "optimizer"), partial(_offload, "activations")]
     current: Candidate = (config, ())
     yield current
-    steps = [_checkpointing, *([_idle_roles, _optimizer, _activations] if has_host else [])]
     for step in steps:
-        after = step(current[0])
-        if after:
-            current = _added(current, after)
+        before, current = current, _changed(current, step(current[0]))
+        if current[1] != before[1]:
             yield current
-    for kind in ("8bit", "4bit"):
-        if config.model.lora.r and not config.model.quantize and not config.model.preset:
-            name = f"load_in_{kind}"
-            yield (replace(current[0], model=replace(current[0].model, **{name: True})),
-                   (*current[1], Change(f"model.{name}", "false", "true",
-                                        f"the frozen base in {kind[0]} bits a weight: other numbers")))
-    if has_host and (after := _parameters(current[0])):
-        yield _added(current, after)
+    if config.model.lora.r and not config.model.quantize and not config.model.preset:
+        for kind in ("8bit", "4bit"):
+            yield _changed(current, [(f"model.load_in_{kind}", True,
+                                      f"the frozen base in {kind[0]} bits a weight: other numbers")])
+    if has_host and not config.model.quantize and (settings := _offload("parameters", current[0])):
+        yield _changed(current, settings)
 
 
-def _added(before: Candidate, after: Candidate) -> Candidate:
-    """One change after others; if an option changes twice, the value before the first stays."""
-    options = {change.option: change for change in before[1]}
-    for change in after[1]:
-        if first := options.get(change.option):
-            change = replace(change, before=first.before, why=f"{first.why}; {change.why}")
-        options[change.option] = change
-    return after[0], tuple(options.values())
+def _changed(before: Candidate, settings: list[Setting]) -> Candidate:
+    """The candidate with other values; if an option changes twice, the value before the first stays."""
+    config, changes = before[0], {change.option: change for change in before[1]}
+    for option, value, why in settings:
+        old = value_of(config, option)
+        if old == value:
+            continue
+        first = changes.get(option, Change(option, _shown(old), "", ""))
+        changes[option] = replace(first, chosen=_shown(value), why=f"{first.why}; {why}" if first.why else why)
+        config = with_value(config, option, value)
+    return config, tuple(changes.values())
 
 
-def _checkpointing(config: object) -> Candidate | None:
-    if config.model.gradient_checkpointing:
-        return None
-    return (replace(config, model=replace(config.model, gradient_checkpointing=True)),
-            (Change("model.gradient_checkpointing", "false", "true",
-                    "activations are computed again: a third more time"),))
+def _shown(value: object) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
 
 
-def _idle_roles(config: object) -> Candidate | None:
+def _idle_roles(config: object) -> list[Setting]:
     """Bases of their own wait on the host while other roles compute."""
     method, roles = getattr(config, "method", None), getattr(config, "roles", None)
     if method is None or config.model.lora.r:
-        return None
+        return []
     is_there = {"actor": True, "ref": method.needs_ref, "critic": method.needs_critic,
                 "reward": config.reward.has_model(roles, config.environment, is_needed=method.needs_reward),
                 "teacher": method.needs_teacher}
-    names = [n for n in is_there if is_there[n] and not getattr(roles, n).offload]
-    if not names:
-        return None
-    changed = replace(roles, **{n: replace(getattr(roles, n), offload=True) for n in names})
-    return (replace(config, roles=changed),
-            tuple(Change(f"roles.{n}.offload", "false", "true", "waits in the CPU's memory while others compute")
-                  for n in names))
+    return [(f"roles.{name}.offload", True, "waits in the CPU's memory while others compute")
+            for name in is_there if is_there[name] and not getattr(roles, name).offload]
 
 
-def _with_offload(config: object, name: str, least_stage: int, why: str) -> Candidate | None:
-    before = list(config.engine.offload)
-    stage = config.engine.zero_stage
-    if name in before or (stage is not None and stage < least_stage):
-        return None
-    after = [*before, name]
-    return (replace(config, engine=replace(config.engine, offload=after)),
-            (Change("engine.offload", f"[{', '.join(before)}]", f"[{','.join(after)}]", why),))
+_WHY_OFFLOAD = {"optimizer": "optimizer state and step on the CPU: slower steps",
+                "activations": "activations wait in the CPU's memory: slower passes",
+                "parameters": "weights come from the CPU layer by layer (ZeRO 3): much slower"}
 
 
-def _optimizer(config: object) -> Candidate | None:
+def _offload(name: str, config: Any) -> list[Setting]:
+    before, stage = list(config.engine.offload), config.engine.zero_stage
     schedules = [config.train] if hasattr(config, "train") else vars(config.stages).values()  # one, or all stages'
-    if any(train.optim not in ("adamw", "adamw_unfused") for train in schedules):
-        return None
-    return _with_offload(config, "optimizer", 1, "optimizer state and step on the CPU: slower steps")
-
-
-def _activations(config: object) -> Candidate | None:
-    return _with_offload(config, "activations", 0, "activations wait in the CPU's memory: slower passes")
-
-
-def _parameters(config: object) -> Candidate | None:
-    if config.model.quantize:
-        return None
-    return _with_offload(config, "parameters", 3, "weights come from the CPU layer by layer (ZeRO 3): much slower")
-
-
-def _halvings(start: int) -> Iterator[int]:
-    yield start
-    while start // 2 >= MIN_TOKENS:
-        start //= 2
-        yield start
+    is_other = name == "optimizer" and any(train.optim not in ("adamw", "adamw_unfused") for train in schedules)
+    if name in before or (stage is not None and stage < OFFLOADS[name]) or is_other:
+        return []
+    return [("engine.offload", [*before, name], _WHY_OFFLOAD[name])]

@@ -13,9 +13,8 @@ import torch
 
 from hybrid_rlhf.algorithms.likelihood import chunk_rows
 from hybrid_rlhf.memory_plan import trace
-from hybrid_rlhf.memory_plan.formulas import MOMENT_BYTES
 from hybrid_rlhf.memory_plan.operations import ATTENTION, FUSED, PASS, PRODUCT, Operation, Work
-from hybrid_rlhf.memory_plan.plan import GENERATE, MAX_PREFILL_TOKENS, Role, phases_of
+from hybrid_rlhf.memory_plan.plan import GENERATE, MAX_PREFILL_TOKENS, MOMENT_BYTES, Role, phases_of
 from hybrid_rlhf.memory_plan.rates import Rates
 from hybrid_rlhf.models import shapes
 

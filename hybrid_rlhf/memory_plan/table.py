@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from hybrid_rlhf.memory_plan.plan import Plan, size_text
+from hybrid_rlhf.memory_plan.amounts import size_text
+from hybrid_rlhf.memory_plan.plan import Plan
 from hybrid_rlhf.memory_plan.search import Change
 from hybrid_rlhf.memory_plan.step_time import StepTime
 

@@ -35,9 +35,6 @@ from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.models.quantize import Packed, pack
 from hybrid_rlhf.models.transformers_compat import sdpa_replaced
 
-__all__ = ["Activations", "LiveBytes", "Sizes", "activations", "cache_bytes", "classifier_bytes", "logit_bytes",
-           "sizes"]
-
 # A deep model is extrapolated from two shallow ones: of one and two layers where all layers are alike; else, beyond
 # MAX_TRACED layers, of depths whose difference is a multiple of the periods in use (1, 2, 3, 6), the smaller with more
 # layers than models keep dense before their experts.

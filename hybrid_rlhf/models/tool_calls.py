@@ -13,8 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from hybrid_rlhf.core.errors import UserError, check
-from hybrid_rlhf.core.text_safety import shortened
+from hybrid_rlhf.core.errors import UserError, check, shortened
 from hybrid_rlhf.models import template
 from hybrid_rlhf.models.call_formats import CallFormat, format_of, read_python
 from hybrid_rlhf.models.template import ASKED, CALL, SAID, TOOL, dialect_of, special_ids

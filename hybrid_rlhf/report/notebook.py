@@ -18,7 +18,7 @@ from typing import Protocol
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import is_main
-from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.report.metric_names import meaning
 from hybrid_rlhf.report.pace import Pace
 from hybrid_rlhf.report.terminal import (

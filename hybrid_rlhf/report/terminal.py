@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import device, is_main
-from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.report.pace import Pace
 
 _STEP, _COLUMN = 8, 11  # minimum widths of the table's first and other columns

@@ -20,14 +20,16 @@ from hybrid_rlhf.core.options import nearest_path
 from hybrid_rlhf.data.turns import in_parts
 from hybrid_rlhf.rewards import BadAnswer, shown
 from hybrid_rlhf.rewards.builtin import BUILTINS
-from hybrid_rlhf.rewards.isolation import (
+from hybrid_rlhf.rewards.user_code import (
     CallFailed,
     IsolatedFunction,
+    Overdue,
     WorkerProcess,
     function_of_module,
     functions_of_file,
+    unchanged,
+    within,
 )
-from hybrid_rlhf.rewards.user_code import Overdue, unchanged, within
 from hybrid_rlhf.rollout import Rollout
 
 _OPTION = "reward.functions"

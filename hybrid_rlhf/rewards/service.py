@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.core.strict_json import loads, to_json, why
-from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.functions import inputs
 from hybrid_rlhf.rollout import Rollout

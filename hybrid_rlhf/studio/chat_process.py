@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from hybrid_rlhf.core.errors import shortened
 from hybrid_rlhf.core.own_files import fresh_folder, is_locked, is_unfinished, take_lock
-from hybrid_rlhf.core.text_safety import shortened
 from hybrid_rlhf.inference.server.serve import KEY_VARIABLE
 from hybrid_rlhf.studio.run_files import newest_checkpoint, step_of
 

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import psutil
 
+from hybrid_rlhf.core.errors import escape_control, shortened
 from hybrid_rlhf.core.own_files import write_file
-from hybrid_rlhf.core.text_safety import escape_control, shortened
 from hybrid_rlhf.studio.studio import read_json
 
 FACTS, SETTINGS, OUTPUT, PROCESS = "job.json", "settings.yaml", "out.log", "process.json"

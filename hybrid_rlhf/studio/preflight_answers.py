@@ -27,8 +27,8 @@ from hybrid_rlhf.commands.init import GOALS, found_card
 from hybrid_rlhf.core.config import Option, UserError, check, nearest
 from hybrid_rlhf.core.config import options_of as options_of_class
 from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.core.options import kinds_of, value_of
-from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.preview import counts, dropped
 from hybrid_rlhf.data.schema import KINDS, format_of, read_row

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from hybrid_rlhf.core.text_safety import error_line
+from hybrid_rlhf.core.errors import error_line
 
 HOME = ".studio"  # in the outputs folder, for uploads, jobs and marks
 MAX_BODY = 2**20  # bytes of a request, but for uploads

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
-from hybrid_rlhf.core.errors import exit_code
+from hybrid_rlhf.core.errors import error_line, escape_control, exit_code, shortened
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.startup import relaxed_gc
-from hybrid_rlhf.core.text_safety import error_line, escape_control, shortened
 from hybrid_rlhf.inference.named_models import model_folder, named_models
 
 if TYPE_CHECKING:

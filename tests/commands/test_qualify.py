@@ -20,9 +20,8 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.kernels import reference
 from hybrid_rlhf.kernels.ops import Fused
 from hybrid_rlhf.memory_plan.amounts import Cards
-from hybrid_rlhf.memory_plan.calibration import Calibration, read_calibration, read_rates
 from hybrid_rlhf.memory_plan.plan import Line, Plan
-from hybrid_rlhf.memory_plan.rates import CARDS, rates_of_card
+from hybrid_rlhf.memory_plan.rates import CARDS, Calibration, rates_of_card, read_calibration, read_rates
 from hybrid_rlhf.training import memory_options
 from tests.factories.tiny import own_cache
 from tests.simulated_card import simulated_card

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_rlhf.core import distributed, failure, peers
+from hybrid_rlhf.core import distributed, failure
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from tests.factories.processes import ROOT, free_port
 
@@ -49,13 +49,13 @@ def test_the_watching_thread_does_not_abort_a_process_that_ends():
 def sleeping(monkeypatch):
     """This process's view of three others of a world of four, and the first of them: two of this host, one of another.
     """
-    monkeypatch.setattr(peers, "world_size", lambda: 4)
+    monkeypatch.setattr(failure, "world_size", lambda: 4)
     store, started = dist.HashStore(), [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     for number, process in enumerate(started, 1):
-        told = [peers._host(), process.pid, peers._began(process.pid)]
+        told = [failure._host(), process.pid, failure._began(process.pid)]
         store.set(f"process/{number}", json.dumps(told))
     store.set("process/3", json.dumps(["elsewhere", 1, "0"]))
-    seen = peers.Peers(store)
+    seen = failure.Peers(store)
     seen.meet()
     yield seen, started, store
     for process in started:
@@ -106,9 +106,9 @@ def test_only_a_known_launcher_s_end_is_one(monkeypatch):
     """A shell that started a process of several may leave before it: nohup, setsid."""
     for name in ("TORCHELASTIC_RUN_ID", "CROSS_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
-    plain = peers.Launcher()
+    plain = failure.Launcher()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    launched = peers.Launcher()
+    launched = failure.Launcher()
     assert not launched.has_died()
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert launched.has_died() and not plain.has_died() and not plain.holds_store
@@ -117,12 +117,12 @@ def test_only_a_known_launcher_s_end_is_one(monkeypatch):
 def test_a_process_of_which_nothing_is_heard_for_ten_minutes_is_silent_until_it_is_heard_of_or_leaves(monkeypatch):
     """One on another host, which cannot be looked up. Each counts by its own clock; a first sign must have come."""
     now, store = [1000.0], dist.HashStore()
-    monkeypatch.setattr(peers, "world_size", lambda: 3)
-    monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(failure, "world_size", lambda: 3)
+    monkeypatch.setattr(failure.time, "monotonic", lambda: now[0])
     views = []
     for number in range(3):
-        monkeypatch.setattr(peers, "rank", lambda number=number: number)
-        views.append(peers.Peers(store))
+        monkeypatch.setattr(failure, "rank", lambda number=number: number)
+        views.append(failure.Peers(store))
 
     def look(number: int, after: float, beside: tuple[int, ...] = ()) -> list[int]:
         """What process `number` sees after so many seconds, in which it looks every ten, as those beside it do."""
@@ -130,7 +130,7 @@ def test_a_process_of_which_nothing_is_heard_for_ten_minutes_is_silent_until_it_
         for seconds in [10] * int(after // 10) + [after % 10] * (after % 10 > 0 or after == 0):
             now[0] += seconds
             for each in (*beside, number):
-                monkeypatch.setattr(peers, "rank", lambda each=each: each)
+                monkeypatch.setattr(failure, "rank", lambda each=each: each)
                 found = views[each].silent()
         return found
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf import cli
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.inference.response_text import AnswerText, pieces
 from tests.factories.tiny import tiny_causal_lm, tiny_tokenizer
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.core.tensors import predicted
-from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data.cache import Table, rows_digest, save
 from hybrid_rlhf.data.collate import collate_pairs, collate_prompts, collate_sft, pack
 from hybrid_rlhf.data.loader import Loader, blend

@@ -17,8 +17,9 @@ from hybrid_rlhf.engine.train.patches import training_forms
 from hybrid_rlhf.kernels import cuda
 from hybrid_rlhf.kernels.shape_ops import shape_ops, telling
 from hybrid_rlhf.memory_plan import table, trace
-from hybrid_rlhf.memory_plan.calibration import FILE, Calibration, read_calibration
-from hybrid_rlhf.memory_plan.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan, parse_bytes, size_text
+from hybrid_rlhf.memory_plan.amounts import parse_bytes, size_text
+from hybrid_rlhf.memory_plan.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan
+from hybrid_rlhf.memory_plan.rates import Calibration, read_calibration
 from hybrid_rlhf.memory_plan.trace import Activations, Sizes
 from hybrid_rlhf.models.backbone import hidden_states
 from hybrid_rlhf.models.load import ModelConfig
@@ -367,12 +368,13 @@ def test_a_card_has_libraries_and_fragmentation_and_a_cpu_as_much_as_ever(scorer
 def test_what_was_measured_replaces_it_on_this_machine_and_not_on_others(scorer, tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRID_RLHF_CACHE", str(tmp_path))
     assert read_calibration() == Calibration(12 * GIB // 10, 0.07)
-    (tmp_path / FILE).write_text(json.dumps({"libraries_bytes": 100, "fragmentation": 0.5, "matmul": 1e13}))
+    stored = tmp_path / "calibration.json"
+    stored.write_text(json.dumps({"libraries_bytes": 100, "fragmentation": 0.5, "matmul": 1e13}))
     assert read_calibration() == Calibration(100, 0.5)
     here, there = memory_options.Place.here(GIB), memory_options.Place.of(memory_options.Cards(1, 1, GIB))
     assert (here.calibration, there.calibration) == (Calibration(100, 0.5), None)
     assert make_plan("t", [scorer], CARD, None, calibration=here.calibration).peak == 11 * GIB * 3 // 2 + 100
-    (tmp_path / FILE).write_text('{"fragmentation": 0}')
+    stored.write_text('{"fragmentation": 0}')
     assert read_calibration() == Calibration(fragmentation=0)
 
 

@@ -13,8 +13,16 @@ from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.train.zero import ZeroTraining
 from hybrid_rlhf.memory_plan import table, trace
-from hybrid_rlhf.memory_plan.formulas import StateBytes, state_bytes
-from hybrid_rlhf.memory_plan.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan
+from hybrid_rlhf.memory_plan.plan import (
+    LIBRARIES,
+    Generation,
+    Line,
+    Plan,
+    Role,
+    StateBytes,
+    make_plan,
+    state_bytes,
+)
 from hybrid_rlhf.memory_plan.search import choose
 from hybrid_rlhf.memory_plan.trace import Activations, Sizes
 from hybrid_rlhf.models.load import ModelConfig

@@ -11,7 +11,7 @@ import pytest
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards import BadAnswer, part_scores
 from hybrid_rlhf.rewards.functions import handed_over, open_functions
-from hybrid_rlhf.rewards.isolation import IsolatedFunction
+from hybrid_rlhf.rewards.user_code import IsolatedFunction
 from tests.factories.rollouts import rollout
 
 FILE = """

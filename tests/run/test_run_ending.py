@@ -19,7 +19,7 @@ import pytest
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.commands import export
 from hybrid_rlhf.core.errors import NotFinite
-from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.startup import lasting_streams
 from hybrid_rlhf.report.alarms import Alarm
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.run import checkpoint, reporter, runfile, signals
@@ -263,7 +263,7 @@ def test_what_nobody_reads_is_dropped_and_the_other_stream_goes_on(monkeypatch, 
 @pytest.mark.parametrize("flags", [[], ["-u"]])
 def test_a_line_is_read_while_the_program_still_runs(flags):
     """python -u (and PYTHONUNBUFFERED, which containers set) has no line buffering of its own."""
-    code = ("import sys\nfrom hybrid_rlhf.core.lasting_streams import lasting_streams\n"
+    code = ("import sys\nfrom hybrid_rlhf.core.startup import lasting_streams\n"
             "with lasting_streams():\n    print('step 1', file=sys.stderr)\n    sys.stdin.read()\n")
     given = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, *flags, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -29,6 +29,8 @@ _BINARY: dict[type, Callable] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_, ast.BitXor: operator.xor, ast.LShift: operator.lshift, ast.RShift: operator.rshift}
+_COLLECTIONS: dict[type, Callable] = {ast.List: list, ast.Tuple: tuple, ast.Set: set, ast.ListComp: list,
+                                      ast.GeneratorExp: list, ast.SetComp: set}
 _COMPARE: dict[type, Callable] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
@@ -168,12 +170,8 @@ class _Evaluation:
                 if name not in names:
                     raise Invalid(f"name {name} {'can only be called' if name in FUNCTIONS else 'is not defined'}")
                 value = names[name]
-            case ast.List(elts=nodes):
-                value = self._values(nodes, names)
-            case ast.Tuple(elts=nodes):
-                value = tuple(self._values(nodes, names))
-            case ast.Set(elts=nodes):
-                value = set(self._values(nodes, names))
+            case ast.List(elts=nodes) | ast.Tuple(elts=nodes) | ast.Set(elts=nodes):
+                value = _COLLECTIONS[type(node)](self._values(nodes, names))
             case ast.Dict(keys=keys, values=nodes) if None not in keys:
                 value = dict(zip(self._values(keys, names), self._values(nodes, names), strict=True))
             case ast.UnaryOp(op=sign, operand=operand):
@@ -197,10 +195,9 @@ class _Evaluation:
                 value = names[name][self.value_of(index, names)]  # its other items are not read, and not charged
             case ast.Subscript(value=owner, slice=index):
                 value = self.value_of(owner, names)[self.value_of(index, names)]
-            case ast.ListComp(elt=item) | ast.GeneratorExp(elt=item):
-                value = [self.value_of(item, inner) for inner in self._passes(node.generators, names)]
-            case ast.SetComp(elt=item):
-                value = {self.value_of(item, inner) for inner in self._passes(node.generators, names)}
+            case ast.ListComp(elt=item) | ast.GeneratorExp(elt=item) | ast.SetComp(elt=item):
+                value = _COLLECTIONS[type(node)](
+                    self.value_of(item, inner) for inner in self._passes(node.generators, names))
             case ast.DictComp(key=key, value=item):
                 value = {self.value_of(key, inner): self.value_of(item, inner)
                          for inner in self._passes(node.generators, names)}

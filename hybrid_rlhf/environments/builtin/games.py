@@ -24,7 +24,16 @@ _WORD = re.compile(r"[^\W\d_]+")
 
 
 @dataclass
-class GuessNumber:
+class _NumberOptions:
+    low: int = 1
+    high: int = 100
+    max_guesses: int = 10
+    cost: float = 0.05
+    has_rules: bool = True
+
+
+@dataclass
+class GuessNumber(_NumberOptions):
     """The model says a number, and hears higher, lower or right. The last number of a message is the guess.
 
     Columns of a row: `secret`, or `seed` that it is drawn from; low and high, to override those below. Made by
@@ -37,12 +46,6 @@ class GuessNumber:
         cost: Subtracted from the reward for each wrong guess; the right one adds 1.
         has_rules: Whether the rules are added to the row's prompt.
     """
-
-    low: int = 1
-    high: int = 100
-    max_guesses: int = 10
-    cost: float = 0.05
-    has_rules: bool = True
 
     def __post_init__(self) -> None:
         _check_options("guess_number", self.max_guesses, (self.low, self.high))
@@ -63,18 +66,12 @@ class GuessNumber:
 
 
 @dataclass
-class GuessNumberTool:
+class GuessNumberTool(_NumberOptions):
     """The same game with a tool: the model calls guess(number), and the reward is that of the whole game.
 
     Columns and attributes are those of GuessNumber. After the right guess, or max_guesses, the game is over, and the
     reward does not change.
     """
-
-    low: int = 1
-    high: int = 100
-    max_guesses: int = 10
-    cost: float = 0.05
-    has_rules: bool = True
 
     def __post_init__(self) -> None:
         _check_options("guess_number_tool", self.max_guesses, (self.low, self.high))
@@ -109,7 +106,7 @@ def _hint(guess: Decimal | int | float, secret: int) -> str:
     return "right" if guess == secret else "higher" if guess < secret else "lower"
 
 
-def _ends(game: GuessNumber | GuessNumberTool, low: int | None, high: int | None) -> tuple[int, int]:
+def _ends(game: _NumberOptions, low: int | None, high: int | None) -> tuple[int, int]:
     """The smallest and the greatest number in a row's game."""
     low, high = game.low if low is None else low, game.high if high is None else high
     check(low <= high, f"guess_number: the row's low is {low} and its high {high}; low must not be above high")
@@ -125,7 +122,7 @@ def _drawn(secret: object, seed: object, low: int, high: int) -> int:
     return secret  # type: ignore[return-value]  # checked above
 
 
-def _rules(game: GuessNumber | GuessNumberTool, ends: tuple[int, int], how: str) -> str | None:
+def _rules(game: _NumberOptions, ends: tuple[int, int], how: str) -> str | None:
     guesses = f"You have {game.max_guesses} guesses." if game.max_guesses > 1 else "You have one guess."
     return (f"\nI think of a whole number from {ends[0]} to {ends[1]}. {how} I answer higher, lower or right. "
             f"{guesses}") if game.has_rules else None

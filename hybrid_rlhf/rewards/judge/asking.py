@@ -17,8 +17,8 @@ from typing import Generic, Protocol, TypeVar
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.core.strict_json import to_json
-from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
 from hybrid_rlhf.rewards.judge.verdicts import Unreadable, without_thoughts
@@ -156,7 +156,6 @@ class Asker:
 
     backend: Backend
     cache: AnswerCache
-    name: str
     max_new_tokens: int = 512
     retries: int = 1
     seed: int = 0
@@ -167,10 +166,27 @@ class Asker:
         cache."""
         keys = [key_of(self.backend.identity, self.max_new_tokens, self.seed, q.chat) for q in questions]
         results = self._known(keys, lambda i, reply: questions[i].read(reply))
-        waiting = {key: (questions[i], questions[i].chat) for i, key in enumerate(keys) if key not in results}
+        waiting = {key: (each, each.chat) for key, each in zip(keys, questions, strict=True) if key not in results}
         for attempt in range(self.retries + 1):
+            if not waiting:
+                break
+            again: dict[str, tuple[Question[T], Chat]] = {}
+            places, chats = list(waiting), [chat for _, chat in waiting.values()]
             self.counts.again += len(waiting) * (attempt > 0)
-            waiting = self._round(waiting, results)
+            with closing(self.backend.complete(chats, self.max_new_tokens, self.seed)) as replies:
+                for i, reply in replies:
+                    key, question = places[i], waiting[places[i]][0]
+                    if isinstance(reply, Failure):
+                        results[key] = reply
+                        continue
+                    try:
+                        results[key] = question.read(reply)
+                    except Unreadable as error:
+                        results[key] = Failure(f"the reply cannot be read: {error}; it ends {_end(reply)!r}")
+                        again[key] = (question, correction(question.chat, reply, str(error)))
+                    else:  # at once: it is not paid for twice if the process dies before the others arrive
+                        self.cache.put(key, reply)
+            waiting = {key: again[key] for key in places if key in again}  # in the order of the questions
         return self._all(keys, results)
 
     def probabilities(self, chats: Sequence[Chat], words: Sequence[Sequence[str]]) -> list[list[float] | Failure]:
@@ -204,35 +220,13 @@ class Asker:
         self.counts.cached += len(results)
         return results
 
-    def _round(self, waiting: dict[str, tuple[Question, Chat]], results: dict) -> dict[str, tuple[Question, Chat]]:
-        """Ask once; returns the questions to ask again, each with its next chat. Each reply is cached as it arrives, so
-        that it is not paid for twice if the process dies during a round."""
-        if not waiting:
-            return {}
-        again, places = {}, list(waiting)
-        chats = [chat for _, chat in waiting.values()]
-        with closing(self.backend.complete(chats, self.max_new_tokens, self.seed)) as replies:
-            for i, reply in replies:
-                key, question = places[i], waiting[places[i]][0]
-                if isinstance(reply, Failure):
-                    results[key] = reply
-                    continue
-                try:
-                    results[key] = question.read(reply)
-                except Unreadable as error:
-                    results[key] = Failure(f"the reply cannot be read: {error}; it ends {_end(reply)!r}")
-                    again[key] = (question, correction(question.chat, reply, str(error)))
-                else:
-                    self.cache.put(key, reply)
-        return {key: again[key] for key in places if key in again}  # in the order of the questions, not of arrival
-
     def _all(self, keys: list[str], results: dict) -> list:
         failures = [results[key] for key in dict.fromkeys(keys) if isinstance(results[key], Failure)]
         self.counts.failed += len(failures)
         fatal = next((each for each in failures if each.is_fatal), None)
         if fatal is not None:
-            raise BadAnswer(f"reward source {self.name} at {self.backend.name}: {fatal.what}; {fatal.cure}, then run "
-                            "the same command again")
+            raise BadAnswer(f"reward source judge at {self.backend.name}: {fatal.what}; {fatal.cure}, then run the "
+                            "same command again")
         return [results[key] for key in keys]
 
 

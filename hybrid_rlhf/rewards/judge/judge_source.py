@@ -56,9 +56,7 @@ class JudgeSource:
     name: str = "judge"
     last_failure: str = field(default="", init=False, repr=False)  # the reason of the last missing verdict
     _is_reward: bool = field(default=False, repr=False)  # on_failure concerns rewards, not labels
-    _orders: list[bool] = field(default_factory=list, repr=False)  # whether both orders agreed
-    _masses: list[float] = field(default_factory=list, repr=False)
-    _lost: list[bool] = field(default_factory=list, repr=False)  # for each response whether it has no verdict
+    _seen: Metrics = field(default_factory=Metrics, repr=False)  # since the last report
     _has_warned_mass: bool = field(default=False, repr=False)
 
     @property
@@ -92,7 +90,7 @@ class JudgeSource:
                                 "several (num_samples), or choose absolute")
             relative = self._ranked if self.config.mode == RANKING else self._matched
             scores, rollout.remarks = relative(groups, prompts, responses)
-        self._lost += [value is None for value in scores]
+        self._seen.add("judge/failed", scores.count(None) / len(scores), len(scores))
         return self._filled(scores, groups)
 
     def grade(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[Grade | None]:
@@ -116,25 +114,19 @@ class JudgeSource:
         for i, preference in zip(unlike, ways[self.config.mode](*some), strict=True):
             preferences[i] = preference
             if preference.is_consistent is not None and self.config.mode != ABSOLUTE:
-                self._orders.append(preference.is_consistent)
+                self._seen.add("judge/order_changed", not preference.is_consistent)
         return preferences
 
     def report(self, metrics: Metrics) -> None:
         """Add the metrics judge/... of the questions since the last report."""
-        counts, size = self.asker.counts, len(self._lost)
-        if self._lost:
-            metrics.add("judge/failed", sum(self._lost) / size, size)
+        counts = self.asker.counts
         if counts.questions:
             metrics.add("judge/cached", counts.cached / counts.questions, counts.questions)
             metrics.add("judge/asked_again", counts.again / counts.questions, counts.questions)
-        if self._orders:
-            metrics.add("judge/order_changed", 1 - fmean(self._orders), len(self._orders))
-        if self._masses:
-            metrics.add("judge/word_mass", fmean(self._masses), len(self._masses))
-        metrics.add("judge/calls", self.budget.calls)
+        metrics.take(self._seen).add("judge/calls", self.budget.calls)
         if self.budget.cost:
             metrics.add("judge/cost", self.budget.cost)
-        self.asker.counts, self._orders, self._masses, self._lost = Counts(), [], [], []
+        self.asker.counts, self._seen = Counts(), Metrics()
 
     # -- absolute ------------------------------------------------------------------------------------------------------
 
@@ -155,13 +147,14 @@ class JudgeSource:
                 return None
             values[item.name] = expected(item, each)
             masses.append(sum(each))
-        self._masses.append(min(masses))
+        self._seen.add("judge/word_mass", min(masses))
         return Grade(self.rubric.score(values), values, mass=min(masses))
 
     def _compare_grades(self, prompts: Sequence[Text], first: Sequence[Text], second: Sequence[Text]
                         ) -> list[Preference]:
         grades = self.grade([*prompts, *prompts], [*first, *second])
-        return [_by_scores(a, b)
+        return [Preference((None, None), failure="the judge gave no grade") if a is None or b is None else
+                Preference((_sign(a.score, b.score),) * 2, (a.reason, b.reason))
                 for a, b in zip(grades[: len(prompts)], grades[len(prompts) :], strict=True)]
 
     # -- two at a time -------------------------------------------------------------------------------------------------
@@ -179,7 +172,7 @@ class JudgeSource:
         return [self._preference(verdicts[2 * i], verdicts[2 * i + 1]) for i in range(len(rows))]
 
     def _share_of_a(self, probabilities: list[float]) -> tuple[float, str]:
-        self._masses.append(sum(probabilities))
+        self._seen.add("judge/word_mass", sum(probabilities))
         return probabilities[0] / sum(probabilities), ""
 
     def _preference(self, straight: tuple[float, str] | Failure, swapped: tuple[float, str] | Failure) -> Preference:
@@ -308,7 +301,7 @@ _FATE = {"mean": "such a one gets the mean score of the others of its prompt, or
          "skip": "such a one has no score of the judge", "stop": "the run ends there"}
 
 
-def open_judge(config: JudgeConfig, seed: int = 0, name: str = "judge") -> JudgeSource:
+def open_judge(config: JudgeConfig, seed: int = 0) -> JudgeSource:
     """The judge of the settings. UserError for an unusable rubric, template, address or model; reads no weights before
     `open`."""
     check(config.is_given, "no judge: give reward.judge.model or reward.judge.url")
@@ -325,8 +318,8 @@ def open_judge(config: JudgeConfig, seed: int = 0, name: str = "judge") -> Judge
     else:
         backend = LocalBackend(str(config.model), budget, config.dtype, config.load_in_4bit, config.temperature,
                                config.batch_size)
-    asker = Asker(backend, AnswerCache(config.cache), name, config.max_new_tokens, config.retries, seed)
-    return JudgeSource(asker, prompter, config, budget, name)
+    asker = Asker(backend, AnswerCache(config.cache), config.max_new_tokens, config.retries, seed)
+    return JudgeSource(asker, prompter, config, budget)
 
 
 def groups_of(rollout: Rollout) -> list[list[int]]:
@@ -361,9 +354,3 @@ def _remark(letter: str, reason: str) -> str:
 
 def _sign(first: float, second: float) -> float:
     return 1.0 if first > second else 0.0 if first < second else 0.5
-
-
-def _by_scores(first: Grade | None, second: Grade | None) -> Preference:
-    if first is None or second is None:
-        return Preference((None, None), failure="the judge gave no grade")
-    return Preference((_sign(first.score, second.score),) * 2, (first.reason, second.reason))

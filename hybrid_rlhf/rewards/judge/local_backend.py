@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs_and
 from hybrid_rlhf.core.config import UserError, check
@@ -48,20 +48,17 @@ class LocalBackend:
     load_in_4bit: bool = False
     temperature: float = 0.0
     batch_size: int = 16
-    tokenizer: Tokenizer | None = field(default=None, init=False, repr=False)
-    engine: HybridEngine | None = field(default=None, init=False, repr=False)
+    tokenizer: Any = field(default=None, init=False, repr=False)  # from `open` on, as the engine
+    engine: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.name = self.path
+        self._settings = ModelConfig(self.path, dtype=self.dtype, load_in_4bit=self.load_in_4bit)
         load.configuration(self._settings)  # UserError where there is no causal model
         check(not load.has_score(self.path), f"reward.judge.model: {self.path} is a sequence-classification model; "
                                              "give a chat model, or name it by reward.models")
         self.identity = ["local, words in all ways", self.path, fingerprint(self.path), self.dtype, self.load_in_4bit,
                          self.temperature]
-
-    @property
-    def _settings(self) -> ModelConfig:
-        return ModelConfig(self.path, dtype=self.dtype, load_in_4bit=self.load_in_4bit)
 
     def open(self) -> None:
         """Read tokenizer and weights, once."""
@@ -75,26 +72,30 @@ class LocalBackend:
         load.prepare(model, self._settings, len(tokenizer))
         check_head(model)
         model.eval().requires_grad_(False)
-        self.tokenizer, self.engine = tokenizer, engine_of(model, tokenizer, self.batch_size)
+        self.tokenizer = tokenizer
+        self.engine = HybridEngine(PolicyModule(model), model, eos_ids=stop_ids(model, tokenizer), name="judge",
+                                   pad_id=tokenizer.pad_token_id, max_batch=self.batch_size)
+        self.engine.module.eval()
 
     def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> Arriving[str]:
-        engine, tokenizer = self._opened()
+        self.open()
         rows, failures = self._rows(chats, max_new_tokens)
         yield from failures
         if not rows:
             return
         sampling = SamplingConfig(max_new_tokens=max_new_tokens, temperature=self.temperature)
         numbers = [int(key_of(chats[i])[:7], 16) for i in rows]  # seeds of the draws: those of a chat in any batch
-        with explained("while the judge writes"), engine.inference():
-            samples = engine.generate(list(rows.values()), sampling, seed, numbers=numbers)
-        texts = [completion_text(tokenizer, row, reason == "eos")
+        with explained("while the judge writes"), self.engine.inference():
+            samples = self.engine.generate(list(rows.values()), sampling, seed, numbers=numbers)
+        texts = [completion_text(self.tokenizer, row, reason == "eos")
                  for row, reason in zip(samples.tokens, samples.finish_reasons, strict=True)]
         for i, ids, tokens, text in zip(rows, rows.values(), samples.tokens, texts, strict=True):
             self.budget.pay(len(ids), len(tokens))
             yield i, text
 
     def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> Arriving[list[float]]:
-        engine, tokenizer = self._opened()
+        self.open()
+        engine, tokenizer = self.engine, self.tokenizer
         fitting, failures = self._rows(chats, max(len(tokenizer(word)["input_ids"]) for word in words))
         yield from failures
         if not fitting:
@@ -115,19 +116,12 @@ class LocalBackend:
             self.budget.pay(len(of_words[0][0]), 1)
             yield i, [value + others for value, others in zip(exact, written, strict=True)]
 
-    def _opened(self) -> tuple[HybridEngine, Tokenizer]:
-        self.open()
-        if self.engine is None or self.tokenizer is None:
-            raise RuntimeError("the judge is not open")
-        return self.engine, self.tokenizer
-
     def _rows(self, chats: Sequence[Chat], more: int) -> tuple[dict[int, list[int]], list[tuple[int, Failure]]]:
         """Token ids of the chats to ask, and the failures of the others."""
-        engine, tokenizer = self._opened()
-        limit, rows, failures = load.max_positions(engine.module.model), {}, []
+        limit, rows, failures = load.max_positions(self.engine.module.model), {}, []
         for i, chat in enumerate(chats):
             try:
-                ids = chats_as_text.encode_prompt(tokenizer, chat)
+                ids = chats_as_text.encode_prompt(self.tokenizer, chat)
             except SkipRow as error:
                 if chat[-2:-1] and chat[-2]["role"] == "assistant":  # its own reply, unlike in the next question
                     failures.append((i, Failure(f"its reply cannot be shown to it again: {error}")))
@@ -144,14 +138,6 @@ class LocalBackend:
                     continue
             rows[i] = ids
         return rows, failures
-
-
-def engine_of(model: nn.Module, tokenizer: Tokenizer, batch_size: int) -> HybridEngine:
-    """An engine that generates replies and log-probabilities, and does not train."""
-    engine = HybridEngine(PolicyModule(model), model, eos_ids=stop_ids(model, tokenizer),
-                          pad_id=tokenizer.pad_token_id, max_batch=batch_size, name="judge")
-    engine.module.eval()
-    return engine
 
 
 def _before(tokenizer: Tokenizer, chat: Chat, word: str) -> tuple[list[int], int]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.chat import repl
