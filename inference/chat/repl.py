@@ -174,7 +174,7 @@ def lines() -> Iterator[str]:
 
 def talk(session: Session) -> int:
     """Turn after turn until /exit or the end of input. Piped input with a faulty line ends with code 2."""
-    from hybrid_rlhf.inference.chat.slash_commands import obey
+    from hybrid_rlhf.inference.chat.session import obey
 
     num_faults = 0
     for line in lines():

@@ -55,11 +55,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parse_command(flags, argv)
     check(bool(options.model or options.reward_model), "serve: no model; give --model DIR, such as --model "
                                                        "outputs/demo/ppo/model, or --reward_model DIR")
-    for name in ("max_batch", "max_context", "max_new_tokens", "max_body_bytes", "request_timeout"):
-        check(getattr(options, name) > 0, f"serve: --{name} is {getattr(options, name)}; it must be positive")
+    for name in ("max_batch", "max_context", "max_prompt_tokens", "max_new_tokens", "max_body_bytes",
+                 "request_timeout"):
+        value = getattr(options, name)
+        check(value is None or value > 0, f"serve: --{name} is {value}; it must be positive")
     check(options.max_queue >= 0, f"serve: --max_queue is {options.max_queue}; it must be 0 or more")
-    check(options.max_prompt_tokens is None or options.max_prompt_tokens > 0,
-          f"serve: --max_prompt_tokens is {options.max_prompt_tokens}; it must be positive")
     check(0 <= options.port < 2**16, f"serve: --port {options.port} is not a port; give one below 65536")
     check(options.api_key is None or len(options.api_key) >= 8,
           f"serve: the API key has {len(options.api_key or '')} characters; give 8 at least")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.kernels import cpu
-from hybrid_rlhf.kernels.products import own_products
+from hybrid_rlhf.kernels.fusions import own_products
 
 
 @pytest.fixture(scope="module")
