@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "kernels.h"
-#include "tiles.h"
 
 namespace hybrid {
 namespace {

@@ -204,7 +204,7 @@ def open_session(options: argparse.Namespace) -> Session:
     from hybrid_rlhf.inference.chat.session import Session, read_tools
     from hybrid_rlhf.inference.chat_models import announced, open_chat_models, published_sampling
 
-    named = {model.name: model.path for model in named_models(options.model)}
+    named = named_models(options.model)
     asked = {name: value for name in ("max_new_tokens", "temperature", "top_p", "top_k")
              if (value := getattr(options, name)) is not None}
     sampling = SamplingConfig(**{"temperature": 0.7} | asked)

@@ -18,7 +18,7 @@ from hybrid_rlhf.core.config import UserError, check, command_flags, parse_comma
 from hybrid_rlhf.core.errors import exit_code
 from hybrid_rlhf.core.hub import is_loopback
 from hybrid_rlhf.core.options import expanded
-from hybrid_rlhf.inference.named_models import NamedModel, model_folder, named_models
+from hybrid_rlhf.inference.named_models import model_folder, named_models
 
 if TYPE_CHECKING:
     from hybrid_rlhf.inference.server.app import Served
@@ -81,7 +81,7 @@ def listening(host: str, port: int, has_key: bool) -> socket.socket:
     return bound
 
 
-def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
+def open_model(name: str, path: str, options: argparse.Namespace) -> Served:
     """Load one model. UserError for a folder without a causal language model; a note for one that cannot chat."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig
     from hybrid_rlhf.inference.chat_models import announced, published_sampling
@@ -89,14 +89,14 @@ def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
     from hybrid_rlhf.inference.server.app import Served
     from hybrid_rlhf.inference.server.worker import ModelQueue
 
-    path = str(model_folder(named.path))
+    path = str(model_folder(path))
     opened = open_conversation(path, SamplingConfig(), needs_template=False)
     if not opened.tokenizer.chat_template:
-        print(f"note: {named.name} has no chat template: it serves /v1/completions, and no chat", file=sys.stderr)
+        print(f"note: {name} has no chat template: it serves /v1/completions, and no chat", file=sys.stderr)
     capacity = min(options.max_context, opened.max_positions or options.max_context)
     if published := published_sampling(path, but=["max_new_tokens"]):
-        print(announced(named.name, published, "a request says otherwise"), file=sys.stderr)
-    return Served(named.name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer, published)
+        print(announced(name, published, "a request says otherwise"), file=sys.stderr)
+    return Served(name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer, published)
 
 
 def run(argv: list[str] | None) -> int:
@@ -117,7 +117,7 @@ def run(argv: list[str] | None) -> int:
 
     judge = options.reward_model
     scorer = Scorer(str(model_folder(judge)), options.reward_label) if judge else None
-    models = [open_model(model, options) for model in named]
+    models = [open_model(name, path, options) for name, path in named.items()]
     if scorer:
         scorer.open()
     worker = Worker([m.lane for m in models])
