@@ -8,8 +8,8 @@ Everything else stays as its authors wrote it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -23,6 +23,18 @@ from hybrid_rlhf.core.torch_compat import copy_with
 from hybrid_rlhf.kernels.ops import Fused
 
 _ROTARY = "apply_rotary_pos_emb"  # transformers' name in every model file whose halves are paired
+
+
+@contextmanager
+def forwards_by(replaced: Sequence[tuple[nn.Module, Callable]]) -> Iterator[int]:
+    """Within the block each module computes by the function beside it; yields how many do."""
+    try:
+        for module, forward in replaced:
+            module.forward = forward
+        yield len(replaced)
+    finally:
+        for module, _ in replaced:
+            vars(module).pop("forward", None)
 
 
 @dataclass
@@ -39,19 +51,15 @@ class Fusions:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Within the block the fused operations run; modules whose forward has been replaced meanwhile stay."""
-        modules = [(m, f) for m, f in self.modules if "forward" not in vars(m)]
         originals = [getattr(file, _ROTARY) for file, _ in self.files]
-        try:
-            for module, forward in modules:
-                module.forward = forward
-            for file, function in self.files:
-                setattr(file, _ROTARY, function)
-            yield
-        finally:
-            for module, _ in modules:
-                vars(module).pop("forward", None)
-            for (file, _), original in zip(self.files, originals, strict=True):
-                setattr(file, _ROTARY, original)
+        with forwards_by([(m, f) for m, f in self.modules if "forward" not in vars(m)]):
+            try:
+                for file, function in self.files:
+                    setattr(file, _ROTARY, function)
+                yield
+            finally:
+                for (file, _), original in zip(self.files, originals, strict=True):
+                    setattr(file, _ROTARY, original)
 
 
 @torch.no_grad()
@@ -204,22 +212,15 @@ def _rotary(original: Callable, ours: Callable, device_type: str | None) -> Call
 # -- matrix products ---------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def own_products(model: nn.Module, linear: Callable | None, dtypes: frozenset[torch.dtype]) -> Iterator[int]:
+def own_products(model: nn.Module, linear: Callable | None,
+                 dtypes: frozenset[torch.dtype]) -> AbstractContextManager[int]:
     """Within the block every plain nn.Linear of `model` with weights in `dtypes` multiplies by
     `linear(input, weight, bias)`, which reads the weights in place; yields how many do.
 
     Left alone: layers of other dtypes, quantized ones, other subclasses, modules whose forward is replaced already
     (offloading hooks), and every call that needs gradients or mixes dtypes. linear None: nothing is done.
     """
-    modules = [m for m in model.modules() if linear and _is_plain(m, dtypes)]
-    for module in modules:
-        module.forward = _forward(module, linear)
-    try:
-        yield len(modules)
-    finally:
-        for module in modules:
-            del module.forward
+    return forwards_by([(m, _forward(m, linear)) for m in model.modules() if linear and _is_plain(m, dtypes)])
 
 
 def _is_plain(module: nn.Module, dtypes: frozenset[torch.dtype]) -> bool:
