@@ -39,6 +39,7 @@ from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.decode.scheduler import stream
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.kernels import REFERENCE, cpu, ops_for
+from hybrid_rlhf.kernels.gradients import causal_attention_by
 from hybrid_rlhf.kernels.ops import Ops
 from hybrid_rlhf.models.backbone import check_head
 from hybrid_rlhf.models.dropout import disable_dropout
@@ -196,8 +197,8 @@ def every_kernel() -> Ops:
     right on every processor."""
     ops = ops_for("cpu")
     return ops if ops.decode_attention is REFERENCE.decode_attention else ops._replace(
-        linear=cpu.load_linear(), linear_dtypes=frozenset((torch.float32, torch.bfloat16)),
-        decode_layer=cpu.load_decode_layer(), causal_attention=cpu.load_causal_attention())
+        linear=cpu.module().linear, linear_dtypes=frozenset((torch.float32, torch.bfloat16)),
+        decode_layer=cpu.module().DecodeLayer, causal_attention=causal_attention_by(cpu.module()))
 
 
 def listen(engine: HybridEngine, logits: dict[tuple[int, int], Tensor], count: int) -> None:

@@ -29,7 +29,7 @@ from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.report.trackers import check_trackers
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.checkpointing import SMALL_IS_GOOD
-from hybrid_rlhf.run.watchers import watched_by
+from hybrid_rlhf.run.reporter import watched_by
 from hybrid_rlhf.training import unread_options
 from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.trl_callbacks import Callbacks

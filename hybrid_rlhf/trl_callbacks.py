@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import rank
 from hybrid_rlhf.run.checkpointing import SMALL_IS_GOOD
-from hybrid_rlhf.run.watchers import Asked
+from hybrid_rlhf.run.reporter import Asked
 
 _NEVER = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_prediction_step", "on_predict",
           "on_push_begin")

@@ -112,16 +112,13 @@ class Conversation:
 
         seed = self.seed + self.num_answers
         with self.engine.inference(), closing(self.engine.stream(prompt, sampling, seed)) as tokens:
-            drawn = counted(tokens)
-            yield from self._turn(drawn, calls) if self.tools else self._text(drawn)
+            text = AnswerText(self.tokenizer, (), self.engine.eos_ids)
+            yield from self._turn(text, counted(tokens), calls) if self.tools else pieces(text, counted(tokens))
         self.was_cut = seen >= sampling.max_new_tokens
 
-    def _text(self, tokens: Iterator[int]) -> Iterator[str]:
-        return pieces(AnswerText(self.tokenizer, (), self.engine.eos_ids), tokens)
-
-    def _turn(self, tokens: Iterator[int], calls: list[dict]) -> Iterator[str]:
-        prompt = compose_prompt(self.tokenizer, self._with_tools()).shown
-        text = TurnText(self.tokenizer, AnswerText(self.tokenizer, (), self.engine.eos_ids), prompt)
+    def _turn(self, answer: AnswerText, tokens: Iterator[int], calls: list[dict]) -> Iterator[str]:
+        prompt = compose_prompt(self.tokenizer, with_tools(self.messages, self.tools)).shown
+        text = TurnText(self.tokenizer, answer, prompt)
         yield from pieces(text, tokens)
         turn = parse_turn(self.tokenizer, text.ids, self.tools, prompt)
         self.call_errors = turn.errors
@@ -142,16 +139,13 @@ class Conversation:
         self.messages.append({"role": "tool", "name": call["function"]["name"], "tool_call_id": call.get("id", ""),
                               "content": clean(text)})
 
-    def _with_tools(self) -> list[dict]:
-        return with_tools(self.messages, self.tools)
-
     def prompt_ids(self) -> list[int]:
         """The conversation as token ids, with the generation prompt at its end.
 
         The same function makes the prompts for training, so the two cannot differ.
         """
         try:
-            return encode_prompt(self.tokenizer, self._with_tools())
+            return encode_prompt(self.tokenizer, with_tools(self.messages, self.tools))
         except SkipRow as error:
             raise UserError(f"this conversation cannot go on: {error}; "
                             "take a turn back (/undo) or start anew (/reset)") from error
@@ -236,13 +230,9 @@ def check_can_chat(path: str) -> None:
         raise UserError(f"{path} is not a model folder; it needs a config.json{hint}")
     check_folder(path)
     if folder.is_dir():
-        _check_kind(path, folder / "config.json")
-
-
-def _check_kind(path: str, file: Path) -> None:
-    check_config(path)
-    config = read_object(file)
-    kinds = config.get("architectures") or []
-    check(not any("Classification" in k for k in kinds),
-          f"{path} is a reward model ({', '.join(kinds)}): it scores text and cannot chat; give an sft or ppo model")
-    check(not config.get("is_encoder_decoder"), f"{path} is an encoder-decoder; chat needs a causal language model")
+        check_config(path)
+        config = read_object(folder / "config.json")
+        kinds = config.get("architectures") or []
+        check(not any("Classification" in k for k in kinds), f"{path} is a reward model ({', '.join(kinds)}): it "
+              "scores text and cannot chat; give an sft or ppo model")
+        check(not config.get("is_encoder_decoder"), f"{path} is an encoder-decoder; chat needs a causal language model")

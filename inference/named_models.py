@@ -5,32 +5,22 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_rlhf.core.config import check
 
 
-@dataclass(frozen=True)
-class NamedModel:
-    """A model: its name for clients and users, and its path."""
-
-    name: str
-    path: str
-
-
-def named_models(options: list[str]) -> list[NamedModel]:
-    """Models from NAME=DIR, or from DIR with the folder's name (the run's name for a folder called model)."""
-    models = []
+def named_models(options: list[str]) -> dict[str, str]:
+    """Name -> path, from NAME=DIR, or from DIR with the folder's name (the run's name for a folder called model)."""
+    models: dict[str, str] = {}
     for text in options:
         named = re.match(r"([\w.:-]+)=(.+)", text)
         path = named.group(2) if named else text
         parts = [p for p in Path(path).parts if p not in ("/", ".", "..")]
         folder = parts[-2] if len(parts) > 1 and parts[-1] == "model" else parts[-1] if parts else path
-        models.append(NamedModel(named.group(1) if named else folder if Path(path).is_dir() else path, path))
-    names = [model.name for model in models]
-    for name in names:
-        check(names.count(name) == 1, f"--model: two models are called {name}; name them: --model a=DIR b=DIR")
+        name = named.group(1) if named else folder if Path(path).is_dir() else path
+        check(name not in models, f"--model: two models are called {name}; name them: --model a=DIR b=DIR")
+        models[name] = path
     return models
 
 

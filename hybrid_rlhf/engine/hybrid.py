@@ -41,9 +41,9 @@ from hybrid_rlhf.engine.device_memory import fewer_slots, release
 from hybrid_rlhf.engine.idle_cache import IdleCache
 from hybrid_rlhf.engine.modes import evaluating
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
-from hybrid_rlhf.engine.train.dummy_forward import dummy_batch, zero_of
 from hybrid_rlhf.engine.train.offload import Activation, IdleOffload, module_tensors
 from hybrid_rlhf.engine.train.optimizers import OptimizerConfig
+from hybrid_rlhf.engine.train.passes import dummy_batch, zero_of
 from hybrid_rlhf.engine.train.patches import training_forms
 from hybrid_rlhf.engine.train.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered
 from hybrid_rlhf.models.dropout import draws_in_training

@@ -59,11 +59,10 @@ void dots(const float* query, int64_t dim, const T* keys, int64_t step, int64_t 
 }
 
 #if defined(__AVX512F__)
-inline Floats multiplied(Floats sum, const float* q, const float* k) { return load(q) * load(k) + sum; }
-
-inline Floats multiplied(Floats sum, const float* q, const c10::BFloat16* k) { return load(q) * load(k) + sum; }
-
-inline Floats multiplied(Floats sum, const float* q, const c10::Half* k) { return load(q) * load(k) + sum; }
+template <typename T>
+Floats multiplied(Floats sum, const float* q, const T* k) {
+  return load(q) * load(k) + sum;
+}
 
 #if defined(__AVX512BF16__)
 inline Floats multiplied(Floats sum, const c10::BFloat16* q, const c10::BFloat16* k) {

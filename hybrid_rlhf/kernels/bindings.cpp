@@ -15,16 +15,16 @@
 #include <vector>
 
 #include "kernels.h"
-#include "tiles.h"
 
 namespace hybrid {
+namespace {
 
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
 constexpr int64_t kFewDots = 48;  // rows above which another product, torch's or the packed one, is faster
 
-inline DType dtype_of(const Tensor& x, const char* name) {
+DType dtype_of(const Tensor& x, const char* name) {
   TORCH_CHECK_TYPE(x.device().is_cpu(), name, " is on ", x.device(), "; this kernel reads cpu tensors");
   switch (x.scalar_type()) {
     case at::kFloat: return DType::kFloat32;
@@ -35,22 +35,28 @@ inline DType dtype_of(const Tensor& x, const char* name) {
   }
 }
 
-inline Rows rows(const Tensor& x, const char* name, int64_t dims) {
+Rows rows(const Tensor& x, const char* name, int64_t dims) {
   TORCH_CHECK_VALUE(x.dim() == dims, name, " has ", x.dim(), " dimensions, not ", dims);
   TORCH_CHECK_VALUE(x.size(-1) <= 1 || x.stride(-1) == 1, name, ": its last dimension must be dense");
   return {x.data_ptr(), dtype_of(x, name), x.stride(0), dims > 2 ? x.stride(1) : 0};
 }
 
 // A new token's tensor as the kernel can read it; models hand on views of any strides.
-inline Tensor dense(const Tensor& x) { return x.size(-1) <= 1 || x.stride(-1) == 1 ? x : x.contiguous(); }
+Tensor dense(const Tensor& x) { return x.size(-1) <= 1 || x.stride(-1) == 1 ? x : x.contiguous(); }
 
-inline Tensor numbers(const Tensor& x, const char* name, int64_t count) {
+Tensor numbers(const Tensor& x, const char* name, int64_t count) {
   TORCH_CHECK_VALUE(x.dim() == 1 && x.size(0) == count && x.scalar_type() == at::kLong && x.device().is_cpu(), name,
                     " must be (", count, ",) int64 on the cpu");
   return x.contiguous();
 }
 
-inline const bool* flags(const Maybe& x, const char* name, int64_t batch, int64_t count) {
+float* floats(const Tensor& x, const char* name, int64_t count) {
+  TORCH_CHECK_VALUE(x.is_contiguous() && x.scalar_type() == at::kFloat && x.numel() == count && x.device().is_cpu(), name,
+                    " must be float32 on the cpu, dense, of ", count, " numbers");
+  return x.data_ptr<float>();
+}
+
+const bool* flags(const Maybe& x, const char* name, int64_t batch, int64_t count) {
   if (!x) return nullptr;
   TORCH_CHECK_VALUE(x->dim() == 2 && x->size(0) == batch && x->size(1) == count && x->scalar_type() == at::kBool &&
                         x->device().is_cpu() && (count <= 1 || x->stride(1) == 1),
@@ -58,24 +64,30 @@ inline const bool* flags(const Maybe& x, const char* name, int64_t batch, int64_
   return x->const_data_ptr<bool>();
 }
 
-inline int64_t stride_of(const Maybe& x) { return x ? x->stride(0) : 0; }
+int64_t stride_of(const Maybe& x) { return x ? x->stride(0) : 0; }
 
 // The pages of each row of a decode step.
-inline Tensor page_table(const Tensor& x, int64_t count) {
+Tensor page_table(const Tensor& x, int64_t count) {
   TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == count && x.scalar_type() == at::kLong && x.device().is_cpu(),
                     "pages must be (", count, ", N) int64 on the cpu");
   return x.contiguous();
 }
 
 // Pages and positions of a decode step lie in the cache, or an error.
-void check_pages(const Attention& call, int64_t most);
-
-}  // namespace hybrid
+void check_pages(const Attention& call, int64_t most) {
+  const int64_t columns = call.pages_stride * call.page_columns;
+  TORCH_CHECK_VALUE(call.width <= columns, "width is ", call.width, "; the rows' pages have ", columns, " columns");
+  for (int64_t b = 0; b < call.batch; ++b) {
+    TORCH_CHECK_INDEX(call.positions[b] >= -1 && call.positions[b] < call.width, "row ", b, " is at position ",
+                      call.positions[b], "; width is ", call.width);
+    for (int64_t i = 0; i * call.page_columns <= call.positions[b]; ++i) {
+      const int64_t page = call.pages[b * call.pages_stride + i];
+      TORCH_CHECK_INDEX(page >= 0 && page < most, "row ", b, " is in page ", page, " of ", most);
+    }
+  }
+}
 
 // -- Attention of whole sequences as Python sees it
-
-namespace hybrid {
-namespace {
 
 Tokens tokens(const Tensor& x, const char* name, DType dtype) {
   TORCH_CHECK_VALUE(x.dim() == 4 && (x.size(3) <= 1 || x.stride(3) == 1), name, " must be (B, H, T, D), D dense");
@@ -127,10 +139,8 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const Tensor& new_gradient, const T
   TORCH_CHECK_VALUE(gradient.dim() == 4 && gradient.size(0) == call.batch && gradient.size(1) == call.heads &&
                         gradient.size(2) == call.length && gradient.size(3) == call.value_dim,
                     "the gradient must be (B, T, H, Dv), not ", new_gradient.sizes());
-  TORCH_CHECK_VALUE(normalisers.is_contiguous() && normalisers.scalar_type() == at::kFloat &&
-                        normalisers.numel() == call.batch * call.heads * call.length,
-                    "normalisers must be (B, H, T) float32, dense");
-  call.out = tokens(gradient, "gradient", call.dtype), call.normalisers = normalisers.data_ptr<float>();
+  call.out = tokens(gradient, "gradient", call.dtype);
+  call.normalisers = floats(normalisers, "normalisers", call.batch * call.heads * call.length);
   const Tensor by_query = like(query), by_key = like(key), by_value = like(value);
   call.query_gradient = tokens(by_query, "query", call.dtype);
   call.key_gradient = tokens(by_key, "key", call.dtype), call.value_gradient = tokens(by_value, "value", call.dtype);
@@ -139,22 +149,7 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const Tensor& new_gradient, const T
   return {by_query, by_key, by_value};
 }
 
-}  // namespace
-
-void bind_sequences(pybind11::module_& m) {
-  namespace py = pybind11;
-  m.def("causal_attention", &attended, py::arg("query"), py::arg("key"), py::arg("value"), py::kw_only(),
-        py::arg("scaling"), py::arg("with_normalisers") = false);
-  m.def("causal_attention_backward", &gradients, py::arg("gradient"), py::arg("query"), py::arg("key"),
-        py::arg("value"), py::arg("normalisers"), py::kw_only(), py::arg("scaling"));
-}
-
-}  // namespace hybrid
-
 // -- The backward passes of elementwise.cpp's chains as Python sees them
-
-namespace hybrid {
-namespace {
 
 std::tuple<Tensor, Maybe> norm_gradients(const Tensor& gradient, const Tensor& input, const Tensor& weight, double eps,
                                          bool adds_one, bool with_weight) {
@@ -194,21 +189,7 @@ std::tuple<Tensor, Tensor> gate_gradients(const Tensor& new_gradient, const Tens
   return {by_gate, by_up};
 }
 
-}  // namespace
-
-void bind_gradients(pybind11::module_& m) {
-  namespace py = pybind11;
-  m.def("rms_norm_backward", &norm_gradients, py::arg("gradient"), py::arg("input"), py::arg("weight"), py::arg("eps"),
-        py::arg("adds_one"), py::arg("with_weight"));
-  m.def("gated_backward", &gate_gradients, py::arg("gradient"), py::arg("gate"), py::arg("up"), py::arg("is_gelu"));
-}
-
-}  // namespace hybrid
-
 // -- A decoder layer as an object that knows its weights; kernels/reference.py: DecodeLayer says what it does
-
-namespace hybrid {
-namespace {
 
 // Multiplications of a layer (weights times rows) whose slower product costs less than going back to Python between the
 // operations: about 0.1 ms a layer, beside 1 to 2 ps more for each multiplication.
@@ -394,39 +375,7 @@ class Layer {
   Activation activation_;
 };
 
-}  // namespace
-
-void check_pages(const Attention& call, int64_t most) {
-  const int64_t columns = call.pages_stride * call.page_columns;
-  TORCH_CHECK_VALUE(call.width <= columns, "width is ", call.width, "; the rows' pages have ", columns, " columns");
-  for (int64_t b = 0; b < call.batch; ++b) {
-    TORCH_CHECK_INDEX(call.positions[b] >= -1 && call.positions[b] < call.width, "row ", b, " is at position ",
-                      call.positions[b], "; width is ", call.width);
-    for (int64_t i = 0; i * call.page_columns <= call.positions[b]; ++i) {
-      const int64_t page = call.pages[b * call.pages_stride + i];
-      TORCH_CHECK_INDEX(page >= 0 && page < most, "row ", b, " is in page ", page, " of ", most);
-    }
-  }
-}
-
-void bind_layers(pybind11::module_& m) {
-  namespace py = pybind11;
-  py::class_<Layer>(m, "DecodeLayer")
-      .def(py::init<const std::vector<Maybe>&, const std::vector<Maybe>&, std::vector<Maybe>, std::vector<Maybe>,
-                    std::vector<MaybeAdapter>, double, bool, double, const std::string&>(),
-           py::arg("weights"), py::arg("biases"), py::arg("norms"), py::arg("norm_biases"), py::arg("adapters"),
-           py::arg("eps"), py::arg("adds_one"), py::arg("scaling"), py::arg("activation"))
-      .def_property_readonly("max_rows", &Layer::max_rows)
-      .def("__call__", &Layer::run, py::arg("hidden"), py::arg("cosines"), py::arg("sines"), py::arg("keys"),
-           py::arg("values"), py::arg("pages"), py::arg("positions"), py::arg("width"));
-}
-
-}  // namespace hybrid
-
 // -- Scores of tokens and optimizer steps as Python sees them
-
-namespace hybrid {
-namespace {
 
 Vocabulary call_of(const Tensor& logits, const Tensor& targets, double temperature) {
   Vocabulary call{};
@@ -438,12 +387,6 @@ Vocabulary call_of(const Tensor& logits, const Tensor& targets, double temperatu
     TORCH_CHECK_INDEX(call.targets[n] >= 0 && call.targets[n] < call.size, "target ", call.targets[n], " of ", call.size,
                       " words");
   return call;
-}
-
-float* numbers_of(const Tensor& x, const char* name, int64_t count) {
-  TORCH_CHECK_VALUE(x.dim() == 1 && x.size(0) == count && x.is_contiguous() && x.scalar_type() == at::kFloat, name,
-                    " must be (", count, ",) float32, dense");
-  return x.data_ptr<float>();
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> scores(const Tensor& logits, const Tensor& new_targets, double temperature,
@@ -465,24 +408,18 @@ Tensor scores_backward(const Tensor& logits, const Tensor& new_targets, const Te
                        const Maybe& by_logprobs, const Maybe& by_entropy, double temperature) {
   const Tensor targets = numbers(new_targets, "targets", logits.size(0));
   Vocabulary call = call_of(logits, targets, temperature);
-  call.normalisers = numbers_of(normalisers, "normalisers", call.rows);
+  call.normalisers = floats(normalisers, "normalisers", call.rows);
   Tensor first, second;
-  if (by_logprobs) first = by_logprobs->contiguous(), call.by_logprobs = numbers_of(first, "by_logprobs", call.rows);
+  if (by_logprobs) first = by_logprobs->contiguous(), call.by_logprobs = floats(first, "by_logprobs", call.rows);
   if (by_entropy) {
-    second = by_entropy->contiguous(), call.by_entropy = numbers_of(second, "by_entropy", call.rows);
-    call.entropy = numbers_of(entropy, "entropy", call.rows);
+    second = by_entropy->contiguous(), call.by_entropy = floats(second, "by_entropy", call.rows);
+    call.entropy = floats(entropy, "entropy", call.rows);
   }
   Tensor gradient = at::empty(logits.sizes(), logits.options());
   call.gradient = gradient.data_ptr();
   pybind11::gil_scoped_release unlocked;
   score_tokens_backward(call);
   return gradient;
-}
-
-float* state_of(const Tensor& x, const char* name, const Tensor& gradient) {
-  TORCH_CHECK_VALUE(x.is_contiguous() && x.scalar_type() == at::kFloat && x.numel() == gradient.numel() &&
-                        x.device().is_cpu(), name, " must be float32, dense, of ", gradient.numel(), " numbers");
-  return x.data_ptr<float>();
 }
 
 void step(const Maybe& weight, const Tensor& master, const Tensor& gradient, const Tensor& average, const Tensor& square,
@@ -495,8 +432,8 @@ void step(const Maybe& weight, const Tensor& master, const Tensor& gradient, con
   call.gradient = gradient.data_ptr(), call.gradient_dtype = dtype_of(gradient, "gradient");
   call.weight = weight ? weight->data_ptr() : nullptr;
   call.weight_dtype = weight ? dtype_of(*weight, "weight") : DType::kFloat32;
-  call.master = state_of(master, "master", gradient), call.average = state_of(average, "exp_avg", gradient);
-  call.square = state_of(square, "exp_avg_sq", gradient);
+  call.master = floats(master, "master", call.count), call.average = floats(average, "exp_avg", call.count);
+  call.square = floats(square, "exp_avg_sq", call.count);
   call.rate = rate, call.beta1 = beta1, call.beta2 = beta2, call.epsilon = epsilon, call.weight_decay = weight_decay;
   call.factor = static_cast<float>(factor), call.threads = at::get_num_threads();
   pybind11::gil_scoped_release unlocked;
@@ -509,18 +446,6 @@ double squares(const Tensor& x) {
 }
 
 }  // namespace
-
-void bind_updates(pybind11::module_& m) {
-  namespace py = pybind11;
-  m.def("token_scores", &scores, py::arg("logits"), py::arg("targets"), py::arg("temperature"), py::arg("with_entropy"));
-  m.def("token_scores_backward", &scores_backward, py::arg("logits"), py::arg("targets"), py::arg("normalisers"),
-        py::arg("entropy"), py::arg("by_logprobs"), py::arg("by_entropy"), py::arg("temperature"));
-  m.def("adamw", &step, py::arg("weight"), py::arg("master"), py::arg("gradient"), py::arg("exp_avg"),
-        py::arg("exp_avg_sq"), py::kw_only(), py::arg("step"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-        py::arg("eps"), py::arg("weight_decay"), py::arg("factor") = 1.0);
-  m.def("sum_of_squares", &squares, py::arg("x"));
-}
-
 }  // namespace hybrid
 
 // -- attention, sampling, products and the module
@@ -749,22 +674,38 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("decode_attention", &decode_attention, py::arg("query"), py::arg("key"), py::arg("value"), py::arg("keys"),
         py::arg("values"), py::arg("pages"), py::arg("positions"), py::arg("width"), py::kw_only(), py::arg("scaling"),
         py::arg("softcap") = py::none(), py::arg("sinks") = py::none(), py::arg("mask") = py::none());
-  hybrid::bind_sequences(m);
-  hybrid::bind_gradients(m);
-  hybrid::bind_layers(m);
-  hybrid::bind_updates(m);
+  m.def("causal_attention", &hybrid::attended, py::arg("query"), py::arg("key"), py::arg("value"), py::kw_only(),
+        py::arg("scaling"), py::arg("with_normalisers") = false);
+  m.def("causal_attention_backward", &hybrid::gradients, py::arg("gradient"), py::arg("query"), py::arg("key"),
+        py::arg("value"), py::arg("normalisers"), py::kw_only(), py::arg("scaling"));
+  m.def("rms_norm_backward", &hybrid::norm_gradients);
+  m.def("gated_backward", &hybrid::gate_gradients);
+  using hybrid::Layer, hybrid::MaybeAdapter;
+  py::class_<Layer>(m, "DecodeLayer")
+      .def(py::init<const std::vector<Maybe>&, const std::vector<Maybe>&, std::vector<Maybe>, std::vector<Maybe>,
+                    std::vector<MaybeAdapter>, double, bool, double, const std::string&>(),
+           py::arg("weights"), py::arg("biases"), py::arg("norms"), py::arg("norm_biases"), py::arg("adapters"),
+           py::arg("eps"), py::arg("adds_one"), py::arg("scaling"), py::arg("activation"))
+      .def_property_readonly("max_rows", &Layer::max_rows)
+      .def("__call__", &Layer::run, py::arg("hidden"), py::arg("cosines"), py::arg("sines"), py::arg("keys"),
+           py::arg("values"), py::arg("pages"), py::arg("positions"), py::arg("width"));
+  m.def("token_scores", &hybrid::scores);
+  m.def("token_scores_backward", &hybrid::scores_backward);
+  m.def("adamw", &hybrid::step, py::arg("weight"), py::arg("master"), py::arg("gradient"), py::arg("exp_avg"),
+        py::arg("exp_avg_sq"), py::kw_only(), py::arg("step"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+        py::arg("eps"), py::arg("weight_decay"), py::arg("factor") = 1.0);
+  m.def("sum_of_squares", &hybrid::squares, py::arg("x"));
   m.def("sample", &sample, py::arg("logits"), py::arg("streams"), py::arg("positions"), py::kw_only(),
         py::arg("temperature") = 1.0, py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0,
         py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none(),
         py::arg("kept") = py::none());
   m.def("rms_norm", &rms_norm, py::arg("input"), py::arg("weight"), py::arg("eps"), py::arg("adds_one") = false);
   m.def("gated", &gated, py::arg("gate"), py::arg("up"), py::arg("is_gelu") = false);
-  m.def("rotary", &rotary, py::arg("query"), py::arg("key"), py::arg("cosines"), py::arg("sines"));
+  m.def("rotary", &rotary);
   m.def("has_bf16_dots", &has_bf16_dots);
   m.def("compiled_with_tiles", &hybrid::compiled_with_tiles);
   m.def("has_tiles", &hybrid::has_tiles);
   m.def("linear", &linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none());
   m.def("packed_linear", &packed_linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none());
-  m.def("adapted_linear", &adapted_linear, py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("down"),
-        py::arg("up"), py::arg("scaling"));
+  m.def("adapted_linear", &adapted_linear);
 }

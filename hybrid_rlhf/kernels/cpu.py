@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -18,10 +17,9 @@ _log = logging.getLogger(__name__)
 _HERE, _NAME = Path(__file__).parent, "hybrid_rlhf_cpu"
 SOURCES = tuple(_HERE / name for name in (
     "attention.cpp", "sequences.cpp", "sampling.cpp", "linear.cpp", "packed.cpp", "dots.cpp", "tiles.cpp",
-    "elementwise.cpp", "elementwise_gradients.cpp", "decode_layer.cpp", "vocabulary.cpp", "updates.cpp",
+    "elementwise.cpp", "decode_layer.cpp", "vocabulary.cpp", "updates.cpp",
     "bindings.cpp"))  # the only one with torch's headers, which take 24 s of the compiler's time
-HEADERS = tuple(_HERE / name for name in ("simd.h", "kernels.h", "truncation.h", "products.h", "activations.h",
-                                          "tiles.h"))
+HEADERS = tuple(_HERE / name for name in ("simd.h", "kernels.h", "products.h"))
 
 
 def load() -> Ops:
@@ -29,47 +27,27 @@ def load() -> Ops:
 
     Tensors are fp32, bf16 or fp16 on the CPU; sums are in fp32. Threads are torch's own (torch.set_num_threads).
     """
-    module = _module()
-    dtypes = own_dtypes(module.has_bf16_dots())
-    names = ", ".join(str(d).removeprefix("torch.") for d in sorted(dtypes, key=str)) + " and AMX" * has_tiles(module)
-    return Ops(f"cpu (C++, with products in {names})" if dtypes else "cpu (C++)", module.decode_attention,
-               module.sample, module.linear if dtypes else None, dtypes,
-               fused_by(module),
-               causal_attention_by(module) if has_wide_vectors() else None, module.adapted_linear if dtypes else None,
-               module.DecodeLayer if dtypes else None, token_scores_by(module),
-               Updates(module.adamw, module.sum_of_squares))
+    ours = module()
+    dtypes = own_dtypes(ours.has_bf16_dots())
+    names = ", ".join(str(d).removeprefix("torch.") for d in sorted(dtypes, key=str)) + " and AMX" * has_tiles(ours)
+    ops = Ops(f"cpu (C++, with products in {names})" if dtypes else "cpu (C++)", ours.decode_attention, ours.sample,
+              fused=fused_by(ours), causal_attention=causal_attention_by(ours) if has_wide_vectors() else None,
+              token_scores=token_scores_by(ours), updates=Updates(ours.adamw, ours.sum_of_squares))
+    return ops._replace(linear=ours.linear, linear_dtypes=dtypes, adapted_linear=ours.adapted_linear,
+                        decode_layer=ours.DecodeLayer) if dtypes else ops
 
 
-def has_tiles(module: ModuleType) -> bool:
+def has_tiles(ours: ModuleType) -> bool:
     """Whether products in bf16 use the processor's matrix unit. The system may refuse it to this process, which is a
     warning, because other instructions round these products otherwise."""
-    if module.compiled_with_tiles() and not module.has_tiles():
+    if ours.compiled_with_tiles() and not ours.has_tiles():
         _log.warning("the system lets this process not use the processor's matrix unit (AMX): products in bfloat16 are "
                      "slower, and rounded otherwise than in a process that may")
-    return module.has_tiles()
+    return ours.has_tiles()
 
 
-def load_linear() -> Callable:
-    """The compiled linear(input, weight, bias), whether or not `load` would use it on this processor."""
-    return _module().linear
-
-
-def load_packed_linear() -> Callable:
-    """The compiled linear(input, weight, bias) of many rows in fp32, whether or not `load` would use it."""
-    return _module().packed_linear
-
-
-def load_causal_attention() -> Callable:
-    """The compiled causal_attention, whether or not `load` would use it on this processor."""
-    return causal_attention_by(_module())
-
-
-def load_decode_layer() -> Callable:
-    """The compiled DecodeLayer, whether or not `load` would use it on this processor."""
-    return _module().DecodeLayer
-
-
-def _module() -> ModuleType:
+def module() -> ModuleType:
+    """The compiled module, whether or not `load` would use all of it on this processor."""
     return build.load_extension(_NAME, SOURCES, HEADERS)
 
 

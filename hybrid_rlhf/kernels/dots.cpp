@@ -8,7 +8,6 @@
 
 #include "kernels.h"
 #include "simd.h"
-#include "tiles.h"
 
 namespace hybrid {
 namespace {
@@ -26,11 +25,7 @@ template <>
 struct Dots<float> {
   static constexpr int64_t kVector = kLanes;
   static Floats whole(const float* from) { return load(from); }
-  static Floats part(const float* from, int64_t count) {
-    float padded[kLanes] = {};
-    std::copy(from, from + count, padded);
-    return load(padded);
-  }
+  static Floats part(const float* from, int64_t count) { return load_part(from, count); }
   static Floats add(Floats total, Floats a, Floats b) { return total + a * b; }
 };
 
@@ -165,9 +160,7 @@ void work(const Linear& call, int64_t first, int64_t count, const T* low, float*
     float* row = sums + m * kRow;
     if (call.bias)
       for (int64_t n = 0; n < count; ++n) row[n] += call.bias[first + n];
-    int64_t n = 0;
-    for (; n + kLanes <= count; n += kLanes) store(to + m * call.out.stride0 + n, load(row + n));
-    for (; n < count; ++n) to[m * call.out.stride0 + n] = row[n];
+    narrow(row, to + m * call.out.stride0, count);
   }
 }
 

@@ -1,14 +1,15 @@
-"""Our fused operations in place of a model's own chains of small ones: norms, gated MLPs, rotary positions.
+"""Our operations in place of a model's own: fused ones for its chains of small ones (norms, gated MLPs, rotary
+positions), and our matrix products for nn.Linear's, in the dtypes in which the CPU kernels are faster.
 
-A candidate is run on random numbers beside the original, and replaced only where both agree to rounding. Everything
-else stays as its authors wrote it.
+A fused candidate is run on random numbers beside the original, and replaced only where both agree to rounding.
+Everything else stays as its authors wrote it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -22,6 +23,18 @@ from hybrid_rlhf.core.torch_compat import copy_with
 from hybrid_rlhf.kernels.ops import Fused
 
 _ROTARY = "apply_rotary_pos_emb"  # transformers' name in every model file whose halves are paired
+
+
+@contextmanager
+def forwards_by(replaced: Sequence[tuple[nn.Module, Callable]]) -> Iterator[int]:
+    """Within the block each module computes by the function beside it; yields how many do."""
+    try:
+        for module, forward in replaced:
+            module.forward = forward
+        yield len(replaced)
+    finally:
+        for module, _ in replaced:
+            vars(module).pop("forward", None)
 
 
 @dataclass
@@ -38,19 +51,15 @@ class Fusions:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Within the block the fused operations run; modules whose forward has been replaced meanwhile stay."""
-        modules = [(m, f) for m, f in self.modules if "forward" not in vars(m)]
         originals = [getattr(file, _ROTARY) for file, _ in self.files]
-        try:
-            for module, forward in modules:
-                module.forward = forward
-            for file, function in self.files:
-                setattr(file, _ROTARY, function)
-            yield
-        finally:
-            for module, _ in modules:
-                vars(module).pop("forward", None)
-            for (file, _), original in zip(self.files, originals, strict=True):
-                setattr(file, _ROTARY, original)
+        with forwards_by([(m, f) for m, f in self.modules if "forward" not in vars(m)]):
+            try:
+                for file, function in self.files:
+                    setattr(file, _ROTARY, function)
+                yield
+            finally:
+                for (file, _), original in zip(self.files, originals, strict=True):
+                    setattr(file, _ROTARY, original)
 
 
 @torch.no_grad()
@@ -198,3 +207,34 @@ def _rotary(original: Callable, ours: Callable, device_type: str | None) -> Call
         return ours(q, k, cos, sin) if is_plain else original(q, k, cos, sin, *others, **named)
 
     return apply
+
+
+# -- matrix products ---------------------------------------------------------------------------------------------------
+
+
+def own_products(model: nn.Module, linear: Callable | None,
+                 dtypes: frozenset[torch.dtype]) -> AbstractContextManager[int]:
+    """Within the block every plain nn.Linear of `model` with weights in `dtypes` multiplies by
+    `linear(input, weight, bias)`, which reads the weights in place; yields how many do.
+
+    Left alone: layers of other dtypes, quantized ones, other subclasses, modules whose forward is replaced already
+    (offloading hooks), and every call that needs gradients or mixes dtypes. linear None: nothing is done.
+    """
+    return forwards_by([(m, _forward(m, linear)) for m in model.modules() if linear and _is_plain(m, dtypes)])
+
+
+def _is_plain(module: nn.Module, dtypes: frozenset[torch.dtype]) -> bool:
+    return (type(module) is nn.Linear and module.weight.dtype in dtypes
+            and module.weight.device.type == "cpu" and "forward" not in vars(module))
+
+
+def _forward(module: nn.Linear, linear: Callable) -> Callable[[Tensor], Tensor]:
+    weight, bias = module.weight, module.bias  # looked up once: nn.Module's look-up is slow beside a small product
+    dtype = weight.dtype
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name for it
+        if torch.is_grad_enabled() or input.dtype != dtype or not input.numel():
+            return F.linear(input, weight, bias)
+        return linear(input, weight, bias)
+
+    return forward

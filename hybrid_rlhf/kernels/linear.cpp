@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
-#include "simd.h"
+#include "products.h"
 
 namespace hybrid {
 namespace {
@@ -15,14 +15,7 @@ constexpr int64_t kDepth = 1024;        // of a chunk: four rows of W in fp32 st
 constexpr int64_t kStep = kDepth + 16;  // from row to row, so that they do not share that cache's sets
 constexpr int64_t kTask = 48;           // outputs of one piece of work, a multiple of kOutputs
 
-int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
-
-// `count` numbers as fp32, and zeros up to a whole vector.
-template <typename T>
-void widen_padded(const T* from, float* to, int64_t count) {
-  widen(from, to, count);
-  std::fill(to + count, to + padded(count), 0.0f);
-}
+int64_t padded(int64_t count) { return rounded_up(count, kLanes); }
 
 // out[m][n] += x[m] . w[n] for Rows x Outputs over `depth`, a multiple of kLanes.
 template <int Outputs, int Rows>
@@ -62,7 +55,7 @@ void work(const Linear& call, const float* x, int64_t first, int64_t count, floa
     for (int64_t k = 0; k < call.in_features; k += kDepth) {
       const int64_t depth = std::min(kDepth, call.in_features - k);
       for (int64_t i = 0; i < outputs; ++i)
-        widen_padded(weight + (n + i) * call.weight.stride0 + k, w + i * kStep, depth);
+        pack_row(weight + (n + i) * call.weight.stride0 + k, depth, padded(depth), w + i * kStep);
       if (outputs == kOutputs) panel<kOutputs>(call.rows, x + k, x_step, w, padded(depth), out + n);
       else
         for (int64_t i = 0; i < outputs; ++i)
@@ -88,8 +81,8 @@ void linear(const Linear& call) {
   std::vector<float> x(call.rows * x_step);
   with_type(call.x.dtype, [&](auto type) {
     for (int64_t m = 0; m < call.rows; ++m)
-      widen_padded(static_cast<const decltype(type)*>(call.x.data) + m * call.x.stride0, x.data() + m * x_step,
-                   call.in_features);
+      pack_row(static_cast<const decltype(type)*>(call.x.data) + m * call.x.stride0, call.in_features, x_step,
+               x.data() + m * x_step);
   });
   const int64_t tasks = (call.out_features + kTask - 1) / kTask;
 #pragma omp parallel num_threads(call.threads)

@@ -29,7 +29,7 @@ class Updates(NamedTuple):
 class Ops(NamedTuple):
     """The operations of one device. name is for people: "reference", "cpu (C++)", "cuda (Triton)".
 
-    linear(input, weight, bias): nn.Linear without gradients, for kernels/products.py, of weights in linear_dtypes,
+    linear(input, weight, bias): nn.Linear without gradients, for kernels/fusions.py, of weights in linear_dtypes,
     in which torch's products are slower; None where there are none. fused: None where nothing is fused.
     causal_attention: of whole sequences, with gradients; None where torch's own is as fast.
     adapted_linear(input, weight, bias, down, up, scaling): linear + scaling up (down input), as `linear` is.

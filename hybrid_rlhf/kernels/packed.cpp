@@ -133,22 +133,17 @@ int64_t width(const Linear& call, int64_t chunks) {
   return busiest(2 * kLanes) < busiest(kPanel) ? 2 * kLanes : kPanel;
 }
 
-// The piece's outputs of its rows.
-void packed_piece(const Linear& call, int64_t piece) {
-  thread_local Panel panel;
-  const int64_t outputs = width(call, (call.rows + kChunk - 1) / kChunk);
-  const int64_t panels = (call.out_features + outputs - 1) / outputs;
-  const int64_t first = piece % panels * outputs, row = piece / panels * kChunk;
-  work(call, row, std::min(kChunk, call.rows - row), first, std::min(outputs, call.out_features - first), panel);
-}
-
 }  // namespace
 
 void packed_linear(const Linear& call) {
   const int64_t chunks = (call.rows + kChunk - 1) / kChunk, outputs = width(call, chunks);
-  const int64_t pieces = (call.out_features + outputs - 1) / outputs * chunks;
+  const int64_t panels = (call.out_features + outputs - 1) / outputs;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads)
-  for (int64_t piece = 0; piece < pieces; ++piece) packed_piece(call, piece);
+  for (int64_t piece = 0; piece < panels * chunks; ++piece) {
+    thread_local Panel panel;
+    const int64_t first = piece % panels * outputs, row = piece / panels * kChunk;
+    work(call, row, std::min(kChunk, call.rows - row), first, std::min(outputs, call.out_features - first), panel);
+  }
 }
 
 }  // namespace hybrid

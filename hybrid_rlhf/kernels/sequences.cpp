@@ -57,13 +57,6 @@ struct Block {  // queries first .. first + count, and the keys that some of the
         keys(rounded_up(first + count, kLanes)) {}
 };
 
-template <typename T>
-void narrow(const float* from, T* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
-  for (; i < count; ++i) to[i] = static_cast<T>(from[i]);
-}
-
 Ints lanes() {
   Ints out;
   for (int i = 0; i < kLanes; ++i) out[i] = i;

@@ -8,9 +8,11 @@
 #include <immintrin.h>
 #endif
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "kernels.h"
 
@@ -88,6 +90,33 @@ void widen(const T* from, float* to, int64_t count) {
   for (; i < count; ++i) to[i] = static_cast<float>(from[i]);
 }
 
+template <typename T>
+void narrow(const float* from, T* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = static_cast<T>(from[i]);
+}
+
+// Vectors at the end of a row may be in part: what lies beyond the end is zero, and is not stored.
+template <typename T>
+Floats load_part(const T* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  T part[kLanes] = {};
+  std::copy(from, from + count, part);
+  return load(part);
+}
+
+template <typename T>
+void store_part(T* to, Floats x, int64_t count) {
+  if (count >= kLanes) {
+    store(to, x);
+    return;
+  }
+  T part[kLanes];
+  store(part, x);
+  std::copy(part, part + count, to);
+}
+
 inline float sum(Floats x) {
   using Quad = float __attribute__((vector_size(16)));
   Quad parts[kLanes / 4];
@@ -162,6 +191,36 @@ inline Floats exponential(Floats x) {
   p = p * r * r + r + 1.0f;
   const Ints power = ((Ints)shifted - 0x4B400000 + 127) << 23;  // 0x4B400000: bits of magic
   return x < low ? Floats{} : p * (Floats)power;
+}
+
+// -- activations of gated MLPs, and their slopes
+
+inline Floats magnitude(Floats x) { return x < 0 ? -x : x; }
+
+// x * sigmoid(x), by e^-|x| so that nothing overflows.
+inline Floats silu(Floats x) {
+  const Floats e = exponential(-magnitude(x));
+  return x * (x < 0 ? e : Floats{} + 1.0f) / (e + 1.0f);
+}
+
+// x / 2 * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), tanh u = sign(u) (1 - e^-2|u|) / (1 + e^-2|u|)
+inline Floats gelu_tanh(Floats x) {
+  const Floats u = 0.7978845608f * (x + 0.044715f * x * x * x);
+  const Floats e = exponential(-2.0f * magnitude(u)), t = (1.0f - e) / (1.0f + e);
+  return 0.5f * x * (1.0f + (u < 0 ? -t : t));
+}
+
+// silu(x) and its derivative s (1 + x (1 - s)), s = sigmoid(x).
+inline std::pair<Floats, Floats> silu_and_slope(Floats x) {
+  const Floats e = exponential(-magnitude(x)), s = (x < 0 ? e : Floats{} + 1.0f) / (e + 1.0f);
+  return {x * s, s * (1.0f + x * (1.0f - s))};
+}
+
+// gelu_tanh(x) and its derivative (1 + t) / 2 + x / 2 (1 - t^2) u', t = tanh u.
+inline std::pair<Floats, Floats> gelu_tanh_and_slope(Floats x) {
+  const Floats u = 0.7978845608f * (x + 0.044715f * x * x * x), steep = 0.7978845608f * (1.0f + 0.134145f * x * x);
+  const Floats e = exponential(-2.0f * magnitude(u)), size = (1.0f - e) / (1.0f + e), t = u < 0 ? -size : size;
+  return {0.5f * x * (1.0f + t), 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * steep};
 }
 
 }  // namespace hybrid

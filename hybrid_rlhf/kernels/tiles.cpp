@@ -3,11 +3,10 @@
 // in bf16, milliseconds by the unit, by dot products, and by torch, which uses the unit too: 4 rows 2.4, 2.0, 3.5; 8
 // rows 2.5, 3.7, 3.8; 16 rows 2.7, 7.2, 4.1; 32 rows 3.0, 14.4, 4.2. Few rows take no other way, so that a row's sums
 // do not depend on how many there are.
-#include "tiles.h"
-
 #include <algorithm>
 #include <cstring>
 
+#include "kernels.h"
 #include "simd.h"
 
 #ifdef HYBRID_TILES

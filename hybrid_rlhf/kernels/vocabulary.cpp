@@ -73,10 +73,7 @@ void differentiate(const Vocabulary& call, int64_t n) {
   };
   int64_t i = 0;
   for (; i + kLanes <= call.size; i += kLanes) store(out + i, slope(i));
-  if (i < call.size) {
-    const Floats last = slope(i);
-    for (int64_t j = i; j < call.size; ++j) out[j] = static_cast<T>(last[j - i]);
-  }
+  if (i < call.size) store_part(out + i, slope(i), call.size - i);
   const int64_t target = call.targets[n];
   out[target] = static_cast<T>(slope(target / kLanes * kLanes)[target % kLanes] + by_logprob);
 }

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from pathlib import Path
-from typing import Protocol
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import is_main
@@ -24,14 +23,14 @@ from hybrid_rlhf.report.pace import Pace
 from hybrid_rlhf.report.terminal import (
     NUM_SAMPLES,
     Progress,
-    duration,
+    cells,
     memory_by_role,
-    metric,
     number,
     sample_lines,
     short,
     summary_line,
     time_shares,
+    times,
 )
 
 EVERY, AT_LEAST_EVERY = 0.5, 5.0  # seconds between two updates; the second where nothing but the clock changed
@@ -41,22 +40,7 @@ _FAINT, _ALARM = "opacity:.75", "color:var(--vscode-errorForeground,var(--jp-err
 _CELL = "text-align:right;padding:.15em .8em"
 
 
-class Display(Protocol):
-    """Interface of progress displays, which a Reporter calls. is_live: whether every step's samples are shown."""
-
-    is_live: bool
-    pace: Pace
-
-    def __enter__(self) -> object: ...
-    def __exit__(self, *exc: object) -> None: ...
-    def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict]) -> None: ...
-    def evaluated(self, step: int, values: dict[str, float]) -> None: ...
-    def announce(self, text: str) -> None: ...
-    def print_line(self, text: str, style: str = "") -> None: ...
-    def pictures(self, paths: Sequence[Path]) -> None: ...
-
-
-def display(stage: str, keys: tuple[str, ...], total: int, max_seconds: float | None = None) -> Display:
+def display(stage: str, keys: tuple[str, ...], total: int, max_seconds: float | None = None) -> Progress | CellProgress:
     """The progress display of a stage: an output of a notebook's cell, or the terminal."""
     ipython = shell()
     if ipython is None or not is_main():
@@ -122,14 +106,14 @@ class CellProgress:
         self._samples = samples or self._samples
         if is_logged:
             self._columns = self._columns or tuple(k for k in self.keys if k in values)[:NUM_COLUMNS]
-            self._rows.append((str(step), self._cells(values)))
+            self._rows.append((str(step), cells(self._columns, values)))
         self._step, self._values, self._doing, self._is_new = step, values, "", True
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
         """Show the held-out metrics after `step`: as a row, or a line where none has a column."""
         named = {k.removeprefix("eval/"): v for k, v in values.items()}
         if any(k in named for k in self._columns):
-            self._rows.append(("held out", self._cells(named)))
+            self._rows.append(("held out", cells(self._columns, named)))
         else:
             listed = "  ".join(f"{k} {number(v)}" for k, v in list(named.items())[:6])
             self.print_line(f"held out after step {step}: {listed}")
@@ -149,9 +133,6 @@ class CellProgress:
     def _hear(self, text: str) -> None:
         self._doing, self._is_new = text, True
 
-    def _cells(self, values: dict[str, float]) -> list[str]:
-        return [metric(k, values[k]) if k in values else "" for k in self._columns]
-
     def _watch(self) -> None:
         written = 0.0
         while not self._is_over.wait(EVERY):
@@ -164,7 +145,7 @@ class CellProgress:
         rows = spread(self._rows, NUM_AT_END) if self._is_over.is_set() else self._rows[-NUM_LIVE:]
         current = str(self._step)
         if not self._is_over.is_set() and self._columns and not any(name == current for name, _ in rows):
-            rows = [*rows, (current, self._cells(self._values))]
+            rows = [*rows, (current, cells(self._columns, self._values))]
         lines = [line for sample in self._samples[:NUM_SAMPLES] for line in sample_lines(sample, _WIDTH)]
         more = len(self._notes) - NUM_NOTES
         notes = [*([("", f"({more} earlier lines are left out)")] if more > 0 else []), *self._notes[-NUM_NOTES:]]
@@ -179,10 +160,8 @@ class CellProgress:
         """The line with the time; after the run it begins with the stage's name."""
         if self._is_over.is_set():
             return summary_line(self.stage, self.pace.first, self._step, self.pace.passed)
-        left = self.pace.seconds_left()
-        left_text = f", {duration(left)} left" if 0.5 <= left < float("inf") else ""
         doing = f"; {self._doing}" if self._doing else ""
-        return f"{self._step}/{self.total}, {duration(self.pace.passed)} passed{left_text}{doing}"
+        return f"{self._step}/{self.total}, {times(self.pace)}{doing}"
 
     def _bar(self) -> str:
         if self._is_over.is_set():
@@ -197,16 +176,16 @@ class CellProgress:
                         for k in self._columns)
         body = "".join(
             f'<tr style="{"font-weight:600" if name == "held out" else ""}">'
-            + "".join(f'<td style="{_CELL}">{_safe(cell)}</td>' for cell in (name, *cells)) + "</tr>"
-            for name, cells in rows)
+            + "".join(f'<td style="{_CELL}">{_safe(cell)}</td>' for cell in (name, *row)) + "</tr>"
+            for name, row in rows)
         return (f'<table style="font-variant-numeric:tabular-nums;margin:.5em 0"><thead><tr>'
                 f'<th style="{_CELL}">step</th>{heads}</tr></thead><tbody>{body}</tbody></table>')
 
     def _text_rows(self, rows: Sequence[tuple[str, list[str]]]) -> list[str]:
         lines = [("step", [short(k) for k in self._columns]), *rows] if rows else []
-        widths = [max(len(cells[i]) for _, cells in lines) for i in range(len(self._columns))]
-        return ["  ".join([name.rjust(8), *(c.rjust(w) for c, w in zip(cells, widths, strict=True))])
-                for name, cells in lines]
+        widths = [max(len(row[i]) for _, row in lines) for i in range(len(self._columns))]
+        return ["  ".join([name.rjust(8), *(c.rjust(w) for c, w in zip(row, widths, strict=True))])
+                for name, row in lines]
 
 
 class _Output:

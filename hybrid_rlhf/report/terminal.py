@@ -95,7 +95,7 @@ class Progress:
             return
         if self._live is None:
             now = "  ".join(f"{short(k)} {metric(k, values[k])}" for k in self.keys if k in values)
-            self.print_line(f"{self.stage} {step}/{self.total}  {now}{self._left('  ')}")
+            self.print_line(f"{self.stage} {step}/{self.total}  {now}{time_left(self.pace, '  ')}")
             return
         if not self._columns:
             self._columns = fitting(tuple(k for k in self.keys if k in values), self.console.width)
@@ -125,10 +125,6 @@ class Progress:
     def pictures(self, paths: Sequence[Path]) -> None:
         """Does nothing: a terminal shows no curves."""
 
-    def _left(self, before: str) -> str:
-        seconds = self.pace.seconds_left()
-        return f"{before}{duration(seconds)} left" if 0.5 <= seconds < float("inf") else ""
-
     def _hear(self, text: str) -> None:
         self._doing = text
 
@@ -145,7 +141,7 @@ class Progress:
             is_new = bool(phase) and activity.SLOW <= self.pace.phase_age <= quiet
             if (phase or self._doing) and (is_new or quiet >= SILENCE):
                 print(f"{self.stage} {self._step}/{self.total}  {phase or self._doing}{self._expected() * is_new}; "
-                      f"{duration(self.pace.passed)} passed{self._left(', ')}", file=sys.stderr, flush=True)
+                      f"{times(self.pace)}", file=sys.stderr, flush=True)
                 self._printed = time.perf_counter()  # print, not rich: rich may draw from the run's random numbers
 
     def print_line(self, text: str, style: str = "") -> None:
@@ -161,7 +157,7 @@ class Progress:
         return first.rjust(_STEP) + "".join(f" {c:>{w}}" for c, w in zip(cells, widths, strict=True))
 
     def _cells(self, first: object, values: dict[str, float]) -> str:
-        return self._row(str(first), [metric(k, values[k]) if k in values else "" for k in self._columns])
+        return self._row(str(first), cells(self._columns, values))
 
     def _frame(self):  # noqa: ANN202 - a rich renderable
         """The live part below the table."""
@@ -181,9 +177,24 @@ class Progress:
         share = self.pace.share(self._step)
         bar.add_row(Text(self.stage, style="bold"), ProgressBar(total=1.0, completed=share, width=max(8, width // 4)),
                     Text(f"{self._step}/{self.total}", no_wrap=True),
-                    Text(f"{duration(self.pace.passed)} passed{self._left(', ')}", no_wrap=True))
+                    Text(times(self.pace), no_wrap=True))
         lines += [bar, *([Text(self._doing, style="dim")] if self._doing else [])]
         return Group(*lines, *([Text(self._notice, style="yellow")] if self._notice else []))
+
+
+def cells(keys: Sequence[str], values: dict[str, float]) -> list[str]:
+    """The values of these metrics, as shown; "" for a missing one."""
+    return [metric(k, values[k]) if k in values else "" for k in keys]
+
+
+def times(pace: Pace) -> str:
+    """How long a run has taken, and will take: '1:05 passed, 40 s left'."""
+    return f"{duration(pace.passed)} passed{time_left(pace, ', ')}"
+
+
+def time_left(pace: Pace, before: str) -> str:
+    seconds = pace.seconds_left()
+    return f"{before}{duration(seconds)} left" if 0.5 <= seconds < float("inf") else ""
 
 
 def summary_line(stage: str, first: int, step: int, seconds: float) -> str:

@@ -120,36 +120,32 @@ class Saver:
         Raises SaveError after config.max_failed_saves failures in a row.
         """
         with reporter.phase(SAVE):
-            return self._save(step, reporter, owes_evaluation=owes_evaluation, position=position)
-
-    def _save(self, step: int, reporter: Reporter, *, owes_evaluation: bool,
-              position: tuple[dict, dict] | None) -> Path | None:
-        began = time.monotonic()
-        try:
-            positions = checkpoint.together(self.folder, reporter.state)[rank()]
-            if self._spared is not None:  # the user may have removed some
-                self._spared = [name for name in self._names() if name in self._spared]
-            place, drawn = position or (self.loader.state(), random_state.state())
-            state = {"step": step, "trainer": self.trainer.state(), "loader": place, "random": drawn,
-                     "reporter": positions, "values": self.values, "best": self._best,
-                     "owes_evaluation": owes_evaluation, "spared": self._spared, "skipped": self._skipped,
-                     "run": self._run(step)}
-            if self._spared and self._spared[-1:] == self._names()[-1:]:  # the first checkpoint since
-                reporter.announce(f"warning: updates are being skipped; {self.before_skips()} is from before and is "
-                                  "kept")
-            path = checkpoint.save(self.folder, step, state, spare=self._spared or (),
-                                   keep=self.config.save_total_limit if self._spared is None else 1)
-        except SaveError as error:
-            self._failed += 1
-            if self._failed >= self.config.max_failed_saves:
-                raise SaveError(f"{error}; that was the {self._failed}. time in a row") from error
-            reporter.announce(f"warning: {error}; training goes on, and the checkpoints there were are still there")
-            return None
-        finally:
-            self._saved_at = time.monotonic()  # after a failed save too, so that the next one waits
-            self._took = self._saved_at - began
-        self._failed, self._newest = 0, step
-        return path
+            began = time.monotonic()
+            try:
+                positions = checkpoint.together(self.folder, reporter.state)[rank()]
+                if self._spared is not None:  # the user may have removed some
+                    self._spared = [name for name in self._names() if name in self._spared]
+                place, drawn = position or (self.loader.state(), random_state.state())
+                state = {"step": step, "trainer": self.trainer.state(), "loader": place, "random": drawn,
+                         "reporter": positions, "values": self.values, "best": self._best,
+                         "owes_evaluation": owes_evaluation, "spared": self._spared, "skipped": self._skipped,
+                         "run": self._run(step)}
+                if self._spared and self._spared[-1:] == self._names()[-1:]:  # the first checkpoint since
+                    reporter.announce(f"warning: updates are being skipped; {self.before_skips()} is from before and "
+                                      "is kept")
+                path = checkpoint.save(self.folder, step, state, spare=self._spared or (),
+                                       keep=self.config.save_total_limit if self._spared is None else 1)
+            except SaveError as error:
+                self._failed += 1
+                if self._failed >= self.config.max_failed_saves:
+                    raise SaveError(f"{error}; that was the {self._failed}. time in a row") from error
+                reporter.announce(f"warning: {error}; training goes on, and the checkpoints there were are still there")
+                return None
+            finally:
+                self._saved_at = time.monotonic()  # after a failed save too, so that the next one waits
+                self._took = self._saved_at - began
+            self._failed, self._newest = 0, step
+            return path
 
     def _run(self, step: int) -> dict:
         """Facts by which a later process decides whether it can resume from here, without reading tensors."""

@@ -28,11 +28,10 @@ from hybrid_rlhf.run import checkpoint, process_count, tensor_file
 from hybrid_rlhf.run.checkpoint import split
 from hybrid_rlhf.run.checkpointing import Saver
 from hybrid_rlhf.run.ending import Leaving, Stopped, leaves, on_record
-from hybrid_rlhf.run.reporter import Reporter
+from hybrid_rlhf.run.reporter import Reporter, tell
 from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.run.signals import interruptible
 from hybrid_rlhf.run.train_config import TrainConfig
-from hybrid_rlhf.run.watchers import tell
 
 SAMPLED = 256  # rows whose lengths represent all
 NOT_FINITE = "not_finite"  # in output_dir: the batch that led to a loss or gradient that is not finite

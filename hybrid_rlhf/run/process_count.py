@@ -47,8 +47,8 @@ def check_others(path: Path, facts: Mapping, settings: Mapping) -> None:
         raise UserError(f"{what}: {error}; {instead}") from error
     except (LookupError, ValueError, TypeError, OSError):
         return  # damaged: reported, or an older one taken, where all of it is read
-    is_cut = any(_of_engine(old, "zero_stage") != _of_engine(settings, "zero_stage") or _has_parts(each)
-                 for each in saved)
+    stages = [(each.get("engine") or {}).get("zero_stage") for each in (old, settings)]
+    is_cut = stages[0] != stages[1] or any(map(_has_parts, saved))
     check(not is_cut or _of_train(old, "optim") != "adamw_8bit",
           f"{what}: train.optim adamw_8bit scales blocks of what each process holds; {instead}")
 
@@ -113,10 +113,6 @@ def _demonstrations(settings: Mapping) -> int:
 
 def _of_train(settings: Mapping, name: str, default: object = None):  # noqa: ANN202
     return (settings.get("train") or {}).get(name, default)
-
-
-def _of_engine(settings: Mapping, name: str) -> object:
-    return (settings.get("engine") or {}).get(name)
 
 
 def _has_parts(saved: Mapping) -> bool:

@@ -1,4 +1,5 @@
-"""Write a run's metrics.jsonl, samples.jsonl and answers.jsonl, trackers, and lines for the terminal."""
+"""Write a run's metrics.jsonl, samples.jsonl and answers.jsonl, trackers, and lines for the terminal; and tell its
+watchers, functions of the program that started the run, of its events."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import is_main
@@ -21,7 +23,6 @@ from hybrid_rlhf.report.summary import ANSWERS, METRICS, SAMPLES, conclude, firs
 from hybrid_rlhf.report.terminal import forecast_line, one_line
 from hybrid_rlhf.report.trackers import start_trackers
 from hybrid_rlhf.run.runfile import TRACKERS, RunRecord
-from hybrid_rlhf.run.watchers import tell
 
 REPORTS_AT_MOST, FIRST_REPORT = 0.05, 3.0  # share of the run's time; seconds assumed for the first report
 
@@ -240,3 +241,42 @@ class Lines:
     def close(self) -> None:
         self._flush()
         self._file.close()
+
+
+# -- watchers ----------------------------------------------------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """What a watcher asks for. After step_end and evaluate: to stop after this step as after the last one, to save, to
+    evaluate (not again after evaluate). After end: to export the best checkpoint (train.save_best), not the last step.
+    """
+
+    stop: bool = False
+    save: bool = False
+    evaluate: bool = False
+    best: bool = False
+
+
+# (event, what belongs to it). begin: trainer, step, total_steps. step_begin, step_end: step; the latter with values, as
+# log and evaluate have them. save: step. end: step, after which the model is written.
+Watcher = Callable[[str, dict], Asked]
+_watchers: list[Watcher] = []
+
+
+@contextmanager
+def watched_by(watcher: Watcher | None) -> Iterator[None]:
+    """Within the block runs tell `watcher` of their events. Every process of a run has its own, asking for the same."""
+    if watcher is None:
+        yield
+        return
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def tell(event: str, **facts: object) -> Asked:
+    """Tell the watchers of an event; returns what any of them asks for."""
+    asked = [watcher(event, facts) for watcher in _watchers]
+    return Asked(*(any(each) for each in zip(*asked, strict=True))) if asked else Asked()

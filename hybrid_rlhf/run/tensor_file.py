@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.models.weights import read_header
+
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
            "BOOL": torch.bool}
@@ -59,11 +61,9 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            self._entries = {name: (_DTYPES[entry["dtype"]], entry["shape"], *entry["data_offsets"])
-                             for name, entry in json.loads(file.read(size)).items()}
-        self._start = 8 + size
+        self._start, entries = read_header(path)
+        self._entries = {name: (_DTYPES[entry["dtype"]], entry["shape"], *entry["data_offsets"])
+                         for name, entry in entries.items()}
         self.names = self._entries.keys()
 
     def read(self, name: str) -> Tensor:

@@ -173,7 +173,7 @@ def lines() -> Iterator[str]:
 
 def talk(session: Session) -> int:
     """Turn after turn until /exit or the end of input. Piped input with a faulty line ends with code 2."""
-    from hybrid_rlhf.inference.chat.slash_commands import obey
+    from hybrid_rlhf.inference.chat.session import obey
 
     num_faults = 0
     for line in lines():
@@ -203,7 +203,7 @@ def open_session(options: argparse.Namespace) -> Session:
     from hybrid_rlhf.inference.chat.session import Session, read_tools
     from hybrid_rlhf.inference.chat_models import announced, open_chat_models, published_sampling
 
-    named = {model.name: model.path for model in named_models(options.model)}
+    named = named_models(options.model)
     asked = {name: value for name in ("max_new_tokens", "temperature", "top_p", "top_k")
              if (value := getattr(options, name)) is not None}
     sampling = SamplingConfig(**{"temperature": 0.7} | asked)

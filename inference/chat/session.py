@@ -1,20 +1,27 @@
-"""State of a chat: the models that answer, their histories, and a reward model that scores answers."""
+"""State of a chat (its models with their histories, and a reward model), and the slash commands that change it. A
+command is one function and one row of COMMANDS."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.options import expanded
+from hybrid_rlhf.core.strict_json import loads
+from hybrid_rlhf.data.messages import clean, messages_of, tools_of
+from hybrid_rlhf.data.turns import SkipRow
+from hybrid_rlhf.inference.conversation import Conversation, shown_call
+from hybrid_rlhf.models.template_kwargs import check_kwargs, set_defaults, split_kwargs
+from hybrid_rlhf.models.tool_calls import check_tools
 
 if TYPE_CHECKING:
-    from hybrid_rlhf.inference.conversation import Conversation
     from hybrid_rlhf.inference.scorer import Scorer
 
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "seed")
 ROLES = ("system", "user", "assistant", "tool")
 _KEYS = ("role", "content", "tool_calls", "name", "tool_call_id")  # of a message
 _TOOLS = 'give a JSON list of {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
@@ -68,8 +75,6 @@ class Session:
 
     def set_tools(self, tools: list[dict]) -> None:
         """Set the tools of every model. UserError for a model whose template does not support tools."""
-        from hybrid_rlhf.models.tool_calls import check_tools
-
         for model in self.chat_models.values() if tools else ():
             check_tools(model.tokenizer)
         for model in self.chat_models.values():
@@ -77,9 +82,6 @@ class Session:
 
     def set_template(self, text: str | None) -> dict[str, list[str]]:
         """Set variables of the chat templates, as JSON; returns, by model, those that its template does not read."""
-        from hybrid_rlhf.core.strict_json import loads
-        from hybrid_rlhf.models.template_kwargs import check_kwargs, set_defaults, split_kwargs
-
         where = "--chat_template_kwargs"
         try:
             kwargs = loads(text or "{}")
@@ -93,15 +95,6 @@ class Session:
             unread |= {name: rest} if rest else {}
         return unread
 
-    def answer_call(self, text: str) -> str | None:
-        """Answer the first open tool call of each model; returns the function of a call that is still open, or None.
-        UserError if no model has called a tool."""
-        callers = [model for model in self.chat_models.values() if model.open_calls()]
-        check(bool(callers), "/tool: no model has called a tool; ask something first (--tools FILE gives it tools)")
-        for model in callers:
-            model.answer_call(text)
-        return next((model.open_calls()[0]["function"]["name"] for model in callers if model.open_calls()), None)
-
     def answered(self) -> list[str]:
         """The models whose tool calls have been answered, and which are to continue; without any, those whose last
         answer can be continued."""
@@ -110,29 +103,6 @@ class Session:
         return called or [name for name in self.asked or [self.current]
                           if name in last and last[name]["role"] == "assistant" and not last[name].get("tool_calls")]
 
-    def load(self, path: str) -> int:
-        """Continue a conversation that /save wrote (or any jsonl row with messages); returns the number of messages.
-        The row's tools replace the current ones."""
-        messages, tools = read_conversation(path)
-        if tools:
-            self.set_tools(tools)
-        for model in self.chat_models.values():
-            model.messages = [dict(m) for m in messages]
-        return len(messages)
-
-    def set_system(self, text: str) -> None:
-        """Set the system message of every model, and reset the conversations."""
-        for model in self.chat_models.values():
-            model.system = text or None
-            model.reset()
-
-    def history(self) -> Iterator[str]:
-        from hybrid_rlhf.inference.conversation import shown_call
-
-        for message in self.model.messages:
-            calls = map(shown_call, message.get("tool_calls", ()))
-            yield f"{message['role']}: {chr(10).join(filter(None, (message['content'], *calls)))}"
-
 
 def last_question(messages: list[dict]) -> int | None:
     return next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
@@ -140,9 +110,6 @@ def last_question(messages: list[dict]) -> int | None:
 
 def read_conversation(path: str) -> tuple[list[dict], list[dict]]:
     """The messages and the tools in the first row of a jsonl file. Raises UserError for anything else."""
-    from hybrid_rlhf.data.messages import messages_of, tools_of
-    from hybrid_rlhf.data.turns import SkipRow
-
     cure = "give a file that /save wrote"
     row = _read(path, "/load:", "conversation", cure, is_row=True)
     rows = row.get("messages") if isinstance(row, dict) else None
@@ -166,8 +133,6 @@ def _is_message(message: object) -> bool:
 
 def read_tools(path: str) -> list[dict]:
     """The list of tools in a file. Raises UserError for anything else."""
-    from hybrid_rlhf.data.messages import tools_of
-
     tools = _read(path, "--tools", "tools", _TOOLS)
     check(isinstance(tools, list) and bool(tools), f"{path} holds no tools: it is not a list of them; {_TOOLS}")
     _check_tools(tools, path)
@@ -183,9 +148,6 @@ def _check_tools(tools: list, path: str) -> None:
 
 def _read(path: str, where: str, what: str, cure: str, is_row: bool = False) -> object:
     """The JSON value in a file, or in its first line. Raises UserError for a file without one."""
-    from hybrid_rlhf.core.strict_json import loads
-    from hybrid_rlhf.data.messages import clean
-
     path = expanded(path)
     try:
         text = Path(path).read_bytes().decode("utf-8")
@@ -196,3 +158,174 @@ def _read(path: str, where: str, what: str, cure: str, is_row: bool = False) -> 
     except ValueError as error:
         raise UserError(f"{path} holds no {what}: {'its first line' if is_row else 'it'} is not JSON; {cure}"
                         ) from error
+
+
+# -- slash commands ----------------------------------------------------------------------------------------------------
+
+
+class Effect(NamedTuple):
+    """The effect of a command: text for the user, a question to be answered (again), and whether models continue, such
+    as after answers to their tool calls."""
+
+    text: str = ""
+    question: str | None = None
+    goes_on: bool = False
+
+
+class Command(NamedTuple):
+    run: Callable[[Session, str], Effect]
+    help: str
+
+
+def set_values(session: Session, rest: str) -> Effect:
+    """Apply name=value pairs to the sampling settings; nothing changes if one of them is wrong."""
+    model = session.model
+    values = {name: getattr(model if name == "seed" else model.sampling, name) for name in SETTINGS}
+    changed = {}
+    for pair in rest.split():
+        name, equals, text = pair.partition("=")
+        check(name in values, f"/set knows no {name}{nearest(name, values)}; there are {', '.join(values)}")
+        check(bool(equals), f"/set takes {name}=VALUE")
+        try:
+            changed[name] = type(values[name])(text)
+        except ValueError as error:
+            kind = "a whole number" if isinstance(values[name], int) else "a number"
+            raise UserError(f"/set {name}={text}: it takes {kind}") from error
+    sampling = replace(model.sampling, **{k: v for k, v in changed.items() if k != "seed"})
+    for conversation in session.chat_models.values():
+        conversation.sampling, conversation.seed = sampling, changed.get("seed", conversation.seed)
+    return Effect("  ".join(f"{name}={value}" for name, value in (values | changed).items()))
+
+
+def reset(session: Session, _rest: str) -> Effect:
+    for model in session.chat_models.values():
+        model.reset()
+    return Effect("the conversation starts anew")
+
+
+def save(session: Session, rest: str) -> Effect:
+    check(bool(rest), "/save takes a file name")
+    session.model.save(rest)
+    return Effect(f"saved to {rest}")
+
+
+def load(session: Session, rest: str) -> Effect:
+    """Continue a conversation that /save wrote (or any jsonl row with messages); the row's tools, if it has any,
+    replace the current ones."""
+    check(bool(rest), "/load takes a file name")
+    messages, tools = read_conversation(rest)
+    if tools:
+        session.set_tools(tools)
+    for model in session.chat_models.values():
+        model.messages = [dict(m) for m in messages]
+    return Effect(f"{len(messages)} messages read; go on from here")
+
+
+def system(session: Session, rest: str) -> Effect:
+    for model in session.chat_models.values():
+        model.system = rest or None
+        model.reset()
+    return Effect("the conversation starts anew under this system message" if rest else
+                  "the conversation starts anew without a system message")
+
+
+def again(session: Session, _rest: str) -> Effect:
+    return Effect(question=session.take_back())
+
+
+def edit(session: Session, rest: str) -> Effect:
+    check(bool(rest), "/edit takes the question as it should have been")
+    session.take_back()
+    return Effect(question=rest)
+
+
+def undo(session: Session, _rest: str) -> Effect:
+    return Effect(f"taken back: {session.take_back()}")
+
+
+def history(session: Session, _rest: str) -> Effect:
+    rows = [(message["role"], message["content"], *map(shown_call, message.get("tool_calls", ())))
+            for message in session.model.messages]
+    return Effect("\n".join(f"{role}: {chr(10).join(filter(None, texts))}" for role, *texts in rows)
+                  or "nothing was said yet")
+
+
+def model(session: Session, rest: str) -> Effect:
+    if rest:
+        check(rest in session.chat_models, f"no model {rest}{nearest(rest, session.chat_models)}; there are "
+              f"{', '.join(session.chat_models)}")
+        session.current, session.is_comparing = rest, False
+    return Effect("  ".join(f"[{name}]" if name == session.current else name for name in session.chat_models))
+
+
+def compare(session: Session, rest: str) -> Effect:
+    """on, off, a question for all (which turns it on), or nothing: switch."""
+    check(len(session.chat_models) > 1, "/compare needs several models: start with --model base=DIR sft=DIR ppo=DIR")
+    if rest in ("", "on", "off"):
+        session.is_comparing = rest == "on" if rest else not session.is_comparing
+        return Effect(f"{', '.join(session.chat_models)} answer side by side" if session.is_comparing
+                      else f"{session.current} answers alone")
+    session.is_comparing = True
+    return Effect(question=rest)
+
+
+def score(session: Session, rest: str) -> Effect:
+    check(rest in ("", "on", "off"), "/score takes on or off")
+    check(session.scorer is not None, "/score needs a reward model: start with --reward_model DIR")
+    session.is_scoring = rest == "on" if rest else not session.is_scoring
+    return Effect("each answer is scored" if session.is_scoring else "answers are not scored")
+
+
+def tool(session: Session, rest: str) -> Effect:
+    """Answer the first open tool call of each model; they continue when none is open."""
+    callers = [model for model in session.chat_models.values() if model.open_calls()]
+    check(bool(callers), "/tool: no model has called a tool; ask something first (--tools FILE gives it tools)")
+    for model in callers:
+        model.answer_call(rest)
+    waiting = [call["function"]["name"] for model in callers for call in model.open_calls()]
+    return Effect(f"/tool TEXT answers {waiting[0]} too") if waiting else Effect(goes_on=True)
+
+
+def go_on(session: Session, _rest: str) -> Effect:
+    check(bool(session.answered()), "there is no answer to continue")
+    return Effect(goes_on=True)
+
+
+def show_help(_session: Session, _rest: str) -> Effect:
+    width = max(len(name) + len(row.help.split("  ")[0]) for name, row in COMMANDS.items()) + 1
+    rows = []
+    for name, row in COMMANDS.items():
+        takes, _, text = row.help.partition("  ")
+        rows.append(f"{f'{name} {takes}'.strip():{width}}  {text}")
+    rows += ["Ctrl-C stops an answer. A message that begins with a slash: put a space before it.",
+             'Three double quotes begin a message of several lines and end it; a line that ends in \\ goes on.']
+    return Effect("\n".join(rows))
+
+
+COMMANDS = {
+    "/again": Command(again, "  another answer to the last question (/regen too)"),
+    "/regen": Command(again, "  the same"),
+    "/edit": Command(edit, "QUESTION  ask this instead of the last question"),
+    "/undo": Command(undo, "  take the last question and its answer back"),
+    "/history": Command(history, "  what was said"),
+    "/reset": Command(reset, "  forget what was said"),
+    "/system": Command(system, "TEXT  another system message (none: without), and start anew"),
+    "/set": Command(set_values, "temperature=0.7 top_p=0.9  change settings; /set alone shows them"),
+    "/model": Command(model, "NAME  who answers, of the models given; alone, who there is"),
+    "/compare": Command(compare, "on|off|QUESTION  all models answer, side by side"),
+    "/continue": Command(go_on, "  the last answer goes on from where it ended"),
+    "/tool": Command(tool, "TEXT  what the function that the model has called returns"),
+    "/score": Command(score, "on|off  the reward model's score of each answer"),
+    "/save": Command(save, "FILE  write the conversation as a jsonl row, which --stage sft reads"),
+    "/load": Command(load, "FILE  go on from such a row"),
+    "/help": Command(show_help, "  this"),
+    "/exit": Command(lambda *_: Effect(), "  leave (so do /quit and Ctrl-D)"),
+    "/quit": Command(lambda *_: Effect(), "  the same"),
+}
+
+
+def obey(session: Session, line: str) -> Effect:
+    """Run a line that begins with a slash. Raises UserError for an unknown command or wrong arguments."""
+    word, _, rest = line.strip().partition(" ")
+    check(word in COMMANDS, f"no command {word}{nearest(word, COMMANDS)}; /help lists them")
+    return COMMANDS[word].run(session, rest.strip())

@@ -116,9 +116,7 @@ class Server:
             if not asked.is_read_only:
                 jobs.append(job)
                 self.worker.submit(model.lane, job)
-            await reply(send, Asking(
-                model, asked, prompts, job, lambda i: self.worker.drop(model.lane, job, range(i, i + 1)), self._encode,
-                lambda *ids: asyncio.wrap_future(self.worker.score(model.lane, *ids))))
+            await reply(send, Asking(model, asked, prompts, job, self.worker, self._encode))
 
         def leave() -> None:
             model.num_open -= count

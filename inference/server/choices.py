@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -13,7 +14,7 @@ from hybrid_rlhf.inference.response_text import AnswerText, TurnText
 from hybrid_rlhf.inference.sequence_scores import ScoredToken
 from hybrid_rlhf.inference.server.protocol import ApiError, GenerationRequest
 from hybrid_rlhf.inference.server.served_model import Prompt, Served
-from hybrid_rlhf.inference.server.worker import GenerationJob, Stopping
+from hybrid_rlhf.inference.server.worker import GenerationJob, Stopping, Worker
 from hybrid_rlhf.models.tool_calls import parse_turn
 
 
@@ -36,16 +37,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Asking:
-    """One running request. job: its choices, prompt by prompt. drop: cancel one of its choices. encode: run a function
-    in the thread for prompts. score: SequenceScorer.score, queued in the worker."""
+    """One running request. job: its choices, prompt by prompt. encode: run a function in the thread for prompts."""
 
     model: Served
     asked: GenerationRequest
     prompts: list[Prompt]
     job: GenerationJob
-    drop: Callable[[int], None]
+    worker: Worker
     encode: Callable[..., Awaitable[Any]]
-    score: Callable[..., Awaitable[list[ScoredToken]]]
 
     @property
     def ends(self) -> frozenset[int]:
@@ -62,9 +61,10 @@ class Asking:
         return TurnText(self.model.tokenizer, text, prompt.text) if self.asked.tools else text
 
     async def scores(self, ids: list[int], first: int, with_next: bool = False) -> list[ScoredToken]:
-        """Scores of ids[first:]; ApiError if that fails."""
+        """SequenceScorer.score, queued in the worker; ApiError if that fails."""
         try:
-            return await self.score(ids, first, self.asked.num_top, with_next)
+            return await asyncio.wrap_future(
+                self.worker.score(self.model.lane, ids, first, self.asked.num_top, with_next))
         except Exception as error:
             raise failure(error) from None
 
@@ -90,7 +90,7 @@ async def pieces_of(asking: Asking, counts: list[int]) -> AsyncIterator[Piece]:
         piece = Piece(index, text.push(tokens, is_last))
         counts[index] = text.num_tokens
         if text.has_stopped:
-            asking.drop(index)
+            asking.worker.drop(asking.model.lane, asking.job, range(index, index + 1))
             piece = piece._replace(reason="stop")
         elif is_last:
             piece = piece._replace(reason="stop" if tokens[-1] in ends else "length")

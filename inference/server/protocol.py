@@ -77,25 +77,28 @@ class StreamOptions(BaseModel, strict=True):
     include_usage: bool = False
 
 
-class _ChatBody(BaseModel, strict=True, allow_inf_nan=False):
-    """Unknown fields are ignored, as OpenAI's clients expect; fields that would change the answer but are not supported
-    are refused (_NOT_IN_CHATS)."""
+class _Body(BaseModel, strict=True, allow_inf_nan=False):
+    """What both kinds of completions have. Unknown fields are ignored, as OpenAI's clients expect; fields that would
+    change the answer but are not supported are refused (_UNREAD)."""
 
     model: str | None = Field(None, max_length=1000)
-    messages: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=10**9)
     min_p: float | None = Field(None, ge=0, lt=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    max_tokens: int | None = Field(None, ge=1, le=10**9)
-    max_completion_tokens: int | None = Field(None, ge=1, le=10**9)
     min_tokens: int | None = Field(None, ge=0, le=10**9)
     stop: str | list[str] | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+
+class _ChatBody(_Body):
+    messages: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(None, ge=1, le=10**9)
+    max_completion_tokens: int | None = Field(None, ge=1, le=10**9)
     tools: list[_Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -103,45 +106,19 @@ class _ChatBody(BaseModel, strict=True, allow_inf_nan=False):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    functions: Any = None
-    response_format: Any = None
-    logit_bias: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    stop_token_ids: Any = None
-    ignore_eos: Any = None
 
 
-class _CompletionBody(BaseModel, strict=True, allow_inf_nan=False):
-    """Like _ChatBody; _NOT_IN_COMPLETIONS are refused."""
-
-    model: str | None = Field(None, max_length=1000)
+class _CompletionBody(_Body):
     prompt: Any = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=10**9)
-    min_p: float | None = Field(None, ge=0, lt=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
     max_tokens: int | None = Field(None, ge=0, le=10**9)
-    min_tokens: int | None = Field(None, ge=0, le=10**9)
-    stop: str | list[str] | None = None
-    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    suffix: Any = None
-    logit_bias: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    stop_token_ids: Any = None
-    ignore_eos: Any = None
 
-_NOT_IN_BOTH = ("logit_bias", "frequency_penalty", "presence_penalty", "stop_token_ids", "ignore_eos")
-_NOT_IN_CHATS, _NOT_IN_COMPLETIONS = ("functions", "response_format", *_NOT_IN_BOTH), ("suffix", *_NOT_IN_BOTH)
+
+_UNSUPPORTED = "unsupported_parameter"
+_UNREAD = ("logit_bias", "frequency_penalty", "presence_penalty", "stop_token_ids", "ignore_eos")
 
 
 class _ScoreBody(BaseModel, strict=True):
@@ -195,6 +172,12 @@ class GenerationRequest:
         return self.limit == 0 or (self.limit == 1 and is_greedy and self.has_echo and self.num_top is not None)
 
 
+def _need(is_right: object, param: str, message: str, code: str | None = None) -> None:
+    """ApiError 400 unless the field `param` (or one within it, a.b) is right."""
+    if not is_right:
+        raise ApiError(400, message, param=param.split(".")[0], code=code)
+
+
 def read_json(body: bytes) -> dict:
     """The body as a JSON object; ApiError 400 for anything else."""
 
@@ -216,21 +199,19 @@ def read_json(body: bytes) -> dict:
 
 def read_chat(data: dict) -> GenerationRequest:
     """A chat completion's body. Raises ApiError 400 that names the parameter."""
-    body = _validated(_ChatBody, data)
-    _refuse_given(body, _NOT_IN_CHATS)
+    body = _validated(_ChatBody, data, ("functions", "response_format", *_UNREAD))
     tools = _tools(body, data.get("tools"))
     messages = with_tools(_messages(body.messages, "messages"), tools)
     if body.chat_template_kwargs:
         messages = with_kwargs(messages, _as_json(body.chat_template_kwargs, KWARGS))
-    if body.continue_final_message and not is_begun(messages):
-        raise ApiError(400, "continue_final_message goes on from an assistant's message, and the last one is none "
-                            "or says nothing; leave it out", param="continue_final_message")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs true; send it too", param="top_logprobs")
+    _need(not body.continue_final_message or is_begun(messages), "continue_final_message",
+          "continue_final_message goes on from an assistant's message, and the last one is none or says nothing; "
+          "leave it out")
+    _need(body.top_logprobs is None or body.logprobs, "top_logprobs",
+          "top_logprobs needs logprobs true; send it too")
+    _need(not body.logprobs or not tools, "logprobs",
+          "logprobs cannot be had beside tools; leave one of them out", _UNSUPPORTED)
     num_top = (body.top_logprobs or 0) if body.logprobs else None
-    if num_top is not None and tools:
-        raise ApiError(400, "logprobs cannot be had beside tools; leave one of them out", param="logprobs",
-                       code="unsupported_parameter")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return GenerationRequest(**_common(body, MAX_STOPS, num_top, "top_logprobs"), limit=limit, messages=messages,
                              tools=tools, continues=body.continue_final_message is not False)
@@ -238,19 +219,15 @@ def read_chat(data: dict) -> GenerationRequest:
 
 def read_completion(data: dict) -> GenerationRequest:
     """A completion's body. Raises ApiError 400 that names the parameter."""
-    body = _validated(_CompletionBody, data)
-    _refuse_given(body, _NOT_IN_COMPLETIONS)
-    if body.best_of not in (None, body.n or 1):
-        raise ApiError(400, "best_of other than n is not supported here; leave it out", param="best_of",
-                       code="unsupported_parameter")
+    body = _validated(_CompletionBody, data, ("suffix", *_UNREAD))
+    _need(body.best_of in (None, body.n or 1), "best_of",
+          "best_of other than n is not supported here; leave it out", _UNSUPPORTED)
     limit, has_echo = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, bool(body.echo)
-    if limit == 0 and (body.stream or not has_echo):
-        raise ApiError(400, "max_tokens 0 asks for the prompt alone; send echo true with it, and no stream",
-                       param="max_tokens")
+    _need(limit or (has_echo and not body.stream), "max_tokens",
+          "max_tokens 0 asks for the prompt alone; send echo true with it, and no stream")
     common = _common(body, MAX_COMPLETION_STOPS, body.logprobs, "logprobs")
-    if body.stream and has_echo and body.logprobs is not None:
-        raise ApiError(400, "logprobs of an echoed prompt cannot be had in a stream; leave stream out",
-                       param="logprobs", code="unsupported_parameter")
+    _need(not (body.stream and has_echo) or body.logprobs is None, "logprobs",
+          "logprobs of an echoed prompt cannot be had in a stream; leave stream out", _UNSUPPORTED)
     return GenerationRequest(**common, limit=limit, prompts=_prompts(body.prompt), has_echo=has_echo,
                              adds_special=body.add_special_tokens is not False)
 
@@ -258,15 +235,15 @@ def read_completion(data: dict) -> GenerationRequest:
 def _common(body: Any, max_stops: int, num_top: int | None, top_name: str) -> dict:
     """Fields of both requests. top_name: the field for the number of top tokens."""
     sampling = _sampling(body)
-    if body.stream and num_top:  # in a stream log-probabilities are the sampler's
-        raise ApiError(400, f"{top_name} above 0 cannot be had in a stream: the likeliest tokens are found when the "
-                            "answer is whole; leave stream out", param=top_name, code="unsupported_parameter")
-    if body.stream and num_top is not None and sampling.temperature not in (0, 1):
-        raise ApiError(400, f"logprobs in a stream are those of temperature 0 or 1, not {sampling.temperature:g}; "
-                            "leave stream out", param="logprobs", code="unsupported_parameter")
+    # in a stream log-probabilities are the sampler's
+    _need(not (body.stream and num_top), top_name, f"{top_name} above 0 cannot be had in a stream: the likeliest "
+          "tokens are found when the answer is whole; leave stream out", _UNSUPPORTED)
+    _need(not body.stream or num_top is None or sampling.temperature in (0, 1), "logprobs",
+          f"logprobs in a stream are those of temperature 0 or 1, not {sampling.temperature:g}; leave stream out",
+          _UNSUPPORTED)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > max_stops or not all(0 < len(s) <= 1000 for s in stops):
-        raise ApiError(400, f"stop takes at most {max_stops} strings of 1 to 1000 characters", param="stop")
+    _need(len(stops) <= max_stops and all(0 < len(s) <= 1000 for s in stops), "stop",
+          f"stop takes at most {max_stops} strings of 1 to 1000 characters")
     return dict(model=body.model, sampling=sampling, least=body.min_tokens or 0, stops=tuple(map(clean, stops)),
                 seed=secrets.randbits(63) if body.seed is None else body.seed, num_choices=body.n or 1,
                 is_stream=bool(body.stream), num_top=num_top,
@@ -276,28 +253,18 @@ def _common(body: Any, max_stops: int, num_top: int | None, top_name: str) -> di
 def _prompts(value: Any) -> list[str | list[int]]:
     """A list of prompts from a string, token ids, or a list of either (or of both)."""
     prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-    if not isinstance(prompts, list) or not prompts:
-        raise ApiError(400, "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; "
-                            "send one", param="prompt")
-    if len(prompts) > MAX_PROMPTS:
-        raise ApiError(400, f"there are {len(prompts)} prompts; send at most {MAX_PROMPTS} at once", param="prompt")
+    _need(isinstance(prompts, list) and prompts, "prompt",
+          "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; send one")
+    _need(len(prompts) <= MAX_PROMPTS, "prompt",
+          f"there are {len(prompts)} prompts; send at most {MAX_PROMPTS} at once")
     for i, prompt in enumerate(prompts):
-        if not (isinstance(prompt, str) or _is_ids(prompt)):
-            raise ApiError(400, f"prompt.{i} is neither a string nor a list of token ids, or it is empty; fix it",
-                           param="prompt")
+        _need(isinstance(prompt, str) or _is_ids(prompt), "prompt",
+              f"prompt.{i} is neither a string nor a list of token ids, or it is empty; fix it")
     return [clean(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-
-
-def _refuse_given(body: BaseModel, names: Sequence[str]) -> None:
-    """ApiError 400 for the first of these fields that is set to other than its default."""
-    for name in names:
-        value = getattr(body, name)
-        if value and value != {"type": "text"}:
-            raise ApiError(400, f"{name} is not supported here; leave it out", param=name, code="unsupported_parameter")
 
 
 def _sampling(body: Any) -> SamplingConfig:
@@ -314,13 +281,11 @@ def _sampling(body: Any) -> SamplingConfig:
 def read_score(data: dict) -> tuple[list[str | list[dict]], list[str]]:
     """Prompts (text, or messages) and their completions as text. Raises ApiError 400."""
     body = _validated(_ScoreBody, data)
-    if len(body.prompts) != len(body.completions):
-        raise ApiError(400, f"{len(body.prompts)} prompts but {len(body.completions)} completions; "
-                            "give one completion for each prompt", param="completions")
+    _need(len(body.prompts) == len(body.completions), "completions",
+          f"{len(body.prompts)} prompts but {len(body.completions)} completions; give one completion for each prompt")
     prompts = [clean(p) if isinstance(p, str) else _messages(p, f"prompts.{i}") for i, p in enumerate(body.prompts)]
     for i, prompt in enumerate(prompts):
-        if prompt == []:
-            raise ApiError(400, f"prompts.{i} has no messages; give one at least", param="prompts")
+        _need(prompt != [], "prompts", f"prompts.{i} has no messages; give one at least")
     completions = [_completion(c, f"completions.{i}") for i, c in enumerate(body.completions)]
     return prompts, completions
 
@@ -329,20 +294,25 @@ def _completion(completion: str | list[_Message], where: str) -> str:
     if isinstance(completion, str):
         return clean(completion)
     messages = _messages(completion, where)
-    if any(message.get("tool_calls") for message in messages):
-        raise ApiError(400, f"{where}: a tool call in a completion cannot be scored; send the completion as text",
-                       param="completions")
+    _need(not any(message.get("tool_calls") for message in messages), where,
+          f"{where}: a tool call in a completion cannot be scored; send the completion as text")
     return "".join(message["content"] for message in messages)
 
 
-def _validated(shape: type[BaseModel], data: dict) -> Any:
+def _validated(shape: type[BaseModel], data: dict, unsupported: Sequence[str] = ()) -> Any:
+    """The body in this shape. ApiError 400 for the first fault, and for an unsupported field that is not at its
+    default."""
     try:
-        return shape.model_validate(data)
+        body = shape.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]
         raise ApiError(400, f"{where}: {first['msg']}; fix it or leave it out",
                        param=str(first["loc"][0]) if first["loc"] else None) from None
+    for name in unsupported:
+        _need(not data.get(name) or data[name] == {"type": "text"}, name,
+              f"{name} is not supported here; leave it out", _UNSUPPORTED)
+    return body
 
 
 def _messages(bodies: Sequence[_Message], where: str) -> list[dict]:
@@ -354,25 +324,21 @@ def _messages(bodies: Sequence[_Message], where: str) -> list[dict]:
             called[call.get("id")] = call["function"]["name"]
         call_id = message.get("tool_call_id")
         if call_id is not None:
-            if call_id not in called:
-                raise ApiError(400, f"{where}.{i}.tool_call_id: {call_id[:40]!r} is the id of no call before it; "
-                                    "send the assistant's message with that call too", param=where.split(".")[0])
+            _need(call_id in called, where, f"{where}.{i}.tool_call_id: {call_id[:40]!r} is the id of no call before "
+                  "it; send the assistant's message with that call too")
             message["name"] = called[call_id]
         messages.append(message)
     return messages
 
 
 def _message(message: _Message, where: str) -> dict:
-    param = where.split(".")[0]
-    if message.role not in _ROLES:
-        raise ApiError(400, f"{where}.role: {message.role[:40]!r} is not a role; choose {', '.join(_ROLES)}",
-                       param=param)
+    _need(message.role in _ROLES, where,
+          f"{where}.role: {message.role[:40]!r} is not a role; choose {', '.join(_ROLES)}")
     parts = message.content if isinstance(message.content, list) else [_Part(text=message.content or "")]
-    if any(part.type != "text" for part in parts):
-        raise ApiError(400, f"{where}.content: only text can be read here", param=param)
+    _need(all(part.type == "text" for part in parts), where, f"{where}.content: only text can be read here")
     row: dict = {"role": _ROLES[message.role], "content": clean("".join(part.text or "" for part in parts))}
-    if message.tool_calls and message.role != "assistant":
-        raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools; leave them out", param=param)
+    _need(not message.tool_calls or message.role == "assistant", where,
+          f"{where}.tool_calls: only the assistant calls tools; leave them out")
     if message.tool_calls:
         row["tool_calls"] = [_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)]
     if message.role == "tool":
@@ -384,29 +350,24 @@ def _message(message: _Message, where: str) -> dict:
 def _call(call: _Call, where: str) -> dict:
     """A call with its arguments as an object, as in templates and rows for SFT."""
     arguments = _as_json(call.function.arguments, f"{where}.function.arguments")
-    if not isinstance(arguments, dict):
-        raise ApiError(400, f"{where}.function.arguments: the arguments must be a JSON object; "
-                            'send {"name": value, ...} as text', param=where.split(".")[0])
+    _need(isinstance(arguments, dict), where, f"{where}.function.arguments: the arguments must be a JSON object; "
+          'send {"name": value, ...} as text')
     names = {} if call.id is None else {"id": clean(call.id)}
     return names | {"type": "function", "function": {"name": clean(call.function.name), "arguments": arguments}}
 
 
 def _tools(body: _ChatBody, value: Any) -> list[dict]:
     """The tools in the form of rows for SFT; empty if none may be called. ApiError 400 for unsupported options."""
-    if body.tool_choice not in (None, "auto", "none"):
-        raise ApiError(400, "tool_choice can be auto or none here: the model cannot be made to call a tool; "
-                            "leave it out", param="tool_choice", code="unsupported_parameter")
-    if body.parallel_tool_calls is False:
-        raise ApiError(400, "parallel_tool_calls false is not supported here; leave it out",
-                       param="parallel_tool_calls", code="unsupported_parameter")
+    _need(body.tool_choice in (None, "auto", "none"), "tool_choice",
+          "tool_choice can be auto or none here: the model cannot be made to call a tool; leave it out", _UNSUPPORTED)
+    _need(body.parallel_tool_calls is not False, "parallel_tool_calls",
+          "parallel_tool_calls false is not supported here; leave it out", _UNSUPPORTED)
     functions = [tool.function for tool in body.tools or ()]
     for i, function in enumerate(functions):
-        if function.strict:
-            raise ApiError(400, f"tools.{i}.function.strict is not supported here: arguments are not forced into the "
-                                "schema; leave it out", param="tools", code="unsupported_parameter")
-        if any(function.name == other.name for other in functions[:i]):
-            raise ApiError(400, f"tools.{i}.function.name: there are two tools called {function.name}; "
-                                "name each once", param="tools")
+        _need(not function.strict, "tools", f"tools.{i}.function.strict is not supported here: arguments are not "
+              "forced into the schema; leave it out", _UNSUPPORTED)
+        _need(all(function.name != other.name for other in functions[:i]), "tools",
+              f"tools.{i}.function.name: there are two tools called {function.name}; name each once")
     tools = tools_of(_as_json(value, "tools")) if functions else []
     return [] if body.tool_choice == "none" else tools
 

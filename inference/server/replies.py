@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,8 +26,8 @@ class Answer(Response):
     `arrived`, of time.monotonic) and when the server stops; `at_end` is called in any case. A started stream ends with
     the error as its last event."""
 
-    def __init__(self, work: Callable[[Send], Awaitable[None]], at_end: Callable[[], None] = lambda: None,
-                 seconds: float = math.inf, arrived: float = 0.0) -> None:
+    def __init__(self, work: Callable[[Send], Awaitable[None]], at_end: Callable[[], None], seconds: float,
+                 arrived: float) -> None:
         self._work, self._at_end, self._seconds, self._arrived = work, at_end, seconds, arrived
         self.background = None
 
@@ -48,7 +47,7 @@ class Answer(Response):
 
     async def _end(self, working: asyncio.Future, leaving: asyncio.Future) -> ApiError | None:
         """Wait for the first of both; returns an error to be sent to the client."""
-        left = None if self._seconds == math.inf else self._arrived + self._seconds - time.monotonic()
+        left = self._arrived + self._seconds - time.monotonic()
         try:
             await asyncio.wait({working, leaving}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if working.done():

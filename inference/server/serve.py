@@ -18,7 +18,7 @@ from hybrid_rlhf.core.config import UserError, check, command_flags, parse_comma
 from hybrid_rlhf.core.errors import exit_code
 from hybrid_rlhf.core.hub import is_loopback
 from hybrid_rlhf.core.options import expanded
-from hybrid_rlhf.inference.named_models import NamedModel, model_folder, named_models
+from hybrid_rlhf.inference.named_models import model_folder, named_models
 
 if TYPE_CHECKING:
     from hybrid_rlhf.inference.server.app import Served
@@ -55,11 +55,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parse_command(flags, argv)
     check(bool(options.model or options.reward_model), "serve: no model; give --model DIR, such as --model "
                                                        "outputs/demo/ppo/model, or --reward_model DIR")
-    for name in ("max_batch", "max_context", "max_new_tokens", "max_body_bytes", "request_timeout"):
-        check(getattr(options, name) > 0, f"serve: --{name} is {getattr(options, name)}; it must be positive")
+    for name in ("max_batch", "max_context", "max_prompt_tokens", "max_new_tokens", "max_body_bytes",
+                 "request_timeout"):
+        value = getattr(options, name)
+        check(value is None or value > 0, f"serve: --{name} is {value}; it must be positive")
     check(options.max_queue >= 0, f"serve: --max_queue is {options.max_queue}; it must be 0 or more")
-    check(options.max_prompt_tokens is None or options.max_prompt_tokens > 0,
-          f"serve: --max_prompt_tokens is {options.max_prompt_tokens}; it must be positive")
     check(0 <= options.port < 2**16, f"serve: --port {options.port} is not a port; give one below 65536")
     check(options.api_key is None or len(options.api_key) >= 8,
           f"serve: the API key has {len(options.api_key or '')} characters; give 8 at least")
@@ -81,7 +81,7 @@ def listening(host: str, port: int, has_key: bool) -> socket.socket:
     return bound
 
 
-def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
+def open_model(name: str, path: str, options: argparse.Namespace) -> Served:
     """Load one model. UserError for a folder without a causal language model; a note for one that cannot chat."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig
     from hybrid_rlhf.inference.chat_models import announced, published_sampling
@@ -89,14 +89,14 @@ def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
     from hybrid_rlhf.inference.server.app import Served
     from hybrid_rlhf.inference.server.worker import ModelQueue
 
-    path = str(model_folder(named.path))
+    path = str(model_folder(path))
     opened = open_conversation(path, SamplingConfig(), needs_template=False)
     if not opened.tokenizer.chat_template:
-        print(f"note: {named.name} has no chat template: it serves /v1/completions, and no chat", file=sys.stderr)
+        print(f"note: {name} has no chat template: it serves /v1/completions, and no chat", file=sys.stderr)
     capacity = min(options.max_context, opened.max_positions or options.max_context)
     if published := published_sampling(path, but=["max_new_tokens"]):
-        print(announced(named.name, published, "a request says otherwise"), file=sys.stderr)
-    return Served(named.name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer, published)
+        print(announced(name, published, "a request says otherwise"), file=sys.stderr)
+    return Served(name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer, published)
 
 
 def run(argv: list[str] | None) -> int:
@@ -117,7 +117,7 @@ def run(argv: list[str] | None) -> int:
 
     judge = options.reward_model
     scorer = Scorer(str(model_folder(judge)), options.reward_label) if judge else None
-    models = [open_model(model, options) for model in named]
+    models = [open_model(name, path, options) for name, path in named.items()]
     if scorer:
         scorer.open()
     worker = Worker([m.lane for m in models])

@@ -86,16 +86,17 @@ class Served:
 
     def prompts(self, asked: GenerationRequest, limits: Limits) -> list[Prompt]:
         """The prompts of a request; ApiError for one that is too long or that the model cannot read."""
+        most = min(self.lane.capacity - 1, limits.max_prompt_tokens or self.lane.capacity)  # with room for an answer
         if asked.is_chat:
-            return [self._chat_prompt(asked, limits)]
-        prompts = [self._completion_prompt(prompt, limits, asked.adds_special) for prompt in asked.prompts]
+            return [self._chat_prompt(asked, most)]
+        prompts = [self._completion_prompt(prompt, most, asked.adds_special) for prompt in asked.prompts]
         count = sum(len(prompt.ids) for prompt in prompts) * asked.num_choices * ((asked.num_top or 0) + 1)
         if asked.num_top is not None and asked.has_echo and count > MAX_NUMBERS:
             raise ApiError(400, f"these prompts ask for {count} log-probabilities, more than {MAX_NUMBERS} at once; "
                                 "send fewer prompts or a smaller logprobs", param="prompt")
         return prompts
 
-    def _chat_prompt(self, asked: GenerationRequest, limits: Limits) -> Prompt:
+    def _chat_prompt(self, asked: GenerationRequest, most: int) -> Prompt:
         if not self.encoder.chat_template:
             raise ApiError(400, f"{self.name} has no chat template, so it cannot chat; send a prompt to "
                                 "/v1/completions", param="model")
@@ -112,38 +113,27 @@ class Served:
             raise ApiError(400, f"these messages make no prompt: {error}; "
                                 "send messages that the model's template takes", param="messages") from None
         what = "the messages and tools are" if asked.tools else "the messages are"
-        return Prompt(self._tokens(rendered, limits, what), rendered.shown)
+        return Prompt(self._tokens(rendered, most, what, "messages"), rendered.shown)
 
-    def _completion_prompt(self, prompt: str | list[int], limits: Limits, adds_special: bool) -> Prompt:
-        what = dict(what="a prompt is", param="prompt")
+    def _completion_prompt(self, prompt: str | list[int], most: int, adds_special: bool) -> Prompt:
         if not isinstance(prompt, str):
-            self._check_length(limits, count=len(prompt), **what)
+            _check_length(len(prompt), most, f"a prompt is {len(prompt)}", "prompt")
             if wrong := [token for token in prompt if not 0 <= token < self.num_rows]:
                 raise ApiError(400, f"{str(wrong[0])[:40]} is not a token of {self.name}; ids lie in "
                                     f"[0, {self.num_rows - 1}]", param="prompt")
             return Prompt(prompt, self.encoder.decode(prompt, clean_up_tokenization_spaces=False))
-        ids = self._tokens(Rendered(prompt, [], adds_special), limits, **what)
+        ids = self._tokens(Rendered(prompt, [], adds_special), most, "a prompt is", "prompt")
         if not ids:
             raise ApiError(400, "a prompt is empty, and no BOS is put before it; send some text", param="prompt")
         bos = self.encoder.bos_token
         has_bos = bool(bos) and ids[0] == self.encoder.bos_token_id and not prompt.startswith(bos)
         return Prompt(ids, prompt, has_bos)
 
-    def _tokens(self, rendered: Rendered, limits: Limits, what: str, param: str = "messages") -> list[int]:
+    def _tokens(self, rendered: Rendered, most: int, what: str, param: str) -> list[int]:
         """The tokens of a prompt. ApiError for too many, of which only the first ones are made."""
-        ids = encode_first(self.encoder, [rendered], self._most_tokens(limits) + 1)[0].ids
-        self._check_length(limits, what, len(ids), "or more ", param)
+        ids = encode_first(self.encoder, [rendered], most + 1)[0].ids
+        _check_length(len(ids), most, f"{what} {len(ids)} or more", param)
         return ids
-
-    def _most_tokens(self, limits: Limits) -> int:
-        """The tokens of a prompt that fit with room for an answer."""
-        return min(self.lane.capacity - 1, limits.max_prompt_tokens or self.lane.capacity)
-
-    def _check_length(self, limits: Limits, what: str, count: int, words: str = "", param: str = "messages") -> None:
-        most = self._most_tokens(limits)
-        if count > most:
-            raise ApiError(400, f"{what} {count} {words}tokens long; send less: with room for an answer there "
-                                f"may be {most}", param=param, code="context_length_exceeded")
 
     def _note_unread(self, messages: Sequence[dict]) -> None:
         """Log, once, variables of a request that the chat template does not read."""
@@ -151,3 +141,9 @@ class Served:
             if name not in self.unread and len(self.unread) < 100:  # the names are the client's
                 self.unread.add(name)
                 _log.warning("%s: its chat template does not read %s of chat_template_kwargs", self.name, name[:100])
+
+
+def _check_length(count: int, most: int, what: str, param: str) -> None:
+    if count > most:
+        raise ApiError(400, f"{what} tokens long; send less: with room for an answer there may be {most}", param=param,
+                       code="context_length_exceeded")

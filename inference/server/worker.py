@@ -114,7 +114,7 @@ class Worker:
         return result
 
     def score(self, lane: ModelQueue, ids: list[int], first: int, num_top: int,
-              with_next: bool = False) -> Future[list[ScoredToken]]:
+              with_next: bool) -> Future[list[ScoredToken]]:
         """SequenceScorer.score; one sequence at a time between two steps, so that answers continue."""
         result: Future[list[ScoredToken]] = Future()
         reading = self._answering(result, lambda: self._score(lane, ids, first, num_top, with_next))

@@ -50,13 +50,12 @@ def test_a_chat_with_a_model_that_has_none_keeps_its_own_defaults(tmp_path, caps
 
 
 def test_a_request_to_the_server_has_them_where_it_has_none(tmp_path, capsys):
-    from hybrid_rlhf.inference.named_models import NamedModel
     from hybrid_rlhf.inference.server.app import Limits, Server
     from hybrid_rlhf.inference.server.protocol import read_chat
     from hybrid_rlhf.inference.server.serve import open_model
 
     path = checkpoints.write("llama3_2_base", tmp_path / "base")
-    served = open_model(NamedModel("m", path), argparse.Namespace(max_context=64, max_batch=2))
+    served = open_model("m", path, argparse.Namespace(max_context=64, max_batch=2))
     assert "m samples by its generation_config.json unless a request says otherwise: temperature 0.6, top_p 0.9" in \
         capsys.readouterr().err
     server, hello = Server([served], None, Limits(), None), {"messages": [{"role": "user", "content": "a"}]}

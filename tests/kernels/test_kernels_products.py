@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.kernels import cpu
-from hybrid_rlhf.kernels.products import own_products
+from hybrid_rlhf.kernels.fusions import own_products
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def linear():
     """The C++ product, whether or not this processor's Ops would use it."""
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
-    return cpu.load_linear()
+    return cpu.module().linear
 
 
 @pytest.mark.parametrize("dtype, step", [(torch.float32, 2e-6), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)],
@@ -42,7 +42,7 @@ def test_the_packed_product_is_exact_on_every_processor(linear, rows):
     for inner, outer in ((7, 5), (768, 96), (2500, 101), (530, 131)):
         x, weight, bias = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(outer)
         want = x.double() @ weight.double().T + bias.double()
-        assert (cpu.load_packed_linear()(x, weight, bias).double() - want).abs().max() < 1e-6 * inner**0.5 * 20
+        assert (cpu.module().packed_linear(x, weight, bias).double() - want).abs().max() < 1e-6 * inner**0.5 * 20
 
 
 def test_leading_dimensions_and_strides_are_kept(linear):

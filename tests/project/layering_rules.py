@@ -270,8 +270,9 @@ def names(root: Path) -> list[str]:
 
 
 def has_only_fields(node: ast.ClassDef) -> bool:
-    """Whether a class is a record of fields, with nothing that runs."""
-    return any("dataclass" in ast.unparse(each) for each in node.decorator_list) and all(
+    """Whether a class is a record of fields (a dataclass, or pydantic's), with nothing that runs."""
+    return any("dataclass" in ast.unparse(each) or ast.unparse(each) == "BaseModel"
+               for each in [*node.decorator_list, *node.bases]) and all(
         isinstance(each, ast.AnnAssign) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
         for each in node.body)
 

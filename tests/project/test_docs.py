@@ -204,7 +204,6 @@ def test_serve_takes_a_run_s_folder_as_chat_does(tmp_path, monkeypatch) -> None:
 
     # chat_models is imported before the patch, for it keeps the function that it finds
     from hybrid_rlhf.inference import chat_models, conversation  # noqa: F401
-    from hybrid_rlhf.inference.named_models import NamedModel
     from hybrid_rlhf.inference.server import serve
 
     (tmp_path / "sft" / "model").mkdir(parents=True)
@@ -219,5 +218,5 @@ def test_serve_takes_a_run_s_folder_as_chat_does(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("hybrid_rlhf.inference.server.worker.ModelQueue",
                         lambda *_: SimpleNamespace(engine=SimpleNamespace(model=tiny_causal_lm())))
     for path in (tmp_path / "sft", tmp_path / "sft" / "model"):
-        serve.open_model(NamedModel("sft", str(path)), SimpleNamespace(max_context=8, max_batch=1))
+        serve.open_model("sft", str(path), SimpleNamespace(max_context=8, max_batch=1))
     assert opened == [str(tmp_path / "sft" / "model")] * 2

@@ -37,8 +37,7 @@ from hybrid_rlhf.engine.decode.parity import (
 from hybrid_rlhf.engine.decode.tensor_parallel import all_agree, gathers_logits, propagate_errors, sharded
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import Ops, ops_for
-from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
-from hybrid_rlhf.kernels.products import own_products
+from hybrid_rlhf.kernels.fusions import Fusions, find_fusions, own_products
 from hybrid_rlhf.models.backbone import joining, text_backbone, text_forward, text_logits, towers
 from hybrid_rlhf.models.hf_attention import (
     cache_name,

@@ -5,13 +5,15 @@ torch makes a dense matrix of mostly zeros and, where the output head is tied to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
+
+from hybrid_rlhf.kernels.fusions import forwards_by
 
 AddRows = Callable[[nn.Parameter, Tensor, Tensor], None]
 
@@ -58,20 +60,13 @@ def summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return single, rows.new_zeros(len(single), rows.shape[1], dtype=torch.float32).index_add_(0, places, rows.float())
 
 
-@contextmanager
 def embeddings_by_rows(model: nn.Module, is_trained: Callable[[nn.Parameter], bool],
-                       add_rows: AddRows) -> Iterator[int]:
+                       add_rows: AddRows) -> AbstractContextManager[int]:
     """Within the block plain input embeddings of `model` whose weight `is_trained` give their gradient to
     add_rows(weight, ids (M,), fp32 rows (M, H)) in the backward pass; yields how many do."""
-    modules = [m for m in model.modules() if type(m) is nn.Embedding and "forward" not in vars(m)
-               and is_trained(m.weight) and m.max_norm is None and not m.scale_grad_by_freq and not m.sparse]
-    for module in modules:
-        module.forward = _forward(module, add_rows)
-    try:
-        yield len(modules)
-    finally:
-        for module in modules:
-            del module.forward
+    return forwards_by([
+        (m, _forward(m, add_rows)) for m in model.modules() if type(m) is nn.Embedding and "forward" not in vars(m)
+        and is_trained(m.weight) and m.max_norm is None and not m.scale_grad_by_freq and not m.sparse])
 
 
 def _forward(module: nn.Embedding, add_rows: AddRows) -> Callable[[Tensor], Tensor]:

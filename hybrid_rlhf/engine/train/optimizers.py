@@ -15,32 +15,23 @@ from hybrid_rlhf.engine.train.adamw_master import MasterAdamW
 from hybrid_rlhf.models import quantize
 
 
-def _adamw(groups: list[dict], config: OptimizerConfig, *, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
-                             eps=config.adam_epsilon, fused=fused)
+def _adamw(kind: Callable[..., torch.optim.Optimizer], groups: list[dict], config: OptimizerConfig,
+           **options: bool) -> torch.optim.Optimizer:
+    return kind(groups, config.learning_rate, (config.adam_beta1, config.adam_beta2), config.adam_epsilon, **options)
 
 
 def _sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=config.learning_rate)
 
 
-def _adamw_8bit(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
-    betas = config.adam_beta1, config.adam_beta2
-    return quantize.adamw_8bit(groups, config.learning_rate, betas, config.adam_epsilon)
-
-
-def _mastered(groups: list[dict], config: OptimizerConfig, *, fused: bool) -> torch.optim.Optimizer:
-    return MasterAdamW(groups, config.learning_rate, (config.adam_beta1, config.adam_beta2), config.adam_epsilon,
-                       fused=fused)
-
-
 # name -> (parameter groups, settings) -> optimizer
 OPTIMIZERS: dict[str, Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw": partial(_adamw, fused=True), "adamw_unfused": partial(_adamw, fused=False),
-    "adamw_8bit": _adamw_8bit, "sgd": _sgd}
+    "adamw": partial(_adamw, torch.optim.AdamW, fused=True),
+    "adamw_unfused": partial(_adamw, torch.optim.AdamW, fused=False),
+    "adamw_8bit": partial(_adamw, quantize.adamw_8bit), "sgd": _sgd}
 # the same for bfloat16 weights without DeepSpeed's masters (ZeRO 0)
 MASTERED: dict[str, Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw": partial(_mastered, fused=True), "adamw_unfused": partial(_mastered, fused=False)}
+    "adamw": partial(_adamw, MasterAdamW, fused=True), "adamw_unfused": partial(_adamw, MasterAdamW, fused=False)}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -67,7 +67,7 @@ def _deepspeed_engine(settings: dict, **arguments: object):  # noqa: ANN202 - a 
     look for a launcher."""
     is_added = "LOCAL_RANK" not in os.environ
     os.environ.setdefault("LOCAL_RANK", "0")
-    with _stdout_to_stderr():
+    with redirect_stdout(sys.stderr):  # DeepSpeed prints its builds to standard output, which a caller may pipe
         deepspeed = _import_deepspeed()
         share_timeout()
         skip_lone_collectives()
@@ -346,13 +346,3 @@ def for_main(module: nn.Module, work: Callable[[Gather], None]) -> None:
     while wanted := next(filter(None, gather_over_ranks([])), None):
         with gathered_weights(parameters[i] for i in wanted):
             pass
-
-
-class _stdout_to_stderr:
-    """DeepSpeed prints its builds to standard output, which a caller may pipe: these lines go to standard error."""
-
-    def __enter__(self) -> None:
-        self._stdout, sys.stdout = sys.stdout, sys.stderr
-
-    def __exit__(self, *_exc: object) -> None:
-        sys.stdout = self._stdout

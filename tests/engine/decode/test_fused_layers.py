@@ -33,7 +33,7 @@ def kernel(request):
         return reference.DecodeLayer
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
-    return cpu.load_decode_layer()
+    return cpu.module().DecodeLayer
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 0.03)], ids=str)
@@ -108,7 +108,7 @@ def test_a_row_of_a_layer_does_not_depend_on_the_rows_beside_it(dtype, heads, kv
     sizes = [(heads * dim, hidden), (kv_heads * dim, hidden), (kv_heads * dim, hidden), (hidden, heads * dim),
              (inner, hidden), (inner, hidden), (hidden, inner)]
     weights = [numbers(size[0], size[1] + 8, scale=size[1] ** -0.5)[:, 3:-5] for size in sizes]  # as a shard's view
-    layer = cpu.load_decode_layer()(weights, [None] * 7, [numbers(hidden), numbers(hidden), None, None], *NOTHING_MORE,
+    layer = cpu.module().DecodeLayer(weights, [None] * 7, [numbers(hidden), numbers(hidden), None, None], *NOTHING_MORE,
                                     **SETTINGS)
     if layer.max_rows < rows:
         pytest.skip("this processor multiplies no bf16 numbers")
@@ -143,7 +143,7 @@ def test_a_small_layer_takes_many_rows_and_a_large_one_what_our_product_is_good_
 def test_what_does_not_fit_a_layer_is_an_error():
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
-    make, eye = cpu.load_decode_layer(), torch.eye(8)
+    make, eye = cpu.module().DecodeLayer, torch.eye(8)
     with pytest.raises(ValueError, match="do not fit each other"):
         make([eye] * 6 + [torch.zeros(8, 4)], [None] * 7, [torch.ones(8)] * 2 + [None] * 2, *NOTHING_MORE, **SETTINGS)
     layer = make([eye] * 7, [None] * 7, [torch.ones(8)] * 2 + [None] * 2, *NOTHING_MORE, **SETTINGS)

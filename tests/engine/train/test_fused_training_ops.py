@@ -10,6 +10,7 @@ from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train.patches import training_forms
 from hybrid_rlhf.kernels import cpu
+from hybrid_rlhf.kernels.gradients import causal_attention_by
 from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.models.lora import Adapters, LoraConfig, add_lora
 from hybrid_rlhf.models.lora_products import fused_adapters
@@ -52,7 +53,7 @@ def test_attention_and_its_gradients_are_those_of_the_formula(dtype, shape, leng
                                    for h, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim),
                                                 (heads, value_dim)))
     gradient = gradient.transpose(1, 2)
-    attention = cpu.load_causal_attention()
+    attention = causal_attention_by(cpu.module())
     got = with_gradients(lambda *x: attention(*x, scaling=0.3), (query, key, value), gradient)
     want = with_gradients(lambda *x: by_hand(*x, 0.3), [t.double() for t in (query, key, value)], gradient.double())
     for ours, theirs in zip(got, want, strict=True):
@@ -100,7 +101,7 @@ def test_an_engine_takes_our_attention_in_training_and_leaves_sdpa_as_it_was(mon
 
     def counted(*given, **named):
         calls.append(1)
-        return cpu.load_causal_attention()(*given, **named)
+        return causal_attention_by(cpu.module())(*given, **named)
 
     monkeypatch.setattr(forms, "ops_for", lambda _device: ops._replace(causal_attention=counted))
     model = tiny_causal_lm()
@@ -189,10 +190,10 @@ def test_few_rows_of_an_adapted_layer_are_the_formula_s(dtype, rows):
     g = torch.Generator().manual_seed(rows)
     x, weight, bias, down, up = (torch.randn(*shape, generator=g).to(dtype)
                                  for shape in ((rows, 96), (130, 96), (130,), (5, 96), (130, 5)))
-    found = cpu._module().adapted_linear(x, weight, bias, down, up, 0.75)
+    found = cpu.module().adapted_linear(x, weight, bias, down, up, 0.75)
     wide = [t.double() for t in (x, weight, bias, down, up)]
     want = wide[0] @ wide[1].T + wide[2] + 0.75 * (wide[0] @ wide[3].T) @ wide[4].T
     assert found.dtype == dtype
     assert (found.double() - want).norm() <= (1e-6 if dtype == torch.float32 else 6e-3) * want.norm()
-    assert (cpu._module().adapted_linear(x, weight, None, down, up, 0.0).double() - wide[0] @ wide[1].T).norm() <= (
+    assert (cpu.module().adapted_linear(x, weight, None, down, up, 0.0).double() - wide[0] @ wide[1].T).norm() <= (
         6e-3 * want.norm())

@@ -242,12 +242,12 @@ def test_a_port_in_use_is_refused_before_anything_is_loaded(served, capsys):
     (["org/name"], ["org/name"])])
 def test_names_of_models(given, names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # in a checkout where the demo ran there is such a folder
-    assert [p.name for p in named_models(given)] == names
+    assert list(named_models(given)) == names
 
 
 def test_a_folder_called_model_is_named_after_its_run(tmp_path):
     (tmp_path / "ppo" / "model").mkdir(parents=True)
-    assert [p.name for p in named_models([str(tmp_path / "ppo" / "model")])] == ["ppo"]
+    assert list(named_models([str(tmp_path / "ppo" / "model")])) == ["ppo"]
 
 
 # --- a judge behind this server ---------------------------------------------------------------------------------------
