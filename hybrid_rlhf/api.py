@@ -390,7 +390,6 @@ class Training:
     def _tokenizer(self, tokenizer: object) -> dict[str, str]:
         if tokenizer is None:
             return {}
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
         check(hasattr(tokenizer, "save_pretrained"),
               f"processing_class is a {type(tokenizer).__name__}; give a tokenizer")
         folder = self._kept("tokenizer")
