@@ -212,7 +212,7 @@ def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
     if (free := free_host_bytes()) is not None and device().type == "cpu":
         metrics.add(FREE, free)
     rollout = _last_rollout(saver.trainer)
-    tokens = reporter.progress.pace.tokens or (rollout.num_tokens if rollout else 0)
+    tokens = reporter.progress.pace.tokens or getattr(rollout, "num_tokens", 0)
     metrics = metrics.add("time/step", time.perf_counter() - began).over_ranks().compute()
     read = int(sum_over_ranks(torch.tensor(float(tokens), dtype=torch.double)))
     return metrics | {"num_tokens": saver.values.get("num_tokens", 0) + read}
