@@ -98,9 +98,12 @@ class Training:
             options = {name: value for name, value in named.items() if name not in trl_words.ARGUMENTS}
             meant = {}
             if args is not None:
-                meant, refused = settings_of(args, rows, lambda: _configured(model, "max_position_embeddings"))
+                meant, refused = settings_of(args, rows, lambda: _positions(model))
                 faults += refused
-            values, tied = trl_words.lora_options(peft_config, args and (lambda: _configured(model, "model_type")))
+            if peft_config is not None:  # adapters alone are trained
+                meant.pop("model.freeze_vision", None)
+            values, tied = trl_words.lora_options(
+                peft_config, args and (lambda: getattr(_configuration(model), "model_type", None)))
             trl_words.raise_all(faults + tied)
             folder = meant.pop("output_dir", None) or (settings or {}).get("output_dir")
             self.output_dir = str(output_dir or folder or f"outputs/{self.stage}")
@@ -392,6 +395,8 @@ class Training:
             return {}
         check(hasattr(tokenizer, "save_pretrained"),
               f"processing_class is a {type(tokenizer).__name__}; give a tokenizer")
+        for item in self._saved.values() if hasattr(tokenizer, "image_processor") else ():
+            item.processor = tokenizer  # of models from memory, whose folder says how they read images
         folder = self._kept("tokenizer")
         self._saved[folder] = tokenizer
         return {"model.tokenizer_name_or_path": folder}
@@ -491,16 +496,18 @@ def _free_memory() -> None:
 
 
 class _WithTokenizer:
-    """A model from memory, saved with the tokenizer of the place that it was loaded from."""
+    """A model from memory, saved with its processor, or the tokenizer of the place that it was loaded from."""
 
     def __init__(self, model: object) -> None:
-        self._model = model
+        self._model, self.processor = model, None
 
     def save_pretrained(self, folder: str) -> None:
         from transformers import AutoTokenizer
 
         self._model.save_pretrained(folder)  # type: ignore[attr-defined]
-        if name := getattr(self._model.config, "_name_or_path", ""):  # type: ignore[attr-defined]
+        if self.processor is not None:
+            self.processor.save_pretrained(folder)
+        elif name := getattr(self._model.config, "_name_or_path", ""):  # type: ignore[attr-defined]
             with suppress(OSError, ValueError):  # it has none: processing_class, or the error that none is there
                 AutoTokenizer.from_pretrained(name).save_pretrained(folder)
 
@@ -511,17 +518,23 @@ def _tell_of_one_process() -> None:
         print_main("accelerate launch made one process; --num_processes 2 makes two")
 
 
-def _configured(model: object, name: str) -> object:
-    """A value of the model's configuration; None where it has none or cannot be read, which is told where it is
-    opened."""
+def _positions(model: object) -> int | None:
+    from hybrid_rlhf.models.load import positions_of
+
+    settings = _configuration(model)
+    return None if settings is None else positions_of(settings)
+
+
+def _configuration(model: object):  # noqa: ANN202 - a transformers class
+    """The model's configuration; None where it cannot be read, which is told where it is opened."""
     from hybrid_rlhf.models.load import ModelConfig, configuration
     from hybrid_rlhf.training.builders import model_folder
 
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
-        return getattr(model.config, name, None)  # type: ignore[attr-defined]
+        return model.config
     path = model.output_dir if isinstance(model, Training) else str(model)
     try:
-        return getattr(configuration(ModelConfig(model_folder(path))), name, None)
+        return configuration(ModelConfig(model_folder(path)))
     except UserError:
         return None
 

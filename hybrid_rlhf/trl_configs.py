@@ -249,6 +249,8 @@ def _loading(config: TrlConfig, known: Known) -> dict:
 def _data(config: TrlConfig, known: Known) -> dict:
     """TRL keeps strings as they are, and trains all of a text and of a conversation."""
     values: dict[str, object] = {"data.raw": True}
+    if {"image", "images"} & set(known.first):  # TRL trains what reads images too
+        values["model.freeze_vision"] = False
     is_read = "max_length" in config.FIELDS and getattr(config, "lmbda", 0) < 1
     if is_read and not config.given.get("max_length"):  # TRL's default, or None: no limit
         limit = config.max_length or _UNBOUNDED

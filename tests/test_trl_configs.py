@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import json
@@ -429,3 +430,32 @@ def test_a_script_trains_in_several_processes_and_says_when_there_is_one(place):
                            str(place / "script.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("accelerate launch made one process; --num_processes 2 makes two") == 1
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_with_images_train_as_in_trl_with_a_processor_and_pillow_s_images(tmp_path):
+    """SFT of a model object beside TRL on its own batches, two steps, all weights: the losses."""
+    from PIL import Image
+
+    from hybrid_rlhf.models.images import load_reader
+    from tests.factories.vision import folder, image_files, image_text_model
+
+    processor, model = load_reader(folder("qwen3_vl"))._processor, image_text_model("qwen3_vl")
+    rows = [{"messages": [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": said}],
+             "images": [Image.open(image.path)]} for said, image in zip(("a fox", "the sky", "no"), image_files(),
+                                                                        strict=True)]
+    options = dict(output_dir=str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=3, learning_rate=1e-3,
+                   report_to="none", max_length=None, logging_steps=1, lr_scheduler_type="constant", seed=1)
+    ours = SFTTrainer(model=copy.deepcopy(model), args=SFTConfig(**options),
+                                  train_dataset=rows, processing_class=processor)
+    ours.train()
+    datasets = pytest.importorskip("datasets")
+    theirs = trl.SFTTrainer(model=model, args=trl.SFTConfig(**options, use_cpu=True, bf16=False,
+                                                            gradient_checkpointing=False, save_strategy="no"),
+                            train_dataset=datasets.Dataset.from_list(rows).cast_column(
+                                "images", datasets.List(datasets.Image())), processing_class=processor)
+    theirs.train()
+    losses = [[row["loss"] for row in trainer.state.log_history if "loss" in row] for trainer in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.12)  # it trains a line break too, 3 of 127 tokens

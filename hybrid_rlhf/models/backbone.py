@@ -29,7 +29,7 @@ def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
 
     Right padding needs no mask (causal models never look right); packed rows are told apart by position_ids alone,
     which transformers' mask functions understand when no attention_mask is given. Rows with images go through the
-    module that joins both; ValueError for a model that reads no images.
+    module that joins both; UserError for a model that reads no images.
     """
     return _states(model, batch).last_hidden_state
 

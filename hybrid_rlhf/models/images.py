@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.image_files import ImageRef, open_image
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.processor_compat import load_processor
@@ -78,10 +79,11 @@ def reader_of(owner: Any) -> ImageReader | None:  # of transformers
 
 def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]], **named: object) -> Any:
     """The output of `composite`, the module that joins images and text (backbone.joining), for rows ids (B, T) with the
-    images of each row in their order. named: further arguments of its forward. ValueError where it reads none."""
-    reader = reader_of(composite)
+    images of each row in their order. named: further arguments of its forward. UserError where it reads none."""
+    reader = reader_of(composite) if hasattr(composite, "get_image_features") else None
     if reader is None:
-        raise ValueError(f"{type(composite).__name__} reads no images")
+        raise UserError(f"{type(composite).__name__} reads no images, and rows have some; give an image-text model, with "
+                        "its processor's files in its folder")
     return composite(input_ids=ids, **inputs_of(reader, composite, ids, images), **named)
 
 

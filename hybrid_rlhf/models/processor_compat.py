@@ -50,7 +50,8 @@ def _without_videos(path: str) -> Any:
         "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil"), "tokenizer": tokenizer,
         "chat_template": tokenizer.chat_template}
     lenient = type(source.__name__, (source,), {"check_argument_for_proper_class": lambda *_named: None})
-    processor = lenient(**parts, **{k: v for k, v in settings.items() if not isinstance(v, dict)})
+    more = {name: value for name, value in settings.items() if name not in parts and not isinstance(value, dict)}
+    processor = lenient(**parts, **more)
     processor.get_attributes = lambda: ["image_processor", "tokenizer"]  # what is there to be saved
     return processor
 

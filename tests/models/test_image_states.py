@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.image_files import ImageRef, look_at, open_image
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.models.backbone import hidden_states, joining
@@ -82,7 +83,7 @@ def test_a_model_of_text_has_no_reader_and_refuses_images():
     model = tiny.tiny_causal_lm()
     assert reader_of(model) is None
     ids = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="reads no images"):
+    with pytest.raises(UserError, match="reads no images"):
         hidden_states(model, SequenceBatch(ids, ids.bool(), ids.bool(), images=[(image_files()[0],)]))
 
 

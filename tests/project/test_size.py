@@ -23,7 +23,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/export": (913, 6),
     "hybrid_rlhf/kernels": (6009, 31),
     "hybrid_rlhf/memory_plan": (1972, 11),
-    "hybrid_rlhf/models": (5844, 31),
+    "hybrid_rlhf/models": (5849, 31),
     "hybrid_rlhf/report": (2339, 11),
     "hybrid_rlhf/rewards": (3227, 17),
     "hybrid_rlhf/roles": (1100, 10),
@@ -33,9 +33,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5270, 29),
     "inference": (3567, 26),
-    "tests": (59843, 349),
+    "tests": (59874, 349),
     "benchmarks": (7727, 52),
-    ENTRY_POINTS: (2168, 11),
+    ENTRY_POINTS: (2182, 11),
 }
 
 
