@@ -214,7 +214,7 @@ class HybridEngine(Generic[ModuleT]):
         self._require_inference("generate")
         limits = [sampling.max_new_tokens] * len(prompts) if limits is None else list(limits)
         numbers = range(len(prompts)) if numbers is None else numbers
-        never = self._runner.images.token_ids if images and any(images) else []
+        never = self._runner.images.never if images and any(images) else []
         if never:
             check_reads_images(self._runner, self.ranks)
             prompts = [self._runner.images.numbered(*each) for each in zip(prompts, images, strict=True)]

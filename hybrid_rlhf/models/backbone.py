@@ -35,7 +35,7 @@ def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
 
 
 def _states(model: nn.Module, batch: SequenceBatch, **options: bool) -> Any:  # of transformers
-    if batch.images is not None:
+    if batch.images is not None and any(batch.images):
         with never_packed():
             return images.states(joining(model), batch.input_ids, batch.images, use_cache=False, **options)
     backbone = text_backbone(model)

@@ -33,13 +33,16 @@ class ReadImage(NamedTuple):
 
 class ImageReader:
     """The processor of a checkpoint, for one image at a time. placeholder: the text that a chat template writes for an
-    image. token_ids: those of the tokens whose embeddings are an image's features, and of those between them: a policy
-    does not sample them."""
+    image. token_ids: those of the tokens whose embeddings are an image's features, and of those between them. never:
+    what a policy does not sample: these, and the like of video and sound, whose own embeddings are not read beside
+    images."""
 
     def __init__(self, processor: Any) -> None:  # of transformers
         self._processor = processor
         self.placeholder: str = processor.image_token
         self.token_ids = frozenset(i for i in processor.image_token_ids if i is not None)
+        others = (*processor.video_token_ids, *processor.audio_token_ids)
+        self.never = self.token_ids.union(i for i in others if i is not None)
         self.read = lru_cache(_KEPT)(self._read)
 
     def _read(self, image: ImageRef) -> ReadImage:

@@ -102,7 +102,7 @@ GEMMA4 = _GEMMA4_IDS | dict(
     vision_config=dict(model_type="gemma4_vision", hidden_size=32, intermediate_size=48, num_hidden_layers=1,
                        num_attention_heads=4, num_key_value_heads=4, head_dim=8, global_head_dim=8, dtype="bfloat16",
                        hidden_activation="gelu_pytorch_tanh", patch_size=4, pooling_kernel_size=3,
-                       position_embedding_size=16, rms_norm_eps=1e-06, use_clipped_linears=True, standardize=False,
+                       position_embedding_size=64, rms_norm_eps=1e-06, use_clipped_linears=True, standardize=False,
                        rope_parameters=dict(rope_theta=100.0, rope_type="default"), max_position_embeddings=131072))
 GEMMA4_UNIFIED = _GEMMA4_IDS | dict(
     architectures=["Gemma4UnifiedForConditionalGeneration"], model_type="gemma4_unified",

@@ -15,7 +15,8 @@ from hybrid_rlhf.models.images import ImageReader, load_reader
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm
 from tests.factories import checkpoints
 
-KINDS = ("qwen3_vl", "qwen3_5", "gemma3")  # three axes of positions and features of layers; states; a mask of its own
+# three axes of positions and features of layers; states; masks of their own, embeddings in each layer
+KINDS = ("qwen3_vl", "qwen3_5", "gemma3", "gemma4")
 SIZES = ((24, 40), (32, 32), (16, 24))  # width, height
 # {0}: the first image; the rows of a batch, with the images of each; the last is shorter than Gemma's window
 ROWS = (("hello {0} what", (0,)), ("{0} and {1} x", (1, 0)), ("just text here and more", ()), ("hello {0} what", (2,)),
@@ -27,9 +28,10 @@ def folder(kind: str) -> str:
     """A checkpoint whose smallest image has few tokens, and whose windows are longer than some rows."""
     path = Path(checkpoints.write(kind, mkdtemp(prefix=kind)))
     for name, section, key, value in (("preprocessor_config.json", "size", "shortest_edge", 64),
+                                      ("processor_config.json", "image_processor", "max_soft_tokens", 70),
                                       ("config.json", "text_config", "sliding_window", 16)):
-        settings = json.loads((path / name).read_text())
-        if key in settings[section]:
+        settings = json.loads((path / name).read_text()) if (path / name).exists() else {}
+        if key in settings.get(section, {}):
             settings[section][key] = value
             (path / name).write_text(json.dumps(settings))
     return str(path)

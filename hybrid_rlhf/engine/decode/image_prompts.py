@@ -47,6 +47,11 @@ class ImagePrompts:
         """The ids of images' tokens, in order."""
         return sorted(self._reader.token_ids)
 
+    @property
+    def never(self) -> list[int]:
+        """Tokens that no answer to a prompt with images has."""
+        return sorted(self._reader.never)
+
     def numbered(self, ids: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
         """The prompt with its images' tokens numbered. Raises UserError where their numbers do not agree."""
         if not images:

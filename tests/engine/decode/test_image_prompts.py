@@ -44,7 +44,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(kind):
     for (text, _), row, mine in zip(ROWS, images, ours.tokens, strict=True):
         inputs = by_transformers(reader, text, row)
         out = model.generate(**inputs, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0,
-                             suppress_tokens=sorted(reader.token_ids))
+                             suppress_tokens=sorted(reader.never))
         assert mine == out[0, inputs["input_ids"].shape[1]:].tolist()
 
 
@@ -96,9 +96,9 @@ def test_no_answer_has_a_token_of_an_image():
     head = model.get_output_embeddings()
     with torch.no_grad():  # the image's token is the likeliest of all
         head.weight.copy_(head.weight * 0.01)
-        head.weight[sorted(reader.token_ids)] *= -1000
+        head.weight[sorted(reader.never)] *= -1000
     many = drawn(engine_of(model), prompts * 8, images * 8)
-    assert not {i for row in many.tokens for i in row} & reader.token_ids
+    assert not {i for row in many.tokens for i in row} & reader.never
 
 
 def test_a_number_of_tokens_that_does_not_fit_the_images_is_refused():
