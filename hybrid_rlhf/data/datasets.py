@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data import cache, chat, sources
@@ -237,7 +238,7 @@ def _tokenized(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer) -
     tables = cache.load(path)
     if tables is None:
         tables = _tokenize(config, entry, reads, tokenizer)
-        if NOT_FETCHED not in tables[2]["dropped"]:  # the next run tries again
+        if NOT_FETCHED not in tables[2]["dropped"] or world_size() > 1:  # the next run tries again
             cache.store(path, tables)
     return tables
 

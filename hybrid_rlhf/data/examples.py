@@ -123,7 +123,8 @@ def _with_images(example: Example, tokenizer, counts: Counts, files: Files) -> E
 
 
 def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
-    """-> {input_ids, loss_mask}, as any kind with images, [path, width, height] each, if it has some. A row that is too long is truncated, if a token to be trained stays."""
+    """-> {input_ids, loss_mask}, and as every kind with images {images}: [path, width, height] each. A row that is too
+    long is truncated, if a token to be trained stays."""
     finish = _sft_row(lengths)
     if example.text is not None:
         _require_text(example.text, "empty text")

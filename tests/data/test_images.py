@@ -7,6 +7,7 @@ import io
 import json
 import os
 import zlib
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -193,7 +194,7 @@ def test_an_image_is_read_from_wherever_it_is(tokenizers, folder, kind):
         row = build(DataConfig([source], eval_fraction=0.0), READS["ppo"], tokenizers["gemma3"], 0).train[0]
     assert row["prompt_ids"] == expected["prompt_ids"]
     path, width, height = row["images"][0]
-    assert (width, height) == (300, 200) and open(path, "rb").read() == (folder / "b.jpg").read_bytes()
+    assert (width, height) == (300, 200) and Path(path).read_bytes() == (folder / "b.jpg").read_bytes()
     assert len(json.dumps(row)) < 2000  # no bytes in its columns
 
 
@@ -315,7 +316,8 @@ def test_what_a_user_spells_like_an_image_is_characters(tokenizers, folder, name
 
 
 def test_a_literal_mark_is_no_image(tokenizers, folder):
-    rows = [{"messages": [u("\ufdd1 What?"), a("Yes.")]}, {"messages": [u("\ufdd1 What?"), a("Yes.")], "image": "a.png"}]
+    talk = {"messages": [u("\ufdd1 What?"), a("Yes.")]}
+    rows = [talk, talk | {"image": "a.png"}]
     data = data_of(folder, rows, tokenizers["gemma3"])
     assert len(data.train) == 2 and "images" not in data.train[0] and len(data.train[1]["images"]) == 1
 
