@@ -28,8 +28,8 @@ from hybrid_rlhf.data.examples import (
     Work,
     prepared,
 )
-from hybrid_rlhf.data.images import IMAGE, NOT_FETCHED, Files, has_images, stamp
 from hybrid_rlhf.data.loader import blend, deal, is_held_out, split_key
+from hybrid_rlhf.data.row_images import IMAGE, NOT_FETCHED, Files, has_images, stamp
 from hybrid_rlhf.data.schema import KINDS, Example, Format, columns_hint, format_of, read_rows
 from hybrid_rlhf.data.sources import Reads, Source, as_sources
 from hybrid_rlhf.models.images import reader_of

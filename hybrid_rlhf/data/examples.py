@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeVar
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Rendered, SkipRow, Text
-from hybrid_rlhf.data.images import SCALED, Files, resolved
 from hybrid_rlhf.data.messages import WITH_MEDIA, kwargs_of, with_tools
 from hybrid_rlhf.data.question import flat
+from hybrid_rlhf.data.row_images import SCALED, Files, resolved
 from hybrid_rlhf.data.schema import REPEATED, UNTRAINED, Example
 from hybrid_rlhf.data.turns import BREAK, broken, with_kwargs
 from hybrid_rlhf.models.images import reader_of

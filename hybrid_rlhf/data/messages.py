@@ -10,7 +10,7 @@ import json
 import re
 
 from hybrid_rlhf.core.strict_json import loads
-from hybrid_rlhf.data.images import COLUMNS, is_filled, is_image, source_of
+from hybrid_rlhf.data.row_images import COLUMNS, is_filled, is_image, source_of
 from hybrid_rlhf.data.turns import IMAGE, IMAGES, SkipRow, Text, num_shared
 from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
 

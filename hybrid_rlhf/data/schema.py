@@ -19,7 +19,6 @@ from typing import NamedTuple
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data.chat import SkipRow, Text
-from hybrid_rlhf.data.images import NO_TURN, SAID, bare, column_of, listed, placed, sources_in
 from hybrid_rlhf.data.messages import (
     WITH_MEDIA,
     Plain,
@@ -39,6 +38,7 @@ from hybrid_rlhf.data.messages import (
     without_images,
 )
 from hybrid_rlhf.data.question import PARTS, Question, beside, flat, looks_like_a_prompt, question_of, without_system
+from hybrid_rlhf.data.row_images import NO_TURN, SAID, bare, column_of, listed, placed, sources_in
 
 
 @dataclass

@@ -434,7 +434,7 @@ def test_urls_are_fetched_only_where_it_is_allowed_and_within_bounds(tokenizers,
     from functools import partial
     from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-    from hybrid_rlhf.data import images
+    from hybrid_rlhf.data import row_images
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_rest: object) -> None:
@@ -450,10 +450,30 @@ def test_urls_are_fetched_only_where_it_is_allowed_and_within_bounds(tokenizers,
         assert data.report["dropped"] == {"an image whose URL gives none": 1}
         noise(30, 20).save(folder / "gone.jpg")  # a failure is not remembered
         assert len(data_of(folder, rows, tokenizers["gemma3"], "ppo", allow_image_urls=True).train) == 2
-        monkeypatch.setattr(images, "MAX_URL_BYTES", 1000)
+        monkeypatch.setattr(row_images, "MAX_URL_BYTES", 1000)
         with pytest.raises(UserError, match="an image of more than 1,000 bytes behind a URL"):
             data_of(folder, [{"prompt": "!", "image": f"{base}/b.jpg"}], tokenizers["gemma3"], "ppo",
                     allow_image_urls=True)
     finally:
         server.shutdown()
         server.server_close()
+
+
+FUNCTION = """
+def sizes(prompts, completions, images, **rest):
+    assert all(part["type"] in ("image", "text") for part in prompts[0][0]["content"]), prompts
+    return [float(sum(image.width for image in of_prompt)) for of_prompt in images]
+"""
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_reward_function_gets_parts_and_the_images_of_each_prompt(tokenizers, folder, isolate):
+    from hybrid_rlhf.rewards.functions import open_functions
+    from hybrid_rlhf.rollout import Rollout
+
+    data = data_of(folder, [{"prompt": "What?", "images": ["a.png", "b.jpg"]}], tokenizers["gemma3"], "ppo")
+    prompts = collate.collate_prompts([data.train[0]])
+    (folder / "sizes.py").write_text(FUNCTION)
+    source, = open_functions([f"{folder}/sizes.py:sizes"], {}, 60.0, isolate=isolate)
+    rollout = Rollout.from_responses(prompts, [[5, 6]], [True], 0, ["A plum."])
+    assert list(source.score(rollout)) == [364.0]

@@ -17,7 +17,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1365, 10),
     "hybrid_rlhf/commands": (2016, 9),
     "hybrid_rlhf/core": (3215, 23),
-    "hybrid_rlhf/data": (4371, 18),
+    "hybrid_rlhf/data": (4372, 18),
     "hybrid_rlhf/engine": (6546, 43),
     "hybrid_rlhf/environments": (1880, 9),
     "hybrid_rlhf/export": (913, 6),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1486, 10),
     "training": (5265, 29),
     "inference": (3682, 27),
-    "tests": (58570, 343),
+    "tests": (58590, 343),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (2255, 11),
 }

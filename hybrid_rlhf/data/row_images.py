@@ -199,7 +199,8 @@ def _kept(data: bytes, files: Files) -> str:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, data)
         except OSError as error:
-            raise UserError(f"images cannot be written to {path.parent}: {refusal(error) or error}") from error
+            raise UserError(f"images cannot be written to {path.parent}: {refusal(error) or error}; "
+                            "give another data.cache_dir") from error
     return os.path.abspath(path)
 
 
