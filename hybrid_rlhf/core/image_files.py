@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from io import BytesIO
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_rlhf.core.errors import UserError
 
@@ -56,7 +56,7 @@ def open_image(image: ImageRef) -> Image:
     return opened if opened.size == size else opened.resize(size, Resampling.BICUBIC)
 
 
-def png_of(value: object) -> bytes | None:
+def png_of(value: Any) -> bytes | None:
     """An image in memory (PIL.Image) as the bytes of a file; None for anything else."""
     if not (hasattr(value, "getbands") and hasattr(value, "save")):
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.data import cache, chat, sources
@@ -27,8 +28,8 @@ from hybrid_rlhf.data.examples import (
     Work,
     prepared,
 )
-from hybrid_rlhf.data.images import IMAGE, NOT_FETCHED, Files, has_images, stamp
 from hybrid_rlhf.data.loader import blend, deal, is_held_out, split_key
+from hybrid_rlhf.data.row_images import IMAGE, NOT_FETCHED, Files, has_images, stamp
 from hybrid_rlhf.data.schema import KINDS, Example, Format, columns_hint, format_of, read_rows
 from hybrid_rlhf.data.sources import Reads, Source, as_sources
 from hybrid_rlhf.models.images import reader_of
@@ -237,7 +238,7 @@ def _tokenized(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer) -
     tables = cache.load(path)
     if tables is None:
         tables = _tokenize(config, entry, reads, tokenizer)
-        if NOT_FETCHED not in tables[2]["dropped"]:  # the next run tries again
+        if NOT_FETCHED not in tables[2]["dropped"] or world_size() > 1:  # the next run tries again
             cache.store(path, tables)
     return tables
 

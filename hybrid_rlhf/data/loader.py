@@ -13,7 +13,7 @@ import torch
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.cache import rows_digest
 from hybrid_rlhf.data.examples import decode_columns
-from hybrid_rlhf.data.images import name_of
+from hybrid_rlhf.data.row_images import name_of
 from hybrid_rlhf.data.schema import Example
 from hybrid_rlhf.data.turns import Text
 

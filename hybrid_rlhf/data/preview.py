@@ -103,8 +103,8 @@ def _images_shown(tokenizer, ids: list[int], images: Sequence) -> list:  # noqa:
     shown: list[tuple[int, str] | None] = [None] * len(ids)
     places = [i for i, token in enumerate(ids) if token in reader.token_ids]
     for number, image in enumerate(map(ImageRef._make, images)):
-        own = tokenizer(image_text(reader, image), add_special_tokens=False)["input_ids"]
-        count = sum(token in reader.token_ids for token in own)
+        tokens = tokenizer(image_text(reader, image), add_special_tokens=False)["input_ids"]
+        count = sum(token in reader.token_ids for token in tokens)
         first, last = places[0], places[count - 1]
         label = number, f"[image {image.width}x{image.height}, {count} tokens]"
         shown[first : last + 1] = [label] * (last + 1 - first)

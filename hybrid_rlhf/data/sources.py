@@ -18,7 +18,7 @@ from hybrid_rlhf.core.hub import stay_offline_if_unreachable
 from hybrid_rlhf.core.options import expanded, nearest_path
 from hybrid_rlhf.data import demo
 from hybrid_rlhf.data.files import MAX_START, PARSERS, kind_of, read_file, read_start
-from hybrid_rlhf.data.images import is_filled
+from hybrid_rlhf.data.row_images import is_filled
 
 # Generated, without files and network.
 EMBEDDED = {f"demo/{rows.__name__}": cache(rows) for rows in (demo.demonstrations, demo.preferences, demo.prompts)}

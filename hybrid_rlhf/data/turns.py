@@ -23,7 +23,7 @@ from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, thought_of, wor
 Text = str | list  # a plain string, or messages: a list of {"role", "content"}
 _MARKER_LENGTH = 64  # characters at the end of a generation prompt for thinking markers
 BREAK = "\ufdd0"  # a noncharacter, which Unicode reserves for internal use: it is not in texts
-IMAGE = "\ufdd1"  # another: an image's place in the content of a message with the key IMAGES (images.py)
+IMAGE = "\ufdd1"  # another: an image's place in the content of a message with the key IMAGES (row_images.py)
 IMAGES, IMAGE_SHOWN = "images", "[image]"
 _known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (cache key, its control tokens)
 

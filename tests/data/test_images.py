@@ -7,6 +7,7 @@ import io
 import json
 import os
 import zlib
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -193,7 +194,7 @@ def test_an_image_is_read_from_wherever_it_is(tokenizers, folder, kind):
         row = build(DataConfig([source], eval_fraction=0.0), READS["ppo"], tokenizers["gemma3"], 0).train[0]
     assert row["prompt_ids"] == expected["prompt_ids"]
     path, width, height = row["images"][0]
-    assert (width, height) == (300, 200) and open(path, "rb").read() == (folder / "b.jpg").read_bytes()
+    assert (width, height) == (300, 200) and Path(path).read_bytes() == (folder / "b.jpg").read_bytes()
     assert len(json.dumps(row)) < 2000  # no bytes in its columns
 
 
@@ -315,7 +316,8 @@ def test_what_a_user_spells_like_an_image_is_characters(tokenizers, folder, name
 
 
 def test_a_literal_mark_is_no_image(tokenizers, folder):
-    rows = [{"messages": [u("\ufdd1 What?"), a("Yes.")]}, {"messages": [u("\ufdd1 What?"), a("Yes.")], "image": "a.png"}]
+    talk = {"messages": [u("\ufdd1 What?"), a("Yes.")]}
+    rows = [talk, talk | {"image": "a.png"}]
     data = data_of(folder, rows, tokenizers["gemma3"])
     assert len(data.train) == 2 and "images" not in data.train[0] and len(data.train[1]["images"]) == 1
 
@@ -432,7 +434,7 @@ def test_urls_are_fetched_only_where_it_is_allowed_and_within_bounds(tokenizers,
     from functools import partial
     from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-    from hybrid_rlhf.data import images
+    from hybrid_rlhf.data import row_images
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_rest: object) -> None:
@@ -448,10 +450,30 @@ def test_urls_are_fetched_only_where_it_is_allowed_and_within_bounds(tokenizers,
         assert data.report["dropped"] == {"an image whose URL gives none": 1}
         noise(30, 20).save(folder / "gone.jpg")  # a failure is not remembered
         assert len(data_of(folder, rows, tokenizers["gemma3"], "ppo", allow_image_urls=True).train) == 2
-        monkeypatch.setattr(images, "MAX_URL_BYTES", 1000)
+        monkeypatch.setattr(row_images, "MAX_URL_BYTES", 1000)
         with pytest.raises(UserError, match="an image of more than 1,000 bytes behind a URL"):
             data_of(folder, [{"prompt": "!", "image": f"{base}/b.jpg"}], tokenizers["gemma3"], "ppo",
                     allow_image_urls=True)
     finally:
         server.shutdown()
         server.server_close()
+
+
+FUNCTION = """
+def sizes(prompts, completions, images, **rest):
+    assert all(part["type"] in ("image", "text") for part in prompts[0][0]["content"]), prompts
+    return [float(sum(image.width for image in of_prompt)) for of_prompt in images]
+"""
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_reward_function_gets_parts_and_the_images_of_each_prompt(tokenizers, folder, isolate):
+    from hybrid_rlhf.rewards.functions import open_functions
+    from hybrid_rlhf.rollout import Rollout
+
+    data = data_of(folder, [{"prompt": "What?", "images": ["a.png", "b.jpg"]}], tokenizers["gemma3"], "ppo")
+    prompts = collate.collate_prompts([data.train[0]])
+    (folder / "sizes.py").write_text(FUNCTION)
+    source, = open_functions([f"{folder}/sizes.py:sizes"], {}, 60.0, isolate=isolate)
+    rollout = Rollout.from_responses(prompts, [[5, 6]], [True], 0, ["A plum."])
+    assert list(source.score(rollout)) == [364.0]

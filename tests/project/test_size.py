@@ -17,7 +17,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1382, 10),
     "hybrid_rlhf/commands": (1908, 9),
     "hybrid_rlhf/core": (3200, 20),
-    "hybrid_rlhf/data": (4369, 18),
+    "hybrid_rlhf/data": (4372, 18),
     "hybrid_rlhf/engine": (6676, 43),
     "hybrid_rlhf/environments": (1858, 9),
     "hybrid_rlhf/export": (913, 6),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5270, 29),
     "inference": (3567, 26),
-    "tests": (59879, 349),
+    "tests": (59901, 349),
     "benchmarks": (7727, 52),
     ENTRY_POINTS: (2182, 11),
 }
