@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1486, 10),
     "training": (5262, 29),
     "inference": (3682, 27),
-    "tests": (58570, 343),
+    "tests": (58571, 343),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (2249, 11),
 }
