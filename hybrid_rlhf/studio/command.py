@@ -42,7 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parse_command(parser(), argv)
     check(0 <= options.port < 2**16, f"studio: --port {options.port} is not a port; give one below 65536")
     check(re.fullmatch(r"|[\w-]{12,}", os.environ.get(TOKEN_VARIABLE, ""), re.ASCII) is not None,
-          f"studio: {TOKEN_VARIABLE} is no token; give 12 letters, digits, - or _ at least")
+          f"studio: {TOKEN_VARIABLE} cannot be a token; give 12 letters, digits, - or _ at least")
     return options
 
 

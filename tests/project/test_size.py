@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5270, 29),
     "inference": (3567, 26),
-    "tests": (59901, 349),
+    "tests": (59902, 349),
     "benchmarks": (7727, 52),
     ENTRY_POINTS: (2182, 11),
 }

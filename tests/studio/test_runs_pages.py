@@ -346,9 +346,10 @@ def test_what_a_reward_model_s_own_samples_said_is_on_its_page(opened, outputs):
 def test_on_a_telephone_a_run_and_a_comparison_are_sections(opened, outputs):
     make_run(outputs, "demo/ppo", "ppo", 20, has_tools=True)
     make_run(outputs, "demo/other", "ppo", 20)
-    with narrow(opened.browser, 390, 844):
+    page = opened.browser
+    with narrow(page, 390, 844):
         for where, most in (("#/run/demo/ppo", 2500), ("#/compare/demo/ppo,demo/other", 2500)):
-            page = opened(where)
+            opened(where)
             until(page, lambda: page.find_elements("css selector", ".asked"))
             time.sleep(0.5)
             assert page.execute_script("return document.documentElement.scrollHeight") < most, where
