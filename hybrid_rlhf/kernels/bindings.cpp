@@ -51,8 +51,8 @@ Tensor numbers(const Tensor& x, const char* name, int64_t count) {
 }
 
 float* floats(const Tensor& x, const char* name, int64_t count) {
-  TORCH_CHECK_VALUE(x.is_contiguous() && x.scalar_type() == at::kFloat && x.numel() == count && x.device().is_cpu(), name,
-                    " must be float32 on the cpu, dense, of ", count, " numbers");
+  TORCH_CHECK_VALUE(x.is_contiguous() && x.scalar_type() == at::kFloat && x.numel() == count && x.device().is_cpu(),
+                    name, " must be float32 on the cpu, dense, of ", count, " numbers");
   return x.data_ptr<float>();
 }
 
