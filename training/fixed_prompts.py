@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import StageData
+from hybrid_rlhf.data.preview import images_within, pieces
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.tokenizer import completion_text
 from hybrid_rlhf.rewards import RewardSource, part_scores
@@ -51,14 +51,13 @@ def of_demonstrations(actor: Actor, data: StageData, count: int, max_length: int
     """Answers to the prompts of held-out rows (of training rows where none are held out) of an offline stage, as long
     as fit into `max_length` tokens, at most MAX_NEW_TOKENS. A model that cannot be sampled has none, with one line."""
     rows = _first(data, count)
-    ids = [_prompt_of(row) for row in rows]
-    if not ids:
+    if not rows:
         return None
-    limit = max(1, min(MAX_NEW_TOKENS, max_length - max(map(len, ids))))
-    texts = actor.tokenizer.batch_decode(ids, skip_special_tokens=False)  # as the model reads them
+    prompts = _asked(rows, actor.tokenizer)
+    limit = max(1, min(MAX_NEW_TOKENS, max_length - max(map(len, prompts.ids))))
     shown = [_answer_of(row)[:limit] for row in rows]  # a longer one is cut, and has no end
     ends = [bool(answer) and answer[-1] in actor.engine.eos_ids for answer in shown]
-    sample = of_policy(actor, Prompts(ids, texts), SamplingConfig(max_new_tokens=limit), ends=ends)
+    sample = of_policy(actor, prompts, SamplingConfig(max_new_tokens=limit), ends=ends)
 
     def answers() -> list[dict]:
         try:
@@ -77,11 +76,9 @@ def of_reward(reward: Reward, tokenizer, data: StageData, count: int) -> Answers
         return None
     batch = collate.collate_pairs(rows, reward.engine.pad_id).sequences  # the chosen ones, then the rejected ones
 
-    def ids_of(mask: Tensor) -> list[list[int]]:
-        return [ids[of].tolist() for ids, of in zip(batch.input_ids, mask, strict=True)]
-
-    prompts = tokenizer.batch_decode(ids_of(batch.attention_mask.bool() & ~batch.loss_mask))  # with special tokens
-    responses = [completion_text(tokenizer, ids) for ids in ids_of(batch.loss_mask)]
+    prompts = _asked(rows, tokenizer).texts * 2
+    responses = [completion_text(tokenizer, ids[of].tolist())
+                 for ids, of in zip(batch.input_ids, batch.loss_mask, strict=True)]
 
     def answers() -> list[dict]:
         return [{"prompt": p, "completion": c, "score": s, "side": ("chosen", "rejected")[i >= len(rows)]}
@@ -96,11 +93,22 @@ def first_prompts(data: StageData, count: int) -> Prompts | None:
     return collate.collate_prompts(rows) if rows else None
 
 
-def prompts_of(data: StageData, count: int) -> list[list[int]]:
-    """Token ids of the first `count` distinct held-out prompts of an offline stage (of training prompts where none are
-    held out)."""
-    prompts = dict.fromkeys(tuple(_prompt_of(row)) for row in _first(data, len(data.held_out) or len(data.train)))
-    return [list(ids) for ids in prompts][:count]
+def prompts_of(data: StageData, tokenizer, count: int) -> Prompts:  # noqa: ANN001
+    """The first `count` distinct held-out prompts of an offline stage (training prompts where none are held out)."""
+    rows = _first(data, len(data.held_out) or len(data.train))
+    distinct = {(tuple(_prompt_of(row)), str(row.get("images"))): row for row in reversed(rows)}
+    return _asked(list(distinct.values())[::-1][:count], tokenizer)
+
+
+def _asked(rows: Sequence[dict], tokenizer) -> Prompts:  # noqa: ANN001
+    """The prompts of rows, with the images in them, and as text with special tokens, as the model reads them."""
+    ids = [_prompt_of(row) for row in rows]
+    images = [images_within(tokenizer, prompt, row.get("images", ())) for prompt, row in zip(ids, rows, strict=True)]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=False)
+    for i, shown in enumerate(images):
+        if shown:
+            texts[i] = "".join(piece.text for piece in pieces(tokenizer, ids[i], [False] * len(ids[i]), shown))
+    return Prompts(ids, texts, images=images)
 
 
 def _first(data: StageData, count: int) -> list[dict]:
@@ -108,7 +116,7 @@ def _first(data: StageData, count: int) -> list[dict]:
     return [rows[i] for i in range(min(count, len(rows)))]
 
 
-def _prompt_of(row: dict) -> Sequence[int]:
+def _prompt_of(row: dict) -> list[int]:
     """The tokens before the first trained one; the beginning of a text that is trained on as a whole."""
     ids = row.get("input_ids", row.get("chosen_ids"))
     length = row["num_prompt_tokens"] if "num_prompt_tokens" in row else next(

@@ -97,14 +97,33 @@ def pieces(tokenizer, ids: list[int], mask: list[bool], images: Sequence = ()) -
     return result
 
 
+def images_within(tokenizer, ids: Sequence[int], images: Sequence) -> tuple[ImageRef, ...]:  # noqa: ANN001
+    """Those of a row's images, [path, width, height] each, whose tokens are in its first `ids`."""
+    left, within = len(_places(tokenizer, ids)) if images else 0, []
+    for image in map(ImageRef._make, images):
+        left -= _count(tokenizer, image)
+        if left >= 0:
+            within.append(image)
+    return tuple(within)
+
+
+def _places(tokenizer, ids: Sequence[int]) -> list[int]:  # noqa: ANN001
+    known = reader_of(tokenizer).token_ids
+    return [i for i, token in enumerate(ids) if token in known]
+
+
+def _count(tokenizer, image: ImageRef) -> int:  # noqa: ANN001
+    """How many tokens an image has."""
+    text = image_text(reader_of(tokenizer), image)
+    return len(_places(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
 def _images_shown(tokenizer, ids: list[int], images: Sequence) -> list:  # noqa: ANN001
     """For each token the number of its image and what to show for that, or None."""
-    reader = reader_of(tokenizer)
     shown: list[tuple[int, str] | None] = [None] * len(ids)
-    places = [i for i, token in enumerate(ids) if token in reader.token_ids]
+    places = _places(tokenizer, ids)
     for number, image in enumerate(map(ImageRef._make, images)):
-        tokens = tokenizer(image_text(reader, image), add_special_tokens=False)["input_ids"]
-        count = sum(token in reader.token_ids for token in tokens)
+        count = _count(tokenizer, image)
         first, last = places[0], places[count - 1]
         label = number, f"[image {image.width}x{image.height}, {count} tokens]"
         shown[first : last + 1] = [label] * (last + 1 - first)

@@ -6,7 +6,7 @@ Ours are only the features, computed once for each image of a batch, in whatever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from hybrid_rlhf.core.image_files import ImageRef, open_image
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.processor_compat import load_processor
 
-_KEPT = 256  # processed images that are remembered
+_KEPT = 16  # processed images that are remembered: one of a million pixels may take 25 MB
 _TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are an image's
 
 
@@ -44,6 +44,7 @@ class ImageReader:
         others = (*processor.video_token_ids, *processor.audio_token_ids)
         self.never = self.token_ids.union(i for i in others if i is not None)
         self.read = lru_cache(_KEPT)(self._read)
+        self.num_tokens = cache(self._num_tokens)
 
     def _read(self, image: ImageRef) -> ReadImage:
         out = self._processor(images=[open_image(image)], text=[self.placeholder], return_tensors="pt",
@@ -52,7 +53,7 @@ class ImageReader:
         return ReadImage(out["text_replacement_offsets"][0][0]["replacement"],
                          {name: value for name, value in out.items() if name not in unused})
 
-    def num_tokens(self, image: ImageRef) -> int:
+    def _num_tokens(self, image: ImageRef) -> int:
         """How many of `token_ids` an image has in a prompt."""
         return sum(i in self.token_ids for i in self._processor.tokenizer(self.read(image).text)["input_ids"])
 
@@ -85,8 +86,8 @@ def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef
     images of each row in their order. named: further arguments of its forward. UserError where it reads none."""
     reader = reader_of(composite) if hasattr(composite, "get_image_features") else None
     if reader is None:
-        raise UserError(f"{type(composite).__name__} reads no images, and rows have some; give an image-text model, with "
-                        "its processor's files in its folder")
+        raise UserError(f"{type(composite).__name__} reads no images, and rows have some; give an image-text model, "
+                        "with its processor's files in its folder")
     return composite(input_ids=ids, **inputs_of(reader, composite, ids, images), **named)
 
 
@@ -94,12 +95,12 @@ def inputs_of(reader: ImageReader, composite: nn.Module, ids: Tensor, images: Se
     """What the forward of `composite` takes beside ids (B, T): the images' features, the kinds of tokens, sizes."""
     takes = forward_parameters(composite)
     flat = [image for row in images for image in row]
-    features = _features(reader, composite, list(dict.fromkeys(flat)))
+    inputs = {image: reader.read(image).inputs for image in dict.fromkeys(flat)}
+    features = _features(composite, inputs)
     named: dict[str, Any] = {name: reader.types(ids) for name in _TYPES if name in takes}
-    read = [reader.read(image).inputs for image in flat]
-    for name in read[0]:  # such as the grid of patches, which decides positions
+    for name in inputs[flat[0]]:  # such as the grid of patches, which decides positions
         if name in takes and not name.startswith("pixel_"):
-            named[name] = torch.cat([inputs[name] for inputs in read]).to(ids.device)
+            named[name] = torch.cat([inputs[image][name] for image in flat]).to(ids.device)
     if hasattr(composite, "get_rope_index"):  # positions in three axes
         named["position_ids"] = composite.get_rope_index(ids, **named)[0]
     return named | {"mm_encoder_outputs": {"image": _joined([features[image] for image in flat])}}
@@ -115,22 +116,21 @@ def position_shift(reader: ImageReader, composite: nn.Module, image: ImageRef) -
     return int(composite.get_rope_index(ids, mm_token_type_ids=torch.ones_like(ids), **grid)[1])
 
 
-def _features(reader: ImageReader, composite: nn.Module, images: Sequence[ImageRef]) -> dict[ImageRef, Any]:
+def _features(composite: nn.Module, images: Mapping[ImageRef, Mapping[str, Tensor]]) -> dict[ImageRef, Any]:
     """The output of the tower and the projection for each image, with gradients where one of their weights is trained.
     Images whose inputs have one shape are computed together."""
     alike: dict[tuple, list[ImageRef]] = {}
-    for image in images:
-        shapes = tuple((name, getattr(value, "shape", None)) for name, value in reader.read(image).inputs.items())
-        alike.setdefault(shapes, []).append(image)
+    for image, inputs in images.items():
+        alike.setdefault(tuple((name, value.shape) for name, value in inputs.items()), []).append(image)
     words = composite.get_input_embeddings()
     towers = [child for child in composite.children() if all(module is not words for module in child.modules())]
     is_frozen = not any(p.requires_grad for tower in towers for p in tower.parameters())
     features = {}
     with torch.no_grad() if is_frozen else nullcontext():
         for group in alike.values():
-            read = [reader.read(image).inputs for image in group]
-            inputs = {name: _placed(torch.cat([each[name] for each in read]), composite) for name in read[0]}
-            features |= zip(group, _parted(composite.get_image_features(**inputs, return_dict=True), len(group)),
+            joint = {name: _placed(torch.cat([images[image][name] for image in group]), composite)
+                     for name in images[group[0]]}
+            features |= zip(group, _parted(composite.get_image_features(**joint, return_dict=True), len(group)),
                             strict=True)
     return features
 

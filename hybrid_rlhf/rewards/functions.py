@@ -98,15 +98,12 @@ class FunctionSource:
 
     def _arguments(self, rollout: Rollout) -> dict[str, list]:
         """Copies of the inputs that the function takes. A function in this process that names `environments`, or takes
-        any keyword, also gets the environment object of each episode, as in TRL. Images are Pillow's, as in TRL; for a
-        function in a process of its own the names of their files."""
+        any keyword, also gets the environment object of each episode, as in TRL. Images are Pillow's, as there."""
         named, takes_all = parameters(self.function)
         arguments = {k: v for k, v in inputs(rollout).items() if k not in self.options and (takes_all or k in named)}
         if any(rollout.prompts.images) and "images" in arguments:
             read = cache(open_image)  # once for all responses to a prompt
-            is_apart = isinstance(self.function, IsolatedFunction)
-            arguments["images"] = [[image.path if is_apart else read(image) for image in row]
-                                   for row in rollout.prompts.images]
+            arguments["images"] = [list(map(read, row)) for row in rollout.prompts.images]
         is_taken = "environments" in named or (takes_all and not isinstance(self.function, IsolatedFunction))
         environments = [episode.environment for episode in rollout.episodes]
         if is_taken and any(each is not None for each in environments):
