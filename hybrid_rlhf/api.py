@@ -100,8 +100,6 @@ class Training:
             if args is not None:
                 meant, refused = settings_of(args, rows, lambda: _positions(model))
                 faults += refused
-            if peft_config is not None:  # adapters alone are trained
-                meant.pop("model.freeze_vision", None)
             values, tied = trl_words.lora_options(
                 peft_config, args and (lambda: getattr(_configuration(model), "model_type", None)))
             trl_words.raise_all(faults + tied)

@@ -119,8 +119,9 @@ def lora_options(peft_config: object, model_type: Callable[[], str | None] | Non
     if model_type is not None and values["lora_dropout"]:
         print("peft_config: lora_dropout is 0 here", file=sys.stderr)
         values["lora_dropout"] = 0.0
-    return {f"model.lora.{ours}": values[theirs] for theirs, ours in LORA.items()
-            if theirs != "lora_dropout" or values[theirs]}, lines  # most stages have no such option; 0 is its default
+    named = {f"model.lora.{ours}": values[theirs] for theirs, ours in LORA.items()
+             if theirs != "lora_dropout" or values[theirs]}  # most stages have no such option; 0 is its default
+    return named | {"model.freeze_vision": True}, lines  # adapters alone are trained
 
 
 def check_ending(config: object) -> None:

@@ -14,7 +14,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import StageData
-from hybrid_rlhf.data.preview import images_within, pieces
+from hybrid_rlhf.data.preview import pieces, with_whole_images
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.tokenizer import completion_text
 from hybrid_rlhf.rewards import RewardSource, part_scores
@@ -102,8 +102,8 @@ def prompts_of(data: StageData, tokenizer, count: int) -> Prompts:  # noqa: ANN0
 
 def _asked(rows: Sequence[dict], tokenizer) -> Prompts:  # noqa: ANN001
     """The prompts of rows, with the images in them, and as text with special tokens, as the model reads them."""
-    ids = [_prompt_of(row) for row in rows]
-    images = [images_within(tokenizer, prompt, row.get("images", ())) for prompt, row in zip(ids, rows, strict=True)]
+    asked = [with_whole_images(tokenizer, _ids_of(row), len(_prompt_of(row)), row.get("images", ())) for row in rows]
+    ids, images = [prompt for prompt, _ in asked], [shown for _, shown in asked]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=False)
     for i, shown in enumerate(images):
         if shown:
@@ -116,9 +116,13 @@ def _first(data: StageData, count: int) -> list[dict]:
     return [rows[i] for i in range(min(count, len(rows)))]
 
 
+def _ids_of(row: dict) -> list[int]:
+    return row.get("input_ids", row.get("chosen_ids"))
+
+
 def _prompt_of(row: dict) -> list[int]:
     """The tokens before the first trained one; the beginning of a text that is trained on as a whole."""
-    ids = row.get("input_ids", row.get("chosen_ids"))
+    ids = _ids_of(row)
     length = row["num_prompt_tokens"] if "num_prompt_tokens" in row else next(
         (i for i, is_trained in enumerate(row["loss_mask"]) if is_trained), len(ids))
     return list(ids[:length if length > 1 else min(START_OF_TEXT, max(1, len(ids) // 2))])
@@ -126,7 +130,7 @@ def _prompt_of(row: dict) -> list[int]:
 
 def _answer_of(row: dict) -> list[int]:
     """The row's answer to that prompt: the first run of trained tokens, or the chosen answer."""
-    ids = row.get("input_ids", row.get("chosen_ids"))
+    ids = _ids_of(row)
     if "num_prompt_tokens" in row:
         return list(ids[row["num_prompt_tokens"]:])
     trained = list(row["loss_mask"])

@@ -22,6 +22,11 @@ def launcher_store() -> dist.Store:
     return TORCH.part(dist.distributed_c10d, "_get_default_store")().clone()
 
 
+def num_writes(tensor: Tensor) -> int:
+    """How often a tensor was written in place."""
+    return TORCH.part(tensor, "_version")
+
+
 def fake_mode() -> Any:  # a private class of torch
     """The block in which operations make tensors with a shape, a dtype and a device, but no memory. The device must be
     present: for a card that is not, torch's own mode has every thread install a substitute for the whole process, which

@@ -97,14 +97,18 @@ def pieces(tokenizer, ids: list[int], mask: list[bool], images: Sequence = ()) -
     return result
 
 
-def images_within(tokenizer, ids: Sequence[int], images: Sequence) -> tuple[ImageRef, ...]:  # noqa: ANN001
-    """Those of a row's images, [path, width, height] each, whose tokens are in its first `ids`."""
-    left, within = len(_places(tokenizer, ids)) if images else 0, []
-    for image in map(ImageRef._make, images):
-        left -= _count(tokenizer, image)
-        if left >= 0:
-            within.append(image)
-    return tuple(within)
+def with_whole_images(tokenizer, ids: Sequence[int], length: int, images: Sequence  # noqa: ANN001
+                      ) -> tuple[list[int], tuple[ImageRef, ...]]:
+    """The first `length` of a row's ids, or more where these end inside an image, and their images of the row's,
+    [path, width, height] each."""
+    places, end, within = _places(tokenizer, ids) if images else [], 0, []
+    for image in (ImageRef(*each) for each in images):
+        if end == len(places) or places[end] >= length:
+            break
+        end += _count(tokenizer, image)
+        length = max(length, places[end - 1] + 1)
+        within.append(image)
+    return list(ids[:length]), tuple(within)
 
 
 def _places(tokenizer, ids: Sequence[int]) -> list[int]:  # noqa: ANN001
@@ -122,7 +126,7 @@ def _images_shown(tokenizer, ids: list[int], images: Sequence) -> list:  # noqa:
     """For each token the number of its image and what to show for that, or None."""
     shown: list[tuple[int, str] | None] = [None] * len(ids)
     places = _places(tokenizer, ids)
-    for number, image in enumerate(map(ImageRef._make, images)):
+    for number, image in enumerate(ImageRef(*each) for each in images):
         count = _count(tokenizer, image)
         first, last = places[0], places[count - 1]
         label = number, f"[image {image.width}x{image.height}, {count} tokens]"

@@ -78,7 +78,7 @@ class Sampler(Noted):
         super().__init__()
         self.generation = generation
 
-    def generate(self, prompts, sampling, seed, *, numbers, keep_candidates):
+    def generate(self, prompts, sampling, seed, *, numbers, keep_candidates, images):
         self.told.append((prompts, sampling.temperature, seed, list(numbers), keep_candidates))
         return self.generation
 

@@ -117,7 +117,7 @@ def test_every_option_of_help_is_there_with_its_default(stage, capsys):
     with pytest.raises(SystemExit):
         cli.main(["--stage", stage, "--help"])
     shown = set(re.findall(r"^  --([\w.]+),? ", capsys.readouterr().out, re.MULTILINE))
-    shown = {name for name in shown if "." in name or name in ("seed", "resume", "report_to", "run_stages")}
+    shown = {name for name in shown if "." in name or name in ("seed", "resume", "report_to", "run_name", "run_stages")}
     sections = {name.rpartition(".")[0] for name in shown}
     assert {*found} == shown - sections - {*LEFT_OUT, *variant_options(stage)}
     defaults, _ = cli.read_settings(stage, [])

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.torch_compat import num_writes
+
 _ALIGNED = 512  # bytes
 
 
@@ -96,7 +98,7 @@ class IdleOffload:
             if tensor.device.type == self._device.type and storage.nbytes():
                 is_still = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
                 _, version = storages.get(id(storage), (None, 0))
-                version = version + tensor._version if is_still and version is not None else None
+                version = version + num_writes(tensor) if is_still and version is not None else None
                 storages[id(storage)] = storage, version
         places, offset = {}, 0
         for key, (storage, version) in sorted(storages.items(), key=lambda item: item[1][1] is None):
