@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import inspect
@@ -12,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 
 from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.image_files import png_of
 from hybrid_rlhf.core.own_files import check_inside, write_file
-from hybrid_rlhf.data.sources import Source
+from hybrid_rlhf.data.sources import Source, undecoded
 from hybrid_rlhf.run.runfile import ROWS_FOLDER, TRACKERS
 from hybrid_rlhf.trl_configs import TrlConfig
 from hybrid_rlhf.trl_fields import CONFIGS
@@ -48,7 +50,7 @@ def rows_of(data: object, name: str = "train_dataset") -> Rows | str | list | di
                         "or a list of rows")
     check(isinstance(data, Iterable), f"{name} is a {type(data).__name__}; give a path, a datasets.Dataset or a "
                                       f"list of rows{_by_name(data)}")
-    items = list(data)
+    items = list(undecoded(data))
     if items and all(isinstance(item, (str, PurePath)) or _is_source(item) for item in items):
         return [str(item) if isinstance(item, PurePath) else item for item in items]
     check(bool(items), f"{name} is empty: no row in it; give rows")
@@ -89,7 +91,10 @@ def _line(row: object, where: str) -> str:
     def plain(value: object) -> object:
         if hasattr(value, "tolist"):  # numpy, torch
             return value.tolist()
-        raise UserError(f"{where} holds a {type(value).__name__}; give text, numbers, lists and mappings")
+        data = value if isinstance(value, bytes) else png_of(value)
+        if data is not None:
+            return f"data:image;base64,{base64.b64encode(data).decode()}"
+        raise UserError(f"{where} holds a {type(value).__name__}; give text, numbers, images, lists and mappings")
 
     return json.dumps(dict(row), ensure_ascii=False, default=plain) + "\n"
 

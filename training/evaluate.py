@@ -22,6 +22,7 @@ from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.labels import Labels
 from hybrid_rlhf.data.preview import Preview, look
+from hybrid_rlhf.data.turns import readable
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.environments.open import EnvironmentConfig
 from hybrid_rlhf.models.load import ModelConfig
@@ -394,7 +395,8 @@ def _report(config: Config, answered: list[Answered], prompts: Prompts | None, h
 
 def words_of(prompt: str | list[dict]) -> str:
     """A prompt to display: the text itself, or the last message."""
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    shown = readable(prompt)
+    return shown if isinstance(shown, str) else shown[-1]["content"]
 
 
 # -- which prompts are asked -------------------------------------------------------------------------------------------

@@ -84,12 +84,13 @@ def run(config: StageConfig, command: str = "", *, start: Start, collation: Coll
     tokenizer = builders.open_tokenizer(model, config.data, reads, config.seed)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, reads, tokenizer, config.seed)
-    collate, collate_held_out = collation(config, tokenizer.pad_token_id)
+    used = replace(config, data=replace(config.data, packing=False)) if data.report.get("unpacked") else config
+    collate, collate_held_out = collation(used, tokenizer.pad_token_id)
     loader = builders.train_loader(data.train, config.train, config.seed, collate, drop_last=False)
     held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate_held_out)
     steps = builders.total_steps(config.train, len(loader))
     with activity.slow("loading the model"):
-        learner = make(Opened(config, model, tokenizer, data, steps))
+        learner = make(Opened(used, model, tokenizer, data, steps))
     with explained("while trying the export"), learner.engine.active():
         try_export(learner.model, tokenizer, learner.ends)
     record = builders.start(config, command, data)
@@ -102,7 +103,7 @@ def run(config: StageConfig, command: str = "", *, start: Start, collation: Coll
         return {"base_model": base, "data": data.report} | builders.adapted_weights(model) | learner.facts()
 
     with on_record(record):
-        announce.before(record, config, {learner.role: learner.engine}, base, steps, loader)
+        announce.before(record, used, {learner.role: learner.engine}, base, steps, loader)
         return fit(learner.trainer, loader, held_out, config.train, record, steps, learner.answers,
                    builders.guesses([learner.engine]),
                    Leaving(tokenizer, leave, facts, lambda: learner.engine.training.num_steps))

@@ -6,7 +6,8 @@ The size is decided once, when a row is tokenized, since it decides how many tok
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_rlhf.core.errors import UserError
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_FILE_PIXELS = 100_000_000  # of a file; a larger one could fill the memory (Pillow warns at 89 million)
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")  # none that starts a program (EPS)
 
 
 class ImageRef(NamedTuple):
@@ -54,6 +56,15 @@ def open_image(image: ImageRef) -> Image:
     return opened if opened.size == size else opened.resize(size, Resampling.BICUBIC)
 
 
+def png_of(value: Any) -> bytes | None:
+    """An image in memory (PIL.Image) as the bytes of a file; None for anything else."""
+    if not (hasattr(value, "getbands") and hasattr(value, "save")):
+        return None
+    file = BytesIO()
+    value.convert("RGB").save(file, "PNG")
+    return file.getvalue()
+
+
 def _decoded(path: str) -> Image:
     """The first frame, upright, as RGB."""
     try:
@@ -62,12 +73,14 @@ def _decoded(path: str) -> Image:
         raise UserError("rows with images need the package pillow; install hybrid-rlhf[vision]") from None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound below is ours
-            with Image.open(path) as image:
+            warnings.simplefilter("ignore")  # of odd files; the bound of pixels below is ours
+            with Image.open(path, formats=_FORMATS) as image:
                 if image.width * image.height > MAX_FILE_PIXELS:
-                    raise ImageError(f"has more than {MAX_FILE_PIXELS:,} pixels")
+                    raise Image.DecompressionBombError
                 return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:  # Pillow's for files
+    except Image.DecompressionBombError as error:  # Pillow's own for yet larger ones
+        raise ImageError(f"has more than {MAX_FILE_PIXELS:,} pixels") from error
+    except (OSError, SyntaxError, ValueError, EOFError, RuntimeError) as error:  # Pillow's for files
         reason = "Pillow knows no such image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
         reason = getattr(error, "strerror", None) or reason.partition(" (")[0]  # without names and numbers of bytes
         raise ImageError(f"cannot be read ({reason})") from error

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -74,14 +74,22 @@ def folder(cache_dir: str | None) -> Path:
     return Path(expanded(cache_dir or os.environ.get("HYBRID_RLHF_CACHE") or "~/.cache/hybrid_rlhf/data"))
 
 
-def key(rows: Iterable[dict], tokenizer, settings: dict) -> str:  # noqa: ANN001
-    """sha256 over every row, the tokenizer with its template, the settings, the code that renders and its libraries."""
+def key(rows: Iterable[dict], tokenizer, settings: dict, images: Callable[[dict], str] | None = None  # noqa: ANN001
+        ) -> str:
+    """sha256 over every row, the tokenizer with its template, the settings, the code that renders and its libraries.
+    images: what else the images of a row depend on."""
     digest = hashlib.sha256()
     for part in (_code(), tokenizer_text(tokenizer), json.dumps(settings, sort_keys=True)):
         digest.update(part.encode("utf-8", "replace") + b"\0")
     for row in rows:
-        digest.update(json.dumps(row, default=repr).encode() + b"\n")
+        digest.update((line := json.dumps(row, default=_short).encode()) + b"\n")
+        if images is not None and b"image" in line:
+            digest.update(images(row).encode())
     return digest.hexdigest()
+
+
+def _short(value: object) -> str:
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else repr(value)
 
 
 @cache

@@ -19,6 +19,7 @@ from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.data.messages import WITH_MEDIA, is_untrained
 from hybrid_rlhf.data.turns import (
     BREAK,
+    IMAGE_SHOWN,
     IMAGES,
     SkipRow,
     Text,
@@ -43,7 +44,6 @@ CHATML = (
 )
 _CHARACTERS = 16  # of a text tokenized first, per token that counts
 _MARGIN = 64  # tokens before a cut that may differ from those without it
-_SHOWN = "[image]"  # in place of its tokens, for people and reward functions
 LEFT_OUT = "the chat template leaves out an image, or writes another one"
 REWRITTEN = "the chat template rewrites earlier turns of a completion of several"
 
@@ -211,20 +211,20 @@ def _with_images(tokenizer, row: Rendered, messages: Sequence[dict]) -> Rendered
     pieces = row.text.split(reader.placeholder)
     if len(pieces) != len(images) + 1:
         raise SkipRow(LEFT_OUT)
-    texts = [_text_of(reader, image) for image in images]
+    texts = [image_text(reader, image) for image in images]
     ends = list(accumulate(len(piece) + len(reader.placeholder) for piece in pieces[:-1]))  # in the template's text
     grown = list(accumulate((len(text) - len(reader.placeholder) for text in texts), initial=0))
     spans = [(start + grown[bisect_right(ends, start)], end + grown[bisect_right(ends, end)])
              for start, end in row.spans]
     return row._replace(text=_joined(pieces, texts), spans=spans, images=images, images_end=ends[-1] + grown[-1],
-                        short=_joined(pieces, [_SHOWN] * len(texts)))
+                        short=_joined(pieces, [IMAGE_SHOWN] * len(texts)))
 
 
 def _joined(pieces: Sequence[str], between: Sequence[str]) -> str:
     return "".join(text for pair in zip(pieces, [*between, ""], strict=True) for text in pair)
 
 
-def _text_of(reader: ImageReader, image: ImageRef) -> str:
+def image_text(reader: ImageReader, image: ImageRef) -> str:
     """The text that stands for an image. It depends on the size alone: no image is processed for it twice."""
     known = _texts.setdefault(reader, {})
     size = image.width, image.height

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data import cache, chat, sources
@@ -27,10 +28,11 @@ from hybrid_rlhf.data.examples import (
     Work,
     prepared,
 )
-from hybrid_rlhf.data.images import Files
 from hybrid_rlhf.data.loader import blend, deal, is_held_out, split_key
+from hybrid_rlhf.data.row_images import IMAGE, NOT_FETCHED, Files, has_images, stamp
 from hybrid_rlhf.data.schema import KINDS, Example, Format, columns_hint, format_of, read_rows
 from hybrid_rlhf.data.sources import Reads, Source, as_sources
+from hybrid_rlhf.models.images import reader_of
 from hybrid_rlhf.models.template_kwargs import check_kwargs
 
 _CHUNK = 1000  # sequences tokenized in one call
@@ -153,6 +155,8 @@ def build(config: DataConfig, reads: Reads, tokenizer, seed: int) -> StageData: 
     report = add_up([*(t[2] for t in tables), *(_as_held_out(t[2]) for t in evaluated)], len(train), len(held_out))
     if (distinct := train.num_distinct()) < len(train):
         report["distinct"] = distinct
+    if config.packing and WITH_IMAGES in report["rendered"]:
+        report["unpacked"] = True
     report["not_used"] = _passed_over(config, [*opened, *apart])
     is_refused = any("chat template" in reason for reason in report["dropped"])
     cure = ("data.split null gives every stage every row" if report["other_stages"] else
@@ -224,11 +228,18 @@ def _tokenized(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer) -
     settings = {"training": reads.kind, "lengths": _lengths_of(config), "append_eos": config.append_eos,
                 "split": config.split, "share": reads.share if config.split else None,
                 "eval_fraction": config.eval_fraction, "format": entry.form.name, "path": entry.source.path}
-    path = cache.folder(config.cache_dir) / cache.key(entry.rows, tokenizer, settings)
+    files = _files_of(config, entry)
+
+    def images(row: dict) -> str:
+        reader = reader_of(tokenizer) if has_images(row) else None
+        return "" if reader is None else f"{reader.settings()} {files} {stamp(row, files.folder)}"
+
+    path = cache.folder(config.cache_dir) / cache.key(entry.rows, tokenizer, settings, images)
     tables = cache.load(path)
     if tables is None:
         tables = _tokenize(config, entry, reads, tokenizer)
-        cache.store(path, tables)
+        if NOT_FETCHED not in tables[2]["dropped"] or world_size() > 1:  # the next run tries again
+            cache.store(path, tables)
     return tables
 
 
@@ -331,7 +342,7 @@ def _spoken(part: chat.Text | None) -> Iterator[str]:
     if isinstance(part, str):
         yield part
     for message in part if isinstance(part, list) else ():
-        yield f"{message['role']}\n{message['content']}"
+        yield f"{message['role']}\n{message['content'].replace(IMAGE, '')}"
         for name in ("tools", "tool_calls"):
             yield from (json.dumps(each, ensure_ascii=False) for each in message.get(name, ()))
 
@@ -403,6 +414,7 @@ def summary(report: dict, name: str | None = None) -> list[str]:
     elif "distinct" in report:
         lines[0] += f" (by weights: {report['distinct']} different ones in an epoch, and others in the next)"
     lines += [f"{data}: {'; '.join(_rendered(report))}"] * bool(report.get("rendered"))
+    lines += [f"{data}: data.packing is off, since rows with images are not packed"] * bool(report.get("unpacked"))
     lines += [f"{data}: {line}" for line in unread(report)]
     if report.get("not_used"):
         lines.append(f"{data}: nothing for {name or 'this stage'} in {', '.join(report['not_used'])}")

@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeVar
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Rendered, SkipRow, Text
-from hybrid_rlhf.data.images import SCALED, Files, resolved
 from hybrid_rlhf.data.messages import WITH_MEDIA, kwargs_of, with_tools
 from hybrid_rlhf.data.question import flat
+from hybrid_rlhf.data.row_images import SCALED, Files, resolved
 from hybrid_rlhf.data.schema import REPEATED, UNTRAINED, Example
 from hybrid_rlhf.data.turns import BREAK, broken, with_kwargs
 from hybrid_rlhf.models.images import reader_of
@@ -123,7 +123,8 @@ def _with_images(example: Example, tokenizer, counts: Counts, files: Files) -> E
 
 
 def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
-    """-> {input_ids, loss_mask}, as any kind with images, [path, width, height] each, if it has some. A row that is too long is truncated, if a token to be trained stays."""
+    """-> {input_ids, loss_mask}, and as every kind with images {images}: [path, width, height] each. A row that is too
+    long is truncated, if a token to be trained stays."""
     finish = _sft_row(lengths)
     if example.text is not None:
         _require_text(example.text, "empty text")

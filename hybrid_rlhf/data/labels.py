@@ -15,7 +15,7 @@ from hybrid_rlhf.data import sources
 from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.examples import SAME, ranked_pairs
 from hybrid_rlhf.data.loader import is_held_out, split_key
-from hybrid_rlhf.data.messages import messages_of
+from hybrid_rlhf.data.messages import WITH_MEDIA, messages_of
 from hybrid_rlhf.data.schema import KINDS, Example, Format, format_of, read_row, read_rows
 from hybrid_rlhf.data.sources import Source
 
@@ -74,8 +74,9 @@ def read_labels(source: Source, limit: int | None, seed: int, held_out: float | 
           "prompt+chosen+rejected, prompt+completions+scores or prompt+completion+label")
     labels = Labels(len(rows), is_held_out=held_out is not None)
     readable = list(read_rows(rows, form, source.path, lambda reason, _row: labels.lost.update([reason])))
-    examples = [example for example in readable if example.prompt and not example.is_text_pair]
-    labels.lost += Counter({NO_PROMPT: len(readable) - len(examples)})
+    asking = [example for example in readable if example.prompt and not example.is_text_pair]
+    examples = [example for example in asking if not example.images]
+    labels.lost += Counter({NO_PROMPT: len(readable) - len(asking), WITH_MEDIA: len(asking) - len(examples)})
     if held_out is not None:
         examples = [example for example in examples if is_held_out(split_key(example), held_out)]
         check(bool(examples), f"{source.path}: none of its rows is held out (data.eval_fraction {held_out:g}); raise "
@@ -183,6 +184,8 @@ def _asked(row: dict, form: Format, where: str, columns: Sequence[str] | None, w
         example = read_row(row, form, where)
         if not example.prompt or example.is_text_pair:
             raise SkipRow(NO_PROMPT)
+        if example.images:
+            raise SkipRow(WITH_MEDIA)
         texts = _texts(row, example, columns, form.required) if with_responses else []
     except SkipRow as reason:
         lost[str(reason)] += 1

@@ -13,6 +13,7 @@ import torch
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.cache import rows_digest
 from hybrid_rlhf.data.examples import decode_columns
+from hybrid_rlhf.data.row_images import name_of
 from hybrid_rlhf.data.schema import Example
 from hybrid_rlhf.data.turns import Text
 
@@ -21,9 +22,10 @@ Index = Sequence[tuple[int, int]]  # (table, row)
 
 
 def split_key(example: Example) -> str:
-    """The text whose hash assigns a row to a stage: its prompt (a string or one user message alike), else all texts."""
+    """The text whose hash assigns a row to a stage: its prompt (a string or one user message alike), else all texts.
+    Images count by the names of their files, or by their bytes, so that it is the same on every machine."""
     if example.prompt:
-        return _flat(example.prompt)
+        return _flat(example.prompt) + "".join(map(name_of, example.images))
     texts = (example.text, example.messages, *(answer for answer, _ in example.answers))
     return "\n".join(_flat(text) for text in texts if text)
 

@@ -10,7 +10,7 @@ import json
 import re
 
 from hybrid_rlhf.core.strict_json import loads
-from hybrid_rlhf.data.images import COLUMNS, column_of, is_filled, is_image, source_of
+from hybrid_rlhf.data.row_images import COLUMNS, is_filled, is_image, source_of
 from hybrid_rlhf.data.turns import IMAGE, IMAGES, SkipRow, Text, num_shared
 from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
 
@@ -71,9 +71,7 @@ def has_media(row: dict) -> bool:
 
 
 def without_images(row: dict) -> dict:
-    """A row without its images, where a column has them: neither their bytes nor further names of them."""
-    if column_of(row) is None:
-        return row
+    """A row with a column of images without it, and without further names of them."""
     return {k: v for k, v in row.items() if not (str(k).lower() in MEDIA and str(k).lower().startswith(COLUMNS[1]))}
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.data.chat import image_text
 from hybrid_rlhf.data.datasets import DataConfig, StageData, build, counts, dropped
 from hybrid_rlhf.data.sources import Reads
+from hybrid_rlhf.models.images import reader_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,8 +50,10 @@ def look(config: DataConfig, reads: Reads, tokenizer, seed: int = 0, count: int 
     data = build(config, reads, tokenizer, seed)
     if reads.kind == "prompt":  # reward functions report at the start of a run which columns they read
         data.report.pop("unread", None)
-    rows = [Shown(f"{stage or reads.stage} example {number + 1}: {title}", pieces(tokenizer, ids, mask))
-            for number in range(min(count, len(data.train))) for title, ids, mask in _parts(data.train[number])]
+    some = [data.train[i] for i in range(min(count, len(data.train)))]
+    rows = [Shown(f"{stage or reads.stage} example {number}: {title}",
+                  pieces(tokenizer, ids, mask, row.get("images", ())))
+            for number, row in enumerate(some, 1) for title, ids, mask in _parts(row)]
     return Preview(stage or reads.stage, data, rows)
 
 
@@ -78,15 +84,32 @@ def _parts(row: dict) -> list[tuple[str, list[int], list[bool]]]:
     return [(f"prompt of {len(row['prompt_ids'])} tokens", row["prompt_ids"], [False] * len(row["prompt_ids"]))]
 
 
-def pieces(tokenizer, ids: list[int], mask: list[bool]) -> list[Piece]:  # noqa: ANN001
-    """Tokens as text, split where the mask changes; control characters are escaped."""
+def pieces(tokenizer, ids: list[int], mask: list[bool], images: Sequence = ()) -> list[Piece]:  # noqa: ANN001
+    """Tokens as text, split where the mask changes; control characters are escaped. The tokens of an image are its size
+    and their number; images: [path, width, height] each."""
     result, before, end = [], "", 0
-    for is_trained, run in groupby(mask):
+    shown = _images_shown(tokenizer, ids, images) if images else [None] * len(ids)
+    for (is_trained, image), run in groupby(zip(map(bool, mask), shown, strict=True)):
         end += len(list(run))
         text = tokenizer.decode(ids[:end], skip_special_tokens=False)  # from the start: decoders trim a first space
-        result.append(Piece(escape_control(text[len(before):]), bool(is_trained)))
+        result.append(Piece(escape_control(text[len(before):]) if image is None else image[1], is_trained))
         before = text
     return result
+
+
+def _images_shown(tokenizer, ids: list[int], images: Sequence) -> list:  # noqa: ANN001
+    """For each token the number of its image and what to show for that, or None."""
+    reader = reader_of(tokenizer)
+    shown: list[tuple[int, str] | None] = [None] * len(ids)
+    places = [i for i, token in enumerate(ids) if token in reader.token_ids]
+    for number, image in enumerate(map(ImageRef._make, images)):
+        tokens = tokenizer(image_text(reader, image), add_special_tokens=False)["input_ids"]
+        count = sum(token in reader.token_ids for token in tokens)
+        first, last = places[0], places[count - 1]
+        label = number, f"[image {image.width}x{image.height}, {count} tokens]"
+        shown[first : last + 1] = [label] * (last + 1 - first)
+        places = places[count:]
+    return shown
 
 
 def marked(pieces: list[Piece], brackets: bool) -> Text:

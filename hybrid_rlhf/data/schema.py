@@ -19,7 +19,6 @@ from typing import NamedTuple
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data.chat import SkipRow, Text
-from hybrid_rlhf.data.images import NO_TURN, SAID, bare, column_of, listed, placed, sources_in
 from hybrid_rlhf.data.messages import (
     WITH_MEDIA,
     Plain,
@@ -39,6 +38,7 @@ from hybrid_rlhf.data.messages import (
     without_images,
 )
 from hybrid_rlhf.data.question import PARTS, Question, beside, flat, looks_like_a_prompt, question_of, without_system
+from hybrid_rlhf.data.row_images import NO_TURN, SAID, bare, column_of, listed, placed, sources_in
 
 
 @dataclass
@@ -169,7 +169,8 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
         if row[column] is None and not (column in ANSWERS and form.kind == "demonstration"):
             raise SkipRow(f"no {column}")
     column = column_of(row)
-    if has_media(without_images(row)):
+    text = without_images(row) if column else row
+    if has_media(text):
         raise SkipRow(WITH_MEDIA)
     try:
         shown = without_system(row) if is_raw and "prompt" in form.required else row
@@ -184,7 +185,7 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
         example.prompt, example.messages = (with_tools(part, example.tools)
                                             for part in (example.prompt, example.messages))
         example.written = None if example.images else _as_text(row, example)
-        example.unread = _unread(without_images(row), example, {*form.required} - {*form.asks} | {*example.used, *_KNOWN})
+        example.unread = _unread(text, example, {*form.required} - {*form.asks} | {*example.used, *_KNOWN})
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: {error}; fix the row") from error
     if len(example.used) > 1:
@@ -196,24 +197,25 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
         example.notes[UNTRAINED] = untrained
     example.columns = {k: v for k, v in row.items() if k not in form.asks}
     if example.images:
-        example.columns = {k: bare(v) for k, v in without_images(example.columns).items()}
+        example.columns = {k: bare(v) for k, v in text.items() if k in example.columns}
     return example
 
 
-def _place_images(example: Example, given: list, is_raw: bool) -> None:
-    """Give each image of the messages its source; a prompt of text becomes a user's turn. given: the column's."""
+def _place_images(example: Example, column: list, is_raw: bool) -> None:
+    """Give each image of the messages its source; a prompt of text becomes a user's turn. column: the sources of the
+    row's column."""
     if any(sources_in(answer) for answer, _ in example.answers if isinstance(answer, list)):
         raise SkipRow(SAID)
-    if given and isinstance(example.prompt, str) and not (is_raw or example.is_text_pair):
+    if column and isinstance(example.prompt, str) and not (is_raw or example.is_text_pair):
         example.prompt = [user(example.prompt)]
         example.answers = [(a.removeprefix(" ") if isinstance(a, str) else a, score) for a, score in example.answers]
     messages = example.messages or example.prompt
     if not isinstance(messages, list):
-        if given:
+        if column:
             raise SkipRow(NO_TURN)
         return
-    if given or sources_in(messages):
-        messages = placed(messages, given)
+    if column or sources_in(messages):
+        messages = placed(messages, column)
         example.images = sources_in(messages)
         example.prompt = example.prompt and messages[: len(example.prompt)]
         example.messages = example.messages and messages

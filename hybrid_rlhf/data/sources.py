@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,6 +18,7 @@ from hybrid_rlhf.core.hub import stay_offline_if_unreachable
 from hybrid_rlhf.core.options import expanded, nearest_path
 from hybrid_rlhf.data import demo
 from hybrid_rlhf.data.files import MAX_START, PARSERS, kind_of, read_file, read_start
+from hybrid_rlhf.data.row_images import is_filled
 
 # Generated, without files and network.
 EMBEDDED = {f"demo/{rows.__name__}": cache(rows) for rows in (demo.demonstrations, demo.preferences, demo.prompts)}
@@ -109,7 +110,7 @@ def read(source: Source) -> Sequence[dict]:
     else:
         rows = _hub(source)
     check(len(rows) > 0, f"{source.path} is empty: no row in split {source.split}; give another file or split")
-    return _renamed(_without_media(rows), source)
+    return _renamed(undecoded(rows), source)
 
 
 def folder_of(source: Source) -> Path:
@@ -206,7 +207,7 @@ def _folder(folder: Path, split: str) -> Sequence[dict]:
     rest = [p for p in files if kind_of(p) != ".parquet"]
     if not rest:
         return _parquet(parquet)
-    return [row for p in rest for row in read_file(p)] + (list(_parquet(parquet)) if parquet else [])
+    return [row for p in rest for row in read_file(p)] + (list(undecoded(_parquet(parquet))) if parquet else [])
 
 
 def _below(folder: Path, source: Source) -> Path:
@@ -263,21 +264,33 @@ def _hub(source: Source, count: int | None = None) -> Sequence[dict]:
         return rows if count is None else list(islice(rows, count))
 
 
-def _without_media(rows: Sequence[dict]) -> Sequence[dict]:
-    """The rows with {"type": "image"} in place of values of columns declared as images, video or audio: they are not
-    used, and decoding them takes time and other libraries."""
-    for name, feature in getattr(rows, "features", {}).items():
-        if any(f"{kind}(" in repr(feature) for kind in ("Image", "Video", "Audio")):
-            column = rows.select_columns(name).with_format("arrow")[:][name]
-            there = [{"type": "image"} if _is_filled(value) else None for value in column]
-            rows = rows.remove_columns(name).add_column(name, there)
-    return rows
+class _Undecoded(Sequence):
+    """The rows of a datasets.Dataset with images, video and audio as they are stored, {"bytes", "path"}: decoding takes
+    time and other libraries. kinds: column -> image, video or audio, which its values then say."""
+
+    def __init__(self, rows, kinds: Mapping[str, str], change: Callable = dict) -> None:  # noqa: ANN001
+        self._rows, self._kinds, self._change = rows.with_format("arrow"), kinds, change
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> dict:
+        row = self._rows[i].to_pylist()[0]
+        media = {name: {"type": kind, kind: row[name]} for name, kind in self._kinds.items() if is_filled(row[name])}
+        return self._change(row | dict.fromkeys(self._kinds) | media)
+
+    def changed(self, change: Callable) -> Sequence[dict]:
+        """The rows, each changed when it is read."""
+        return _Undecoded(self._rows, self._kinds, change)
 
 
-def _is_filled(scalar) -> bool:  # noqa: ANN001
-    """Whether an arrow scalar, or any in it, is not null; images are not decoded."""
-    parts = scalar.values() if hasattr(scalar, "keys") else scalar if hasattr(scalar, "__iter__") else None
-    return scalar.is_valid and (parts is None or any(map(_is_filled, parts)))
+def undecoded(rows: Sequence[dict]) -> Sequence[dict]:
+    """Rows with images, video and audio as they are stored; any others, and rows without such columns, unchanged."""
+    features = getattr(rows, "features", None) or {}
+    if not any(f"{kind}(" in repr(feature) for feature in features.values() for kind in ("Image", "Video", "Audio")):
+        return rows
+    inner = {name: type(getattr(feature, "feature", feature)).__name__.lower() for name, feature in features.items()}
+    return _Undecoded(rows, {name: kind for name, kind in inner.items() if kind in ("image", "video", "audio")})
 
 
 def _renamed(rows: Sequence[dict], source: Source) -> Sequence[dict]:
@@ -289,8 +302,12 @@ def _renamed(rows: Sequence[dict], source: Source) -> Sequence[dict]:
         check(name in theirs, f"{source.path} has no column {name!r} (wanted as {our_name}){nearest(name, theirs)}; "
                               f"it has {', '.join(theirs)}")
     taken = set(source.columns.values())
-    return [{k: v for k, v in row.items() if k not in taken and k not in source.columns}
-            | {our_name: row.get(name) for our_name, name in source.columns.items()} for row in rows]
+
+    def change(row: dict) -> dict:
+        kept = {k: v for k, v in row.items() if k not in taken and k not in source.columns}
+        return kept | {our_name: row.get(name) for our_name, name in source.columns.items()}
+
+    return rows.changed(change) if isinstance(rows, _Undecoded) else list(map(change, rows))
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, thought_of, wor
 Text = str | list  # a plain string, or messages: a list of {"role", "content"}
 _MARKER_LENGTH = 64  # characters at the end of a generation prompt for thinking markers
 BREAK = "\ufdd0"  # a noncharacter, which Unicode reserves for internal use: it is not in texts
-IMAGE = "\ufdd1"  # another: an image's place in the content of a message with the key IMAGES (images.py)
-IMAGES = "images"
+IMAGE = "\ufdd1"  # another: an image's place in the content of a message with the key IMAGES (row_images.py)
+IMAGES, IMAGE_SHOWN = "images", "[image]"
 _known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (cache key, its control tokens)
 
 
@@ -68,6 +68,18 @@ def _in_parts(message: dict) -> dict:
     parts = [part for piece in content.split(IMAGE) for part in
              ({"type": "image"}, {"type": "text", "text": piece}) if part.get("text") != ""][1:]
     return {k: v for k, v in message.items() if k != IMAGES} | {"content": parts}
+
+
+def in_parts(prompt: Text) -> Text:
+    """A prompt as TRL has it: messages with images in parts; strings and other messages unchanged."""
+    return prompt if isinstance(prompt, str) else [_in_parts(message) for message in prompt]
+
+
+def readable(prompt: Text) -> Text:
+    """A prompt with a word in place of each image, for what reads text alone."""
+    return prompt if isinstance(prompt, str) else [
+        {k: v for k, v in m.items() if k != IMAGES} | {"content": m["content"].replace(IMAGE, IMAGE_SHOWN)}
+        if m.get(IMAGES) else m for m in prompt]
 
 
 def is_begun(messages: Sequence[dict]) -> bool:

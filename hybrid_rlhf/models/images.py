@@ -65,6 +65,10 @@ class ImageReader:
         num_tokens = sum(i in self.token_ids for i in self._processor.tokenizer(text)["input_ids"])
         return ReadImage(text, num_tokens, {name: value for name, value in out.items() if name not in unused})
 
+    def settings(self) -> str:
+        """All that decides which tokens an image has."""
+        return repr(self._processor.image_processor)
+
     def types(self, ids: Tensor) -> Tensor:
         """(B, T) long: 1 for the tokens of images, 0 for text."""
         known = torch.tensor(sorted(self.token_ids), device=ids.device)

@@ -15,6 +15,7 @@ from typing import Any
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.function_worker import answer_of, call_error, file_error, one_line, run_file
 from hybrid_rlhf.core.options import nearest_path
+from hybrid_rlhf.data.turns import in_parts
 from hybrid_rlhf.rewards import BadAnswer, shown
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.isolation import (
@@ -124,14 +125,15 @@ class FunctionSource:
 def inputs(rollout: Rollout) -> dict[str, list]:
     """prompts, completions, completion_ids and the dataset's columns as lists of B values, as TRL names them.
 
-    A completion has the form of its prompt: text, or a list of one message; for an episode, all of its messages. All
+    Prompts with images have them as parts, and a column `images` has an ImageRef (path, width, height) for each. A
+    completion has the form of its prompt: text, or a list of one message; for an episode, all of its messages. All
     are copies: a function that changes them changes nothing for the next one or the next response.
     """
     prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
     lengths = rollout.response_mask.sum(1).tolist()
     completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) and not isinstance(p, str) else c
                    for p, c in zip(prompts, rollout.responses(), strict=True)]
-    always = {"prompts": list(prompts), "completions": completions,
+    always = {"prompts": list(map(in_parts, prompts)), "completions": completions,
               "completion_ids": [row[:n] for row, n in zip(rollout.response_ids.tolist(), lengths, strict=True)]}
     return fresh({k: v for k, v in rollout.prompts.columns.items() if k != "prompt"} | always)
 

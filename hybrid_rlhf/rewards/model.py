@@ -15,7 +15,7 @@ from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Rendered, Text
-from hybrid_rlhf.data.turns import broken
+from hybrid_rlhf.data.turns import broken, readable
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.tokenizer import Tokenizer, load_tokenizer, turn_ends
@@ -58,6 +58,7 @@ def read_by(tokenizer: Tokenizer, prompt: Text, answer: Text, is_ended: bool, ra
     except chat.SkipRow as error:
         raise UserError(f"a reward model cannot read a response: {error}; give one whose chat template shows it, or "
                         "reward.functions") from error
+    check(not rendered.images, "a reward model with a tokenizer of its own reads no images; give reward.functions")
     answer = answer if isinstance(answer, str) else answer[-1]["content"] if answer[-1]["role"] == "assistant" else ""
     if is_ended or not answer:
         return chat.encode_all(tokenizer, [rendered])[0].ids
@@ -111,7 +112,7 @@ class ClassifierSource:
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> list[float]:
-        prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
+        prompts = list(map(readable, rollout.prompts.columns.get("prompt") or rollout.prompts.texts))
         rows = [self._ids(prompt, answer, whole, bool(ended)) for prompt, answer, whole, ended in
                 zip(prompts, rollout.completions, rollout.responses(), rollout.has_eos, strict=True)]
         check_fits(self.model, [ids for ids, _ in rows], f"reward source {self.name}: a response")

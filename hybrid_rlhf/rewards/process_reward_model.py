@@ -14,6 +14,7 @@ from torch import Tensor
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.tensors import length_mask, pad_right
 from hybrid_rlhf.data.chat import Text
+from hybrid_rlhf.data.turns import readable
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.tokenizer import Tokenizer
@@ -93,7 +94,8 @@ class ProcessSource:
     def score(self, rollout: Rollout) -> list[float]:
         """The reduced score of each response; where scores are placed, sets token_scores and step_ends too."""
         steps = [steps_of(text, self.separator if self.split is None else self.split) for text in rollout.completions]
-        probabilities = self._probabilities(rollout.prompts.columns.get("prompt") or rollout.prompts.texts, steps)
+        prompts = list(map(readable, rollout.prompts.columns.get("prompt") or rollout.prompts.texts))
+        probabilities = self._probabilities(prompts, steps)
         if self.places_scores:
             self._place(rollout, steps, probabilities)
         return [REDUCTIONS[self.reduce](each) for each in probabilities]

@@ -150,7 +150,7 @@ def _rollout(plays: list[Play], prompts: Prompts, pad_id: int, sampling: Samplin
     if "prompt" in columns:  # the model's prompt, with the environment's text in it
         columns["prompt"] = [text if isinstance(text, str) and play.asked[-1:] == [{"role": "user", "content": text}]
                              else play.asked or text for play, text in zip(plays, columns["prompt"], strict=True)]
-    asked = Prompts([play.ids for play in plays], [play.text for play in plays], columns)
+    asked = Prompts([play.ids for play in plays], [play.text for play in plays], columns, prompts.images)
     episodes = [play.episode for play in plays]
     rollout = Rollout.from_responses(
         asked, [play.tokens for play in plays], [e.ended == DONE for e in episodes], pad_id,

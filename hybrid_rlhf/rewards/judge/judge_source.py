@@ -16,6 +16,7 @@ import torch
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data.chat import Text
+from hybrid_rlhf.data.turns import readable
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.judge.api_backend import ApiBackend
 from hybrid_rlhf.rewards.judge.asking import AnswerCache, Asker, Backend, Budget, Counts, Failure, Question
@@ -74,7 +75,8 @@ class JudgeSource:
         if not len(rollout):
             return []
         self._is_reward = True
-        prompts, responses = rollout.prompts.columns.get("prompt") or rollout.prompts.texts, rollout.responses()
+        prompts = list(map(readable, rollout.prompts.columns.get("prompt") or rollout.prompts.texts))
+        responses = rollout.responses()
         groups = groups_of(rollout)
         if self.config.mode == ABSOLUTE:
             grades = self.grade(prompts, responses)

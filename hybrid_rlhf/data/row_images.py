@@ -55,9 +55,8 @@ def is_filled(value: object) -> bool:
 
 def column_of(row: Mapping) -> str | None:
     """The column with a row's images."""
-    names = {str(name).lower(): name for name, value in row.items() if str(name).lower() in COLUMNS
-             and is_filled(value)}
-    return next((names[name] for name in COLUMNS if name in names), None)
+    names = {str(name).lower(): name for name in row if str(name).lower() in COLUMNS and is_filled(row[name])}
+    return next((names[name] for name in COLUMNS if name in names), None) if names else None
 
 
 def is_image(part: object) -> bool:
@@ -86,16 +85,17 @@ def listed(value: object) -> list:
     return [source_of(item) for item in value if is_filled(item)] if isinstance(value, list) else [value]
 
 
-def placed(messages: Sequence[dict], given: Sequence[object]) -> list[dict]:
-    """Messages with a source for each image. given: the column's, for the places without one: parts; without any parts
-    each <image> in text; without those the beginning of the first user turn, as TRL's prepare_multimodal_messages."""
-    if given and not any(m.get(IMAGES) for m in messages):
-        messages = _with_places(messages, len(given))
+def placed(messages: Sequence[dict], column: Sequence[object]) -> list[dict]:
+    """Messages with a source for each image. column: the sources of the row's column, for the places without one:
+    parts; without any each <image> in text; without those the beginning of the first user turn, as TRL's
+    prepare_multimodal_messages."""
+    if column and not any(m.get(IMAGES) for m in messages):
+        messages = _with_places(messages, len(column))
     if any(m.get(IMAGES) and m["role"] == "assistant" for m in messages):
         raise SkipRow(SAID)
-    if sum(source is None for m in messages for source in m.get(IMAGES, ())) != len(given):
+    if sum(source is None for m in messages for source in m.get(IMAGES, ())) != len(column):
         raise SkipRow(COUNT)
-    rest = iter(given)
+    rest = iter(column)
     return [{**m, IMAGES: [next(rest) if source is None else source for source in m[IMAGES]]} if m.get(IMAGES) else m
             for m in messages]
 
@@ -199,11 +199,25 @@ def _kept(data: bytes, files: Files) -> str:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, data)
         except OSError as error:
-            raise UserError(f"images cannot be written to {path.parent}: {refusal(error) or error}") from error
+            raise UserError(f"images cannot be written to {path.parent}: {refusal(error) or error}; "
+                            "give another data.cache_dir") from error
     return os.path.abspath(path)
 
 
-def named(value: object) -> Iterator[str]:
+def has_images(value: object) -> bool:
+    """Whether a row, or a value in it, may name images."""
+    if isinstance(value, dict):
+        return column_of(value) is not None or is_image(value) or any(map(has_images, value.values()))
+    return any(map(has_images, value)) if isinstance(value, list) else isinstance(value, str) and '"image' in value
+
+
+def stamp(row: Mapping, folder: Path) -> str:
+    """Size and time of every image file that a row may name: with another file the row is another one."""
+    paths = [(text, local_path(text, folder)) for text in _named(row)]
+    return "".join(f"{text} {path} {path and os.stat(path)[6:9]}" for text, path in paths)
+
+
+def _named(value: object) -> Iterator[str]:
     """The texts in a row that may name an image's file."""
     if isinstance(value, str):
         if len(value) < 4096 and not value.startswith("data:"):
@@ -211,7 +225,7 @@ def named(value: object) -> Iterator[str]:
     elif isinstance(value, dict):
         for key, inner in value.items():
             if isinstance(inner, dict | list) or str(key).lower() in (*COLUMNS, *_KEYS):
-                yield from named(inner)
+                yield from _named(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from named(inner)
+            yield from _named(inner)
