@@ -45,8 +45,12 @@ def patch(tmp_path_factory):
         yield patch
 
 
+def rows_of(name: str) -> list[dict]:
+    return [json.loads(line) for line in Path("outputs/vision", name).read_text().splitlines()]
+
+
 def metrics(run: str) -> list[dict]:
-    return [json.loads(line) for line in Path("outputs/vision", run, "metrics.jsonl").read_text().splitlines()]
+    return rows_of(f"{run}/metrics.jsonl")
 
 
 def write(name: str, rows: list[dict]) -> None:
@@ -62,25 +66,34 @@ def test_grpo_teaches_the_question_about_pictures_and_nothing_where_they_are_shu
     run(sft, patch, "--train.max_steps=150")
     run(grpo, patch, "--train.max_steps=30")
     run(shuffled, patch, "--train.max_steps=15")
+    said = {row["images"][0]: row["messages"][1]["content"].split()[1] for row in rows_of("captions.jsonl")}
+    answers = [row for row in rows_of("sft/answers.jsonl") if row["step"] and "Describe" in row["prompt"]]
+    for row in answers:  # of the report: the model sees the picture that it names
+        name = re.search(r"\[(\w+\.png)\]", row["prompt"])[1]
+        assert row["completion"].split()[1] == said[f"pictures/{name}"]
+    assert answers
     assert metrics("grpo")[0]["reward"] < 0.4  # one of four colours is right
     assert metrics("grpo")[-1]["eval/reward"] > 0.7
     assert metrics("shuffled")[-1]["eval/reward"] < 0.4  # at most the colour that is most frequent
 
 
-def test_sft_dpo_and_grpo_run_on_pictures(patch):
+def test_sft_dpo_reward_and_grpo_run_on_pictures(patch):
     pictures, model, sft, grpo, _ = commands()
     run(pictures, patch, "--captions=12", "--questions=8", "--unseen=4")
     run(model, patch)
-    rows = [json.loads(line) for line in Path("outputs/vision/captions.jsonl").read_text().splitlines()]
+    rows = rows_of("captions.jsonl")
     write("pairs.jsonl", [{"prompt": row["messages"][:1], "chosen": row["messages"][1:], "images": row["images"],
                            "rejected": [{"role": "assistant", "content": "a"}]} for row in rows])
     short = ("--train.max_steps=2", "--train.per_device_train_batch_size=4", "--train.num_fixed_prompts=1")
     run(sft, patch, *short)
     run(grpo, patch, *short)
-    assert main(["--stage", "dpo", "--model.model_name_or_path", "outputs/vision/sft", "--data.sources",
-                 "outputs/vision/pairs.jsonl", "--output_dir", "outputs/vision/dpo", *short]) == 0
-    for stage, count in (("sft", 24), ("dpo", 12), ("grpo", 12)):
+    for stage, more in (("dpo", ()), ("reward", ("--reward.own_samples=2", "--data.eval_fraction=0.4"))):
+        assert main(["--stage", stage, "--model.model_name_or_path", "outputs/vision/sft", "--data.sources",
+                     "outputs/vision/pairs.jsonl", "--output_dir", f"outputs/vision/{stage}", *short, *more]) == 0
+    for stage, count in (("sft", 24), ("dpo", 12), ("reward", 12), ("grpo", 12)):
         report = Path("outputs/vision", stage, "report.md").read_text()
         assert f"data: {count} rows with images" in report
         assert len([row for row in metrics(stage) if "loss" in row or "reward" in row]) >= 2
+        assert "png" in report and "image_pad" not in report  # people see names of files, and not what stands for them
     assert metrics("dpo")[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # ln 2: the policy is the reference
+    assert len({row["prompt"] for row in rows_of("grpo/samples.jsonl") if row["step"] == 1}) == 4

@@ -19,7 +19,7 @@ from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.roles import Reward
-from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout import Rollout
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.training import builders, fixed_prompts, scored_answers, supervised
 
@@ -83,9 +83,8 @@ def _measured(opened: supervised.Opened, open_reward: Open, num_prompts: int) ->
 
 def _sampled(opened: supervised.Opened, num_prompts: int) -> Rollout:
     """Two answers to each of the first held-out prompts, sampled by the starting model."""
-    ids = fixed_prompts.prompts_of(opened.data, num_prompts)
-    prompts = Prompts(ids, [""] * len(ids))
-    limit = max(1, min(fixed_prompts.MAX_NEW_TOKENS, opened.config.data.max_length - max(map(len, ids))))
+    prompts = fixed_prompts.prompts_of(opened.data, opened.tokenizer, num_prompts)
+    limit = max(1, min(fixed_prompts.MAX_NEW_TOKENS, opened.config.data.max_length - max(map(len, prompts.ids))))
     actor = scored_answers.open_actor(opened.model, opened.tokenizer)
     with torch.no_grad(), actor.inference():
         return actor.generate(prompts.repeat(2), SamplingConfig(max_new_tokens=limit, temperature=1.0),
