@@ -173,10 +173,9 @@ def prepare(model: nn.Module, config: ModelConfig, tokenizer) -> list[int]:  # n
     size = model.get_input_embeddings().num_embeddings
     load.prepare(model, config, len(tokenizer))
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # a composite model's is its text part's
-    if (kept := towers(model)) and config.freeze_vision:
-        print_main(f"{type(model).__name__}: the text part is trained; frozen: {', '.join(kept)}")
-    elif kept:
-        print_main(f"{type(model).__name__}: the text part is trained, and what reads images: {', '.join(kept)}")
+    if kept := towers(model):
+        names, how = ", ".join(kept), "is trained; frozen:" if config.freeze_vision else "is trained, and so is"
+        print_main(f"{type(model).__name__}: the text part {how} {names}")
     new_ids = sorted({*added_ids(tokenizer), *range(size, len(tokenizer))} - {tokenizer.pad_token_id})
     if new_ids and config.lora.r:
         few = ", ".join(tokenizer.convert_ids_to_tokens(new_ids[:3])) + (", ..." if len(new_ids) > 3 else "")

@@ -5,21 +5,27 @@ Answers are greedy, so that a difference between the two comes from the model an
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import print_main
+from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import StageData
-from hybrid_rlhf.data.preview import pieces, with_whole_images
+from hybrid_rlhf.data.turns import IMAGE_SHOWN
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.models.images import reader_of
 from hybrid_rlhf.models.tokenizer import completion_text
 from hybrid_rlhf.rewards import RewardSource, part_scores
 from hybrid_rlhf.roles import Actor, Reward
 from hybrid_rlhf.rollout import Prompts
+from hybrid_rlhf.rollout.collect import shown
 
 MAX_NEW_TOKENS, START_OF_TEXT = 64, 16  # tokens: of an answer without a setting; of the start of a text without prompt
 Answers = Callable[[], list[dict]]
@@ -42,7 +48,7 @@ def of_policy(actor: Actor, prompts: Prompts, sampling: SamplingConfig, source: 
         ended = [{"ended": has if can else None} for has, can in zip(rollout.has_eos.tolist(), ends, strict=False)]
         texts = [rollout.shown(i) for i in range(len(rollout))]
         return [{"prompt": prompt, "completion": text, **end, **score} for prompt, text, end, score in
-                zip(rollout.prompts.texts, texts, ended or [{}] * len(scores), scores, strict=True)]
+                zip(shown(rollout.prompts), texts, ended or [{}] * len(scores), scores, strict=True)]
 
     return answers
 
@@ -55,8 +61,8 @@ def of_demonstrations(actor: Actor, data: StageData, count: int, max_length: int
         return None
     prompts = _asked(rows, actor.tokenizer)
     limit = max(1, min(MAX_NEW_TOKENS, max_length - max(map(len, prompts.ids))))
-    shown = [_answer_of(row)[:limit] for row in rows]  # a longer one is cut, and has no end
-    ends = [bool(answer) and answer[-1] in actor.engine.eos_ids for answer in shown]
+    right = [_answer_of(row)[:limit] for row in rows]  # a longer one is cut, and has no end
+    ends = [bool(answer) and answer[-1] in actor.engine.eos_ids for answer in right]
     sample = of_policy(actor, prompts, SamplingConfig(max_new_tokens=limit), ends=ends)
 
     def answers() -> list[dict]:
@@ -76,9 +82,12 @@ def of_reward(reward: Reward, tokenizer, data: StageData, count: int) -> Answers
         return None
     batch = collate.collate_pairs(rows, reward.engine.pad_id).sequences  # the chosen ones, then the rejected ones
 
-    prompts = _asked(rows, tokenizer).texts * 2
-    responses = [completion_text(tokenizer, ids[of].tolist())
-                 for ids, of in zip(batch.input_ids, batch.loss_mask, strict=True)]
+    def ids_of(mask: Tensor) -> list[list[int]]:
+        return [ids[of].tolist() for ids, of in zip(batch.input_ids, mask, strict=True)]
+
+    asked = ids_of(batch.attention_mask.bool() & ~batch.loss_mask)
+    prompts = shown(_as_prompts(asked, batch.images or [()] * len(asked), tokenizer))
+    responses = [completion_text(tokenizer, ids) for ids in ids_of(batch.loss_mask)]
 
     def answers() -> list[dict]:
         return [{"prompt": p, "completion": c, "score": s, "side": ("chosen", "rejected")[i >= len(rows)]}
@@ -94,21 +103,13 @@ def first_prompts(data: StageData, count: int) -> Prompts | None:
 
 
 def prompts_of(data: StageData, tokenizer, count: int) -> Prompts:  # noqa: ANN001
-    """The first `count` distinct held-out prompts of an offline stage (training prompts where none are held out)."""
-    rows = _first(data, len(data.held_out) or len(data.train))
-    distinct = {(tuple(_prompt_of(row)), str(row.get("images"))): row for row in reversed(rows)}
-    return _asked(list(distinct.values())[::-1][:count], tokenizer)
-
-
-def _asked(rows: Sequence[dict], tokenizer) -> Prompts:  # noqa: ANN001
-    """The prompts of rows, with the images in them, and as text with special tokens, as the model reads them."""
-    asked = [with_whole_images(tokenizer, _ids_of(row), len(_prompt_of(row)), row.get("images", ())) for row in rows]
-    ids, images = [prompt for prompt, _ in asked], [shown for _, shown in asked]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=False)
-    for i, shown in enumerate(images):
-        if shown:
-            texts[i] = "".join(piece.text for piece in pieces(tokenizer, ids[i], [False] * len(ids[i]), shown))
-    return Prompts(ids, texts, images=images)
+    """The first `count` distinct held-out prompts of an offline stage (of training prompts where none are held out)."""
+    rows: dict[tuple, dict] = {}
+    for row in _first(data, len(data.held_out) or len(data.train)):
+        rows.setdefault((*_prompt_of(row), *map(tuple, row.get("images", ()))), row)
+        if len(rows) == count:
+            break
+    return _asked(list(rows.values()), tokenizer)
 
 
 def _first(data: StageData, count: int) -> list[dict]:
@@ -116,13 +117,37 @@ def _first(data: StageData, count: int) -> list[dict]:
     return [rows[i] for i in range(min(count, len(rows)))]
 
 
-def _ids_of(row: dict) -> list[int]:
-    return row.get("input_ids", row.get("chosen_ids"))
+def _asked(rows: Sequence[dict], tokenizer) -> Prompts:  # noqa: ANN001
+    """The prompts of rows of an offline stage."""
+    ids, images = zip(*(_with_images(_prompt_of(row), row, tokenizer) for row in rows), strict=True)
+    return _as_prompts(ids, images, tokenizer)
 
 
-def _prompt_of(row: dict) -> list[int]:
+def _as_prompts(ids: Sequence[list[int]], images: Sequence[tuple[ImageRef, ...]], tokenizer) -> Prompts:  # noqa: ANN001
+    """Prompts with their texts as the model reads them, special tokens too."""
+    texts = tokenizer.batch_decode(list(ids), skip_special_tokens=False)
+    for i, of in enumerate(images):
+        for image in of:
+            texts[i] = texts[i].replace(reader_of(tokenizer).read(image).text, IMAGE_SHOWN, 1)
+    return Prompts(list(ids), texts, images=list(images))
+
+
+def _with_images(ids: list[int], row: dict, tokenizer) -> tuple[list[int], tuple[ImageRef, ...]]:  # noqa: ANN001
+    """The tokens of a prompt up to an image that is not whole, and the images before it: a row's answers and what
+    follows them are cut off."""
+    images = tuple(ImageRef(*image) for image in row.get("images", ()))
+    if not images:
+        return ids, images
+    reader = reader_of(tokenizer)
+    places = [n for n, i in enumerate(ids) if i in reader.token_ids]
+    ends = [0, *accumulate(reader.read(image).num_tokens for image in images)]
+    whole = bisect_right(ends, len(places)) - 1
+    return ids[:places[ends[whole]]] if ends[whole] < len(places) else ids, images[:whole]
+
+
+def _prompt_of(row: dict) -> Sequence[int]:
     """The tokens before the first trained one; the beginning of a text that is trained on as a whole."""
-    ids = _ids_of(row)
+    ids = row.get("input_ids", row.get("chosen_ids"))
     length = row["num_prompt_tokens"] if "num_prompt_tokens" in row else next(
         (i for i, is_trained in enumerate(row["loss_mask"]) if is_trained), len(ids))
     return list(ids[:length if length > 1 else min(START_OF_TEXT, max(1, len(ids) // 2))])
@@ -130,7 +155,7 @@ def _prompt_of(row: dict) -> list[int]:
 
 def _answer_of(row: dict) -> list[int]:
     """The row's answer to that prompt: the first run of trained tokens, or the chosen answer."""
-    ids = _ids_of(row)
+    ids = row.get("input_ids", row.get("chosen_ids"))
     if "num_prompt_tokens" in row:
         return list(ids[row["num_prompt_tokens"]:])
     trained = list(row["loss_mask"])

@@ -1,5 +1,8 @@
 """Make a tiny image-text model from scratch, in Qwen3-VL's architecture: random weights, its processor's files, a
-tokenizer trained on the example's texts. A real checkpoint (Qwen/Qwen3-VL-2B-Instruct) takes its place on a card."""
+tokenizer trained on the example's texts. A real checkpoint (Qwen/Qwen3-VL-2B-Instruct) takes its place on a card.
+
+    python examples/vision/make_model.py outputs/vision/model
+"""
 
 import argparse
 import json
@@ -11,7 +14,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>"]
-TEXTS = ["user assistant Describe it. What colour is it? a red green blue yellow circle square triangle"] * 20
+TEXTS = ["user assistant Describe it. What colour is it? a red green blue yellow circle square triangle",
+         "red\ngreen\nblue\nyellow\n"] * 20  # without a space before them they begin an answer, as one token each
 TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
@@ -64,7 +68,7 @@ def make(folder: Path, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()

@@ -1,5 +1,8 @@
 """Draw small pictures of coloured shapes, and write the rows of the example: captions and questions for SFT, questions
-with their answers for GRPO. Every picture is drawn here; no two splits share one."""
+with their answers for GRPO. Every picture is drawn here; no two splits share one.
+
+    python examples/vision/make_pictures.py outputs/vision
+"""
 
 import argparse
 import json
@@ -53,12 +56,15 @@ def make(folder: Path, num_captions: int, num_questions: int, num_unseen: int, s
                 rows["guesses"].append({"messages": [*user(QUESTION), guess], "images": [path]})
             else:
                 rows[split].append({"prompt": user(QUESTION), "images": [path], "answer": colour})
+    images = [row["images"] for row in rows["questions"]]
+    rng.shuffle(images)  # the same questions and answers about other pictures: nothing can be learned from them
+    rows["shuffled"] = [row | {"images": other} for row, other in zip(rows["questions"], images, strict=True)]
     for name, part in rows.items():
         write(folder, name, part)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--captions", type=int, default=3000)
     parser.add_argument("--questions", type=int, default=1000)

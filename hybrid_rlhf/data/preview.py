@@ -97,37 +97,14 @@ def pieces(tokenizer, ids: list[int], mask: list[bool], images: Sequence = ()) -
     return result
 
 
-def with_whole_images(tokenizer, ids: Sequence[int], length: int, images: Sequence  # noqa: ANN001
-                      ) -> tuple[list[int], tuple[ImageRef, ...]]:
-    """The first `length` of a row's ids, or more where these end inside an image, and their images of the row's,
-    [path, width, height] each."""
-    places, end, within = _places(tokenizer, ids) if images else [], 0, []
-    for image in (ImageRef(*each) for each in images):
-        if end == len(places) or places[end] >= length:
-            break
-        end += _count(tokenizer, image)
-        length = max(length, places[end - 1] + 1)
-        within.append(image)
-    return list(ids[:length]), tuple(within)
-
-
-def _places(tokenizer, ids: Sequence[int]) -> list[int]:  # noqa: ANN001
-    known = reader_of(tokenizer).token_ids
-    return [i for i, token in enumerate(ids) if token in known]
-
-
-def _count(tokenizer, image: ImageRef) -> int:  # noqa: ANN001
-    """How many tokens an image has."""
-    text = image_text(reader_of(tokenizer), image)
-    return len(_places(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"]))
-
-
 def _images_shown(tokenizer, ids: list[int], images: Sequence) -> list:  # noqa: ANN001
     """For each token the number of its image and what to show for that, or None."""
+    reader = reader_of(tokenizer)
     shown: list[tuple[int, str] | None] = [None] * len(ids)
-    places = _places(tokenizer, ids)
-    for number, image in enumerate(ImageRef(*each) for each in images):
-        count = _count(tokenizer, image)
+    places = [i for i, token in enumerate(ids) if token in reader.token_ids]
+    for number, image in enumerate(map(ImageRef._make, images)):
+        tokens = tokenizer(image_text(reader, image), add_special_tokens=False)["input_ids"]
+        count = sum(token in reader.token_ids for token in tokens)
         first, last = places[0], places[count - 1]
         label = number, f"[image {image.width}x{image.height}, {count} tokens]"
         shown[first : last + 1] = [label] * (last + 1 - first)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, lru_cache
+from functools import cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +20,17 @@ from hybrid_rlhf.core.image_files import ImageRef, open_image
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.processor_compat import load_processor
 
-_KEPT = 16  # processed images that are remembered: one of a million pixels may take 25 MB
+_KEPT_BYTES = 2**30  # of processed images that are remembered: 40 of a million pixels, all of many small ones
 _TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are an image's
 
 
 class ReadImage(NamedTuple):
     """What a processor makes of one image. text: what stands for it in a prompt, in place of the placeholder that the
-    chat template writes; inputs: the tensors of the model's `get_image_features`."""
+    chat template writes; num_tokens: how many of the reader's `token_ids` that has; inputs: the tensors of the model's
+    `get_image_features`."""
 
     text: str
+    num_tokens: int
     inputs: dict[str, Tensor]
 
 
@@ -43,19 +46,28 @@ class ImageReader:
         self.token_ids = frozenset(i for i in processor.image_token_ids if i is not None)
         others = (*processor.video_token_ids, *processor.audio_token_ids)
         self.never = self.token_ids.union(i for i in others if i is not None)
-        self.read = lru_cache(_KEPT)(self._read)
-        self.num_tokens = cache(self._num_tokens)
+        self._kept: dict[ImageRef, ReadImage] = {}  # the one used last at the end
+        self._num_bytes, self._lock = 0, Lock()
 
-    def _read(self, image: ImageRef) -> ReadImage:
+    def read(self, image: ImageRef) -> ReadImage:
+        """What the processor makes of an image, remembered for the next time."""
+        with self._lock:
+            known = self._kept.pop(image, None)
+            if known is None:
+                known = self._processed(image)
+                self._num_bytes += _num_bytes(known)
+                while self._kept and self._num_bytes > _KEPT_BYTES:
+                    self._num_bytes -= _num_bytes(self._kept.pop(next(iter(self._kept))))
+            self._kept[image] = known
+        return known
+
+    def _processed(self, image: ImageRef) -> ReadImage:
         out = self._processor(images=[open_image(image)], text=[self.placeholder], return_tensors="pt",
                               return_text_replacement_offsets=True)
         unused = {"input_ids", "attention_mask", "text_replacement_offsets", *_TYPES}
-        return ReadImage(out["text_replacement_offsets"][0][0]["replacement"],
-                         {name: value for name, value in out.items() if name not in unused})
-
-    def _num_tokens(self, image: ImageRef) -> int:
-        """How many of `token_ids` an image has in a prompt."""
-        return sum(i in self.token_ids for i in self._processor.tokenizer(self.read(image).text)["input_ids"])
+        text = out["text_replacement_offsets"][0][0]["replacement"]
+        num_tokens = sum(i in self.token_ids for i in self._processor.tokenizer(text)["input_ids"])
+        return ReadImage(text, num_tokens, {name: value for name, value in out.items() if name not in unused})
 
     def settings(self) -> str:
         """All that decides which tokens an image has."""
@@ -65,6 +77,10 @@ class ImageReader:
         """(B, T) long: 1 for the tokens of images, 0 for text."""
         known = torch.tensor(sorted(self.token_ids), device=ids.device)
         return torch.isin(ids, known).long()
+
+
+def _num_bytes(image: ReadImage) -> int:
+    return sum(value.nbytes for value in image.inputs.values() if isinstance(value, Tensor))
 
 
 @cache
@@ -111,7 +127,7 @@ def position_shift(reader: ImageReader, composite: nn.Module, image: ImageRef) -
     positions in three axes, of which an image takes as many as its longer side has (2409.12191, section 2.1)."""
     if not hasattr(composite, "get_rope_index"):
         return 0
-    ids = torch.tensor([[i] * reader.num_tokens(image) for i in sorted(reader.token_ids)[:1]])
+    ids = torch.tensor([[i] * reader.read(image).num_tokens for i in sorted(reader.token_ids)[:1]])
     grid = {name: value for name, value in reader.read(image).inputs.items() if not name.startswith("pixel_")}
     return int(composite.get_rope_index(ids, mm_token_type_ids=torch.ones_like(ids), **grid)[1])
 

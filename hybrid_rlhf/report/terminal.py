@@ -23,6 +23,7 @@ NUM_SAMPLES = 2  # in the live view
 # Markers of published chat templates, and the speakers of transcripts: <|im_end|>, </s>, <start_of_turn>, [/INST].
 _MARKER = re.compile(r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]|"
                      r"\n\n(?=(?:Human|Assistant): ?)")
+_AROUND_IMAGE = re.compile(r"<\|vision_(?:start|end)\|>")  # Qwen's, within a turn
 _ROLE = re.compile(r"\s*(user|human|assistant|model|system|tool) *(?::|\n|$)", re.IGNORECASE)
 PHASES = ("generate", "score", "train", "switch")
 SECONDS = 10.0  # between lines of a ProgressLine
@@ -271,6 +272,7 @@ def one_line(text: str, width: int) -> str:
 
 def last_turn(prompt: str) -> str:
     """The text of the last turn that is not empty, without markers and role; a prompt without turns as it is."""
+    prompt = _AROUND_IMAGE.sub("", prompt)
     for part in reversed(_MARKER.split(prompt)):
         role = _ROLE.match(part)
         if text := part[role.end() if role else 0:].strip():

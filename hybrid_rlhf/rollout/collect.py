@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -19,6 +20,7 @@ from hybrid_rlhf.core.errors import UserError, present
 from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import KeptSets
+from hybrid_rlhf.data.turns import IMAGE_SHOWN
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.device_memory import peak_in
 from hybrid_rlhf.rewards import Reporting, RewardSource, part_scores
@@ -141,13 +143,22 @@ def collect_held_out(batches: Iterable[Prompts], roles: Roles, source: RewardSou
     return metrics.over_ranks()
 
 
+def shown(prompts: Prompts) -> list[str]:
+    """The texts of prompts for people: with the names of the images' files."""
+    texts = list(prompts.texts)
+    for i, images in enumerate(prompts.images):
+        for image in images:
+            texts[i] = texts[i].replace(IMAGE_SHOWN, f"[{os.path.basename(image.path)}]", 1)
+    return texts
+
+
 def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
     """The first responses to different prompts, for people; the score of one that every source skipped is None."""
     if rollout is None:
         return []
-    ids = rollout.prompts.ids
-    rows = [i for i in range(len(rollout)) if i == 0 or ids[i] != ids[i - 1]]  # a prompt's samples are contiguous
-    return [{"prompt": rollout.prompts.texts[i], "completion": rollout.shown(i),
+    asked, texts = rollout.prompts.asked, shown(rollout.prompts)
+    rows = [i for i in range(len(rollout)) if i == 0 or asked[i] != asked[i - 1]]  # a prompt's samples are contiguous
+    return [{"prompt": texts[i], "completion": rollout.shown(i),
              "score": None if rollout.scores[i].isnan() else float(rollout.scores[i]),
              "ended": bool(rollout.has_eos[i])} | _judged(rollout, i) | _replay(rollout, i) for i in rows[:count]]
 

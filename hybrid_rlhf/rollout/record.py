@@ -43,6 +43,11 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def asked(self) -> list[tuple]:
+        """What tells prompts apart: the tokens and the images of each."""
+        return list(zip(self.ids, self.images, strict=True))
+
     def repeat(self, num_samples: int) -> Prompts:
         """Each prompt `num_samples` times in a row, so that the samples of one prompt (a group) are contiguous."""
 
@@ -297,7 +302,7 @@ class Rollout:
         pairs = (f"{row[t]} {row[t + 1]}" for row, where in zip(ids, both, strict=True) for t in where.nonzero()[:, 0])
         metrics.add_items("completions/distinct_2", pairs, "distinct")
         texts = [text.strip() for text in self.completions]
-        asked = (hashlib.sha256(str(ids).encode()).hexdigest()[:16] for ids in self.prompts.ids)  # short: it is sent
+        asked = (hashlib.sha256(str(key).encode()).hexdigest()[:16] for key in self.prompts.asked)  # short: it is sent
         metrics.add_grouped("completions/distinct_answers", zip(asked, texts, strict=False))  # may be empty
         metrics.add_items("completions/top3_share", texts, "top3")
         metrics.add_items("completions/same_ending", (_SENTENCE_ENDS.split(text)[-1] for text in texts if text), "top1")

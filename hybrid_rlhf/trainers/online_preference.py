@@ -89,8 +89,7 @@ class OnlinePreferenceTrainer:
             start = rows.ref_logprobs.masked_fill(~rows.action_mask, 0).sum(1)
         if self.needs_pairs:
             return PairBatch(sequences, torch.zeros(len(best))), start
-        asked = list(zip(rollout.prompts.ids, rollout.prompts.images, strict=True))
-        pairs = torch.tensor(mismatches(asked, chosen.tolist()), dtype=torch.long).view(-1, 2)
+        pairs = torch.tensor(mismatches(rollout.prompts.asked, chosen.tolist()), dtype=torch.long).view(-1, 2)
         response = ("response_ids", "response_mask", "action_mask")
         others = replace(rollout.rows(pairs[:, 0]), **{n: getattr(rollout, n)[pairs[:, 1]] for n in response})
         return LabelledBatch(sequences, others.sequences(pad_id), torch.arange(len(rows)) < len(best)), start

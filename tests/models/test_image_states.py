@@ -7,8 +7,9 @@ from torch.testing import assert_close
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.image_files import ImageRef, look_at, open_image
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
+from hybrid_rlhf.models import images as images_module
 from hybrid_rlhf.models.backbone import hidden_states, joining
-from hybrid_rlhf.models.images import load_reader, reader_of
+from hybrid_rlhf.models.images import ImageReader, load_reader, reader_of
 from tests.factories import tiny
 from tests.factories.vision import KINDS, ROWS, by_transformers, folder, image_files, image_text_model, rows_of
 
@@ -77,6 +78,20 @@ def test_the_tower_has_gradients_only_where_it_is_trained(kind):
         parameter.grad, parameter.requires_grad = None, False
     hidden_states(model, batch).square().sum().backward()
     assert all(p.grad is None for p in towers)
+
+
+def test_processed_images_are_remembered_up_to_a_number_of_bytes(monkeypatch):
+    first, second, third = image_files()
+    reader = ImageReader(load_reader(folder("qwen3_vl"))._processor)
+    sizes = [sum(value.nbytes for value in reader.read(image).inputs.values()) for image in (first, second, third)]
+    kept = {image: reader.read(image) for image in (first, second, third)}
+    assert all(reader.read(image) is read for image, read in kept.items())
+    monkeypatch.setattr(images_module, "_KEPT_BYTES", sizes[0] + sizes[2])
+    reader = ImageReader(reader._processor)
+    kept = {image: reader.read(image) for image in (first, second)}
+    assert reader.read(second) is kept[second] and reader.read(first) is not kept[first]  # both were too much
+    kept = {image: reader.read(image) for image in (first, third)}
+    assert all(reader.read(image) is read for image, read in kept.items())
 
 
 def test_a_model_of_text_has_no_reader_and_refuses_images():

@@ -221,6 +221,7 @@ PROMPTS = {  # as published templates write them
     "<|user|>\nWhy?</s>\n<|assistant|>\n": "Why?",
     "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Why?\n\nAssistant:": "Why?",
     "Once upon a time": "Once upon a time", " user of 2 < 3\n": " user of 2 < 3\n", "": "",
+    "<|im_start|>user\n<|vision_start|>[a.png]<|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n": "[a.png]Why?",
     "<|im_start|>assistant\n": "<|im_start|>assistant\n"}
 
 

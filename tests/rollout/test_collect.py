@@ -12,6 +12,7 @@ import torch
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.errors import UserError
+from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import KeptSets
 from hybrid_rlhf.engine import SamplingConfig
@@ -192,6 +193,15 @@ def test_people_are_shown_the_first_response_to_each_of_the_first_prompts():
              {"prompt": "six", "completion": "c", "score": None, "ended": True},
              {"prompt": "seven", "completion": "d", "score": 0.5, "ended": False}]
     assert samples_of(made, 4) == shown and samples_of(made, 2) == shown[:2] and samples_of(None, 4) == []
+
+
+def test_a_question_about_two_images_is_two_prompts_and_people_see_their_names():
+    made = sampled()
+    made.prompts.ids = [[5]] * 4
+    made.prompts.texts = ["[image] and [image]?"] * 2 + ["[image]?"] * 2
+    one, two = ImageRef("/x/one.png", 1, 1), ImageRef("/y/two.png", 1, 1)
+    made.prompts.images = [(one, two), (one, two), (one,), (two,)]
+    assert [row["prompt"] for row in samples_of(made, 4)] == ["[one.png] and [two.png]?", "[one.png]?", "[two.png]?"]
 
 
 def test_of_several_sources_and_a_judge_people_are_shown_what_each_said():

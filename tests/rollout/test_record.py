@@ -10,6 +10,7 @@ import torch
 
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS, whiten
 from hybrid_rlhf.algorithms.shaping import shape_rewards
+from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import KeptSets
 from hybrid_rlhf.rewards.functions import inputs
@@ -138,6 +139,14 @@ def test_what_every_method_reports_of_its_samples():
         "completions/distinct_answers": 3 / 4,  # of four prompts
         "completions/same_ending": 2 / 3,  # of three that say something
         "completions/top3_share": 1.0, "kl": 1.0, "objective/kl": 1.0})  # half a nat at 4 + 1 + 1 + 2 actions of 4
+
+
+def test_answers_to_one_question_about_other_images_are_answers_to_other_prompts():
+    made = record([5], [5], [5])
+    made.prompts.ids = [[1]] * 3
+    assert made.metrics().compute()["completions/distinct_answers"] == 1.0  # of one prompt
+    made.completions, made.prompts.images = ["5"] * 3, [(ImageRef(name, 1, 1),) for name in "aab"]
+    assert made.metrics().compute()["completions/distinct_answers"] == 2 / 3  # one of two, one of one
 
 
 def test_what_two_rollouts_report_is_weighed_by_their_sizes_and_texts_and_turns_may_be_absent_or_there():

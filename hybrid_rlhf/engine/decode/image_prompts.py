@@ -56,7 +56,8 @@ class ImagePrompts:
         """The prompt with its images' tokens numbered. Raises UserError where their numbers do not agree."""
         if not images:
             return list(ids)
-        owners = [_Place(image, n) for n, image in enumerate(images) for _ in range(self._reader.num_tokens(image))]
+        owners = [_Place(image, n) for n, image in enumerate(images)
+                  for _ in range(self._reader.read(image).num_tokens)]
         if len(owners) != sum(i in self._reader.token_ids for i in ids):
             raise UserError(f"a prompt has {sum(i in self._reader.token_ids for i in ids)} tokens of images, and its "
                             f"{len(images)} images have {len(owners)}; render it by the model's own processor")
