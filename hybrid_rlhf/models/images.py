@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -24,33 +25,38 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are an image's
 
 class ReadImage(NamedTuple):
     """What a processor makes of one image. text: what stands for it in a prompt, in place of the placeholder that the
-    chat template writes; inputs: the tensors of the model's `get_image_features`."""
+    chat template writes; num_tokens: how many of `token_ids` that has; inputs: the tensors of the model's
+    `get_image_features`."""
 
     text: str
+    num_tokens: int
     inputs: dict[str, Tensor]
 
 
 class ImageReader:
     """The processor of a checkpoint, for one image at a time. placeholder: the text that a chat template writes for an
     image. token_ids: those of the tokens whose embeddings are an image's features, and of those between them: a policy
-    does not sample them."""
+    does not sample them. Several threads may read."""
 
     def __init__(self, processor: Any) -> None:  # of transformers
         self._processor = processor
         self.placeholder: str = processor.image_token
         self.token_ids = frozenset(i for i in processor.image_token_ids if i is not None)
+        self._lock = Lock()  # a tokenizer refuses two threads at once
         self.read = lru_cache(_KEPT)(self._read)
 
     def _read(self, image: ImageRef) -> ReadImage:
-        out = self._processor(images=[open_image(image)], text=[self.placeholder], return_tensors="pt",
-                              return_text_replacement_offsets=True)
+        opened = open_image(image)
+        with self._lock:
+            out = self._processor(images=[opened], text=[self.placeholder], return_tensors="pt",
+                                  return_text_replacement_offsets=True)
         unused = {"input_ids", "attention_mask", "text_replacement_offsets", *_TYPES}
-        return ReadImage(out["text_replacement_offsets"][0][0]["replacement"],
+        return ReadImage(out["text_replacement_offsets"][0][0]["replacement"], int(self.types(out["input_ids"]).sum()),
                          {name: value for name, value in out.items() if name not in unused})
 
     def num_tokens(self, image: ImageRef) -> int:
         """How many of `token_ids` an image has in a prompt."""
-        return sum(i in self.token_ids for i in self._processor.tokenizer(self.read(image).text)["input_ids"])
+        return self.read(image).num_tokens
 
     def settings(self) -> str:
         """All that decides which tokens an image has."""
