@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.core.image_files import ImageRef, open_image
+from hybrid_rlhf.core.image_files import ImageError, ImageRef, open_image
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.processor_compat import load_processor
 
@@ -47,9 +47,12 @@ class ImageReader:
 
     def _read(self, image: ImageRef) -> ReadImage:
         opened = open_image(image)
-        with self._lock:
-            out = self._processor(images=[opened], text=[self.placeholder], return_tensors="pt",
-                                  return_text_replacement_offsets=True)
+        try:
+            with self._lock:
+                out = self._processor(images=[opened], text=[self.placeholder], return_tensors="pt",
+                                      return_text_replacement_offsets=True)
+        except ValueError as error:  # such as Qwen's for an image 200 times as long as high
+            raise ImageError(f"is refused by the model's processor ({' '.join(str(error).split())[:200]})") from error
         unused = {"input_ids", "attention_mask", "text_replacement_offsets", *_TYPES}
         return ReadImage(out["text_replacement_offsets"][0][0]["replacement"], int(self.types(out["input_ids"]).sum()),
                          {name: value for name, value in out.items() if name not in unused})
