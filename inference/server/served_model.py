@@ -121,8 +121,11 @@ class Served:
         if sources_in(asked.messages) and self.no_images:
             raise ApiError(400, self.no_images, param="messages", code="unsupported_parameter")
         try:
-            self._note_unread(asked.messages)
             messages, _ = resolved(asked.messages, Files(folder, folder, MAX_PIXELS, allow_urls=False))
+        except SkipRow as error:
+            raise ApiError(400, f"the messages have {error}; send another one", param="messages") from None
+        try:
+            self._note_unread(asked.messages)
             rendered = compose_prompt(self.encoder, messages, asked.continues)
         except SkipRow as error:
             raise ApiError(400, f"these messages make no prompt: {error}; "

@@ -243,6 +243,19 @@ def test_states_of_a_prompt_with_images_are_read_from_its_start_or_behind_them()
             assert_close(torch.tensor([score.logprob for score in found]), expected, atol=2e-4, rtol=1e-4)
 
 
+def test_states_behind_text_that_was_read_without_the_image_are_read_anew():
+    model, (prompts, images) = image_text_model("qwen3_vl"), rows_of("qwen3_vl")
+    engine, answer = engine_of(model), [5, 9, 11]
+    expected = scored(engine, prompts[:1], images[:1], [answer])[0]
+    with engine.inference():
+        scorer, prompt = SequenceScorer(engine, 64), engine.serve(1, 64).prompt(prompts[0], images[0])
+        num_before = next(i for i, token in enumerate(prompt) if token < 0)
+        scorer.score([*prompt[:num_before], 3, 4], 1)
+        assert num_before > 0 and scorer._reader.num_held(prompt) == num_before
+        found = scorer.score([*prompt, *answer], len(prompt))
+    assert_close(torch.tensor([score.logprob for score in found]), expected, atol=2e-4, rtol=1e-4)
+
+
 def test_a_model_that_does_not_run_on_the_decode_engine_refuses_images_in_one_line(monkeypatch):
     prompts, images = rows_of("qwen3_vl")
     monkeypatch.setattr(Runner, "_try", lambda self, path: "no")

@@ -14,6 +14,7 @@ from PIL import Image
 
 from hybrid_rlhf.core import image_files
 from hybrid_rlhf.inference.scorer import Scorer
+from hybrid_rlhf.inference.server.app import Server
 from hybrid_rlhf.inference.server.serve import default_body_bytes
 from hybrid_rlhf.inference.server.served_model import Limits
 from hybrid_rlhf.models.images import load_reader
@@ -120,6 +121,17 @@ def test_images_are_files_only_while_a_request_uses_them(served):
     content(ask(served, user(image(FILES[0]), words("what"))))
     assert ask(served, user(image(FILES[0]), image(FILES[1]), words("x" * 3000))).status_code == 400  # too long
     assert until(lambda: not any(place.iterdir()), 10)
+
+
+def test_a_file_of_two_requests_stays_until_both_have_ended(tmp_path):
+    server, path = Server([], None, Limits(), None), tmp_path / "a"
+    server.images = tmp_path
+    path.write_text("")
+    server._used.update([str(path)] * 3)  # twice in one of them
+    server._forget([str(path)] * 2)
+    assert path.exists()
+    server._forget([str(path)])
+    assert not path.exists()
 
 
 def test_the_folder_of_images_goes_with_the_server(tmp_path, monkeypatch):
