@@ -19,8 +19,8 @@ from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.core.options import expanded, nearest_path
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.data.chat import Encoded, SkipRow, compose_prompt, encode_all, encode_prompt
-from hybrid_rlhf.data.messages import clean, with_tools
 from hybrid_rlhf.data.images import sources_in
+from hybrid_rlhf.data.messages import clean, with_tools
 from hybrid_rlhf.data.turns import IMAGE, IMAGES, in_parts, is_begun, without_blank
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
@@ -151,7 +151,8 @@ class Conversation:
         The same function makes the prompts for training, so the two cannot differ.
         """
         try:
-            return encode_all(self.tokenizer, [compose_prompt(self.tokenizer, with_tools(self.messages, self.tools))])[0]
+            rendered = compose_prompt(self.tokenizer, with_tools(self.messages, self.tools))
+            return encode_all(self.tokenizer, [rendered])[0]
         except SkipRow as error:
             raise UserError(f"this conversation cannot go on: {error}; "
                             "take a turn back (/undo) or start anew (/reset)") from error
@@ -166,7 +167,7 @@ class Conversation:
                        min_new_tokens=min(self.sampling.min_new_tokens, room))
 
     def save(self, path: str) -> None:
-        """Write the messages as one line of jsonl with a `messages` column (and `tools`, and `images` with paths), which
+        """Write the messages as one line of jsonl with a `messages` column (and `tools`, and `images`: paths), which
         SFT can read."""
         check(bool(self.messages), "nothing to save: the conversation has no messages; ask something first")
         try:

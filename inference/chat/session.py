@@ -20,6 +20,7 @@ from hybrid_rlhf.data.images import Files, column_of, listed, placed, resolved, 
 from hybrid_rlhf.data.messages import clean, messages_of, tools_of
 from hybrid_rlhf.data.turns import IMAGE, IMAGES, SkipRow
 from hybrid_rlhf.inference.conversation import Conversation, image_reader, shown_call
+from hybrid_rlhf.models.images import ImageReader
 from hybrid_rlhf.models.template_kwargs import check_kwargs, set_defaults, split_kwargs
 from hybrid_rlhf.models.tool_calls import check_tools
 
@@ -81,7 +82,7 @@ class Session:
         self.images += images
         return f"{'; '.join(notes)}; {'it goes' if len(notes) == 1 else 'they go'} with your next question"
 
-    def image_readers(self) -> list:
+    def image_readers(self) -> list[ImageReader]:
         """Of the models that answer next; UserError where one reads no images."""
         return [image_reader(name, self.chat_models[name].engine.model, self.chat_models[name].tokenizer)
                 for name in self._next_speakers()]

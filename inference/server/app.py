@@ -210,9 +210,7 @@ class Server:
 
     def _job(self, model: Served, asked: GenerationRequest, prompts: list[Prompt]) -> GenerationJob:
         """The requests of all choices, prompt by prompt; ApiError for one that cannot run."""
-        if model.lane.serving is None:
-            raise ApiError(503, "the engine starts again; try again", retry_after=1)
-        requests = []
+        serving, requests = model.lane.running(), []
         for prompt in prompts:
             limit = min(asked.limit or self.limits.max_new_tokens, self.limits.max_new_tokens,
                         model.lane.capacity - len(prompt.ids))
@@ -220,7 +218,7 @@ class Server:
             requests += [engine_request.Request(i, prompt.ids, limit, asked.seed, sampling=sampling)
                          for i in range(asked.num_choices)]
             try:
-                model.lane.serving.check(requests[-1])
+                serving.check(requests[-1])
             except UserError as error:
                 raise ApiError(400, str(error), param="messages" if asked.is_chat else "prompt") from None
         return GenerationJob(requests, asyncio.get_running_loop())

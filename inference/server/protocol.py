@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.strict_json import loads, why
-from hybrid_rlhf.data.messages import clean, tools_of, with_tools
 from hybrid_rlhf.data.images import source_of, sources_in
+from hybrid_rlhf.data.messages import clean, tools_of, with_tools
 from hybrid_rlhf.data.turns import IMAGE, IMAGES, is_begun, with_kwargs
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.template_kwargs import KWARGS
@@ -350,8 +350,8 @@ def _message(message: _Message, where: str) -> dict:
     if urls:
         _need(message.role != "assistant", where, f"{where}.content: an answer has no images; send them as the user's")
         _need(all(isinstance(url, str) and re.match("data:image/[^,]{,80};base64,", url) for url in urls), where,
-              f"{where}.content: an image is read from a data URL (data:image/png;base64,...), never from an address or "
-              "a file; send the image itself")
+              f"{where}.content: an image is read from a data URL (data:image/png;base64,...), never from an address "
+              "or a file; send the image itself")
         row[IMAGES] = urls
     _need(not message.tool_calls or message.role == "assistant", where,
           f"{where}.tool_calls: only the assistant calls tools; leave them out")

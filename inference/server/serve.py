@@ -100,7 +100,7 @@ def open_model(name: str, path: str, options: argparse.Namespace) -> Served:
     if published := published_sampling(path, but=["max_new_tokens"]):
         print(announced(name, published, "a request says otherwise"), file=sys.stderr)
     served = Served(name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer, published)
-    if served.no_images and towers(opened.engine.model):
+    if served.no_images and towers(served.lane.engine.model):
         print(f"note: {served.no_images}", file=sys.stderr)
     return served
 

@@ -41,8 +41,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as tokens, and as text. has_bos: the first token is BOS, added by the tokenizer, and has no text. images:
-    those whose tokens are in `ids`, as the engine numbers them."""
+    """A prompt as tokens, and as text. has_bos: the first token is BOS, added by the tokenizer, and has no text.
+    images: those whose tokens are in `ids`, as the engine numbers them."""
 
     ids: list[int]
     text: str
@@ -135,11 +135,10 @@ class Served:
         return Prompt(self._numbered(ids, rendered.images), rendered.shown, images=rendered.images)
 
     def _numbered(self, ids: list[int], images: tuple[ImageRef, ...]) -> list[int]:
-        serving = self.lane.serving
-        if not images or serving is None:  # None: the engine starts again, and the request is refused for that
+        if not images:
             return ids
         try:
-            return serving.prompt(ids, images)
+            return self.lane.running().prompt(ids, images)
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
 

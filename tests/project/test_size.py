@@ -32,8 +32,8 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/studio": (8650, 50),
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5270, 29),
-    "inference": (3746, 26),
-    "tests": (60394, 351),
+    "inference": (3752, 26),
+    "tests": (60407, 351),
     "benchmarks": (7727, 52),
     ENTRY_POINTS: (2168, 11),
 }

@@ -20,7 +20,8 @@ from hybrid_rlhf.inference.server.served_model import Limits
 from hybrid_rlhf.models.images import load_reader
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm
 from tests.factories.tiny import save_tiny
-from tests.factories.vision import folder, greedy_chat, image_files as drawn_files
+from tests.factories.vision import folder, greedy_chat
+from tests.factories.vision import image_files as drawn_files
 from tests.inference.server.tiny_server import chat, content, events, running, until
 
 PICTURE = {"type": "image"}
