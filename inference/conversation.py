@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,17 +14,21 @@ from torch import nn
 from hybrid_rlhf.core.accelerator import keep_within_card
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.core.options import expanded, nearest_path
 from hybrid_rlhf.core.own_files import write_file
-from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_prompt
+from hybrid_rlhf.data.chat import Encoded, SkipRow, compose_prompt, encode_all, encode_prompt
+from hybrid_rlhf.data.images import sources_in
 from hybrid_rlhf.data.messages import clean, with_tools
-from hybrid_rlhf.data.turns import is_begun, without_blank
+from hybrid_rlhf.data.turns import IMAGE, IMAGES, in_parts, is_begun, without_blank
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.response_text import AnswerText, TurnText, pieces
+from hybrid_rlhf.models.backbone import towers
 from hybrid_rlhf.models.complete import few
 from hybrid_rlhf.models.folder_files import check_config, read_object
+from hybrid_rlhf.models.images import ImageReader, reader_of
 from hybrid_rlhf.models.load import as_published, check_folder, load_causal_lm, max_positions, refuse_gguf
 from hybrid_rlhf.models.template import special_ids
 from hybrid_rlhf.models.tokenizer import load_tokenizer
@@ -68,15 +72,16 @@ class Conversation:
         """Forget everything but the system message."""
         self.messages = [{"role": "system", "content": clean(self.system)}] if self.system else []
 
-    def answer(self, text: str | None) -> Iterator[str]:
+    def answer(self, text: str | None, images: Sequence[ImageRef] = ()) -> Iterator[str]:
         """Add the user's `text` and yield the answer in pieces as it is sampled, then its tool calls, a line each.
         None: no new text; the model continues after answers to its tool calls (`answer_call`), or its last answer.
+        images: where the text has as many marks IMAGE, else before it.
 
         Leaving early (an interrupt, closing the iterator) keeps the part of the answer that was yielded. If nothing
         was, the question is removed too. Raises UserError if the conversation leaves no room for an answer.
         """
         if text is not None:
-            self.messages.append({"role": "user", "content": clean(text)})
+            self.messages.append(_question(clean(text), images))
         self.messages[:] = without_blank(self.messages)
         self.was_cut, self.call_errors = False, []
         answered: list[str] = []
@@ -100,8 +105,8 @@ class Conversation:
 
     def _stream(self, calls: list[dict]) -> Iterator[str]:
         """Yield the text of an answer; at its end its tool calls are added to `calls`."""
-        prompt = self.prompt_ids()
-        sampling = self._sampling_within(len(prompt))
+        prompt = self.prompt()
+        sampling = self._sampling_within(len(prompt.ids))
         seen = 0
 
         def counted(tokens: Iterator[int]) -> Iterator[int]:
@@ -111,7 +116,8 @@ class Conversation:
                 yield token
 
         seed = self.seed + self.num_answers
-        with self.engine.inference(), closing(self.engine.stream(prompt, sampling, seed)) as tokens:
+        with self.engine.inference(), closing(self.engine.stream(prompt.ids, sampling, seed,
+                                                                 images=prompt.images)) as tokens:
             text = AnswerText(self.tokenizer, (), self.engine.eos_ids)
             yield from self._turn(text, counted(tokens), calls) if self.tools else pieces(text, counted(tokens))
         self.was_cut = seen >= sampling.max_new_tokens
@@ -139,13 +145,14 @@ class Conversation:
         self.messages.append({"role": "tool", "name": call["function"]["name"], "tool_call_id": call.get("id", ""),
                               "content": clean(text)})
 
-    def prompt_ids(self) -> list[int]:
-        """The conversation as token ids, with the generation prompt at its end.
+    def prompt(self) -> Encoded:
+        """The conversation as token ids and images, with the generation prompt at its end.
 
         The same function makes the prompts for training, so the two cannot differ.
         """
         try:
-            return encode_prompt(self.tokenizer, with_tools(self.messages, self.tools))
+            rendered = compose_prompt(self.tokenizer, with_tools(self.messages, self.tools))
+            return encode_all(self.tokenizer, [rendered])[0]
         except SkipRow as error:
             raise UserError(f"this conversation cannot go on: {error}; "
                             "take a turn back (/undo) or start anew (/reset)") from error
@@ -160,15 +167,33 @@ class Conversation:
                        min_new_tokens=min(self.sampling.min_new_tokens, room))
 
     def save(self, path: str) -> None:
-        """Write the messages as one line of jsonl with a `messages` column (and `tools`), which SFT can read."""
+        """Write the messages as one line of jsonl with a `messages` column (and `tools`, and `images`: paths), which
+        SFT can read."""
         check(bool(self.messages), "nothing to save: the conversation has no messages; ask something first")
         try:
             place = Path(expanded(path))
             check(not os.path.lexists(place), f"{path} exists; choose another name")
-            row = {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+            paths = [image.path for image in sources_in(self.messages)]
+            row = {"messages": in_parts(self.messages)} | ({"images": paths} if paths else {})
+            row |= {"tools": self.tools} if self.tools else {}
             write_file(place, json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}; give another name") from error
+
+
+def _question(text: str, images: Sequence[ImageRef]) -> dict:
+    if not images:
+        return {"role": "user", "content": text}
+    text = text if text.count(IMAGE) == len(images) else IMAGE * len(images) + text.replace(IMAGE, "\ufffd")
+    return {"role": "user", "content": text, IMAGES: list(images)}
+
+
+def image_reader(name: str, model: nn.Module, tokenizer: object) -> ImageReader:
+    """What reads images for the model called `name`. UserError where it reads none."""
+    reader = reader_of(tokenizer) if towers(model) else None
+    if reader is None:
+        raise UserError(f"{name} reads no images; ask in text, or take an image-text model with its processor")
+    return reader
 
 
 def shown_call(call: dict) -> str:

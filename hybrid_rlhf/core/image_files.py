@@ -14,6 +14,7 @@ from hybrid_rlhf.core.errors import UserError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MAX_PIXELS = 2**20  # of an image as models read it, unless options say otherwise
 MAX_FILE_PIXELS = 100_000_000  # of a file; a larger one could fill the memory (Pillow warns at 89 million)
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")  # none that starts a program (EPS)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.image_files import ImageRef
+from hybrid_rlhf.core.image_files import ImageError, ImageRef
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.data.messages import WITH_MEDIA, is_untrained
 from hybrid_rlhf.data.turns import (
@@ -229,7 +229,10 @@ def image_text(reader: ImageReader, image: ImageRef) -> str:
     known = _texts.setdefault(reader, {})
     size = image.width, image.height
     if size not in known:
-        known[size] = reader.read(image).text
+        try:
+            known[size] = reader.read(image).text
+        except ImageError as error:
+            raise SkipRow(f"an image that {error}") from error
     return known[size]
 
 

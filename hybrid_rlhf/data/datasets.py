@@ -13,6 +13,7 @@ from typing import NamedTuple
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.errors import escape_control
+from hybrid_rlhf.core.image_files import MAX_PIXELS
 from hybrid_rlhf.core.options import check_values, one_of, within
 from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.chat import SkipRow
@@ -82,7 +83,7 @@ class DataConfig:
     max_length: int = within(1024, "[2,")
     max_prompt_length: int = within(256, "[2,")
     raw: bool = False
-    max_pixels: int = within(1048576, "[1,")
+    max_pixels: int = within(MAX_PIXELS, "[1,")
     allow_image_urls: bool = False
     train_on: str = one_of("response", ("response", "all"))
     append_eos: bool = True

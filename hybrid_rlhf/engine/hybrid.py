@@ -287,14 +287,19 @@ class HybridEngine(Generic[ModuleT]):
             self._cache = cache = self._runner.new_cache(slots, capacity, pages)
         return cache
 
-    def stream(self, prompt: list[int], sampling: SamplingConfig, seed: int = 0) -> Iterator[int]:
-        """Yield the tokens of one response one by one, stop tokens excluded. Only inside `inference()`.
+    def stream(self, prompt: list[int], sampling: SamplingConfig, seed: int = 0, *,
+               images: Sequence[ImageRef] = ()) -> Iterator[int]:
+        """Yield the tokens of one response one by one, stop tokens excluded. Only inside `inference()`. images: as in
+        `generate`, of this prompt.
 
         The cache stays until the mode ends, so a prompt that continues the last one costs its new tokens only.
         """
         self._require_inference("stream")
         if self.ranks:
             raise RuntimeError("stream() over several ranks: one response at a time is one process's work")
+        if images:
+            check_reads_images(self._runner)
+            prompt = self._runner.images.numbered(prompt, images)
         check_lengths(self._runner, [prompt], [sampling.max_new_tokens])
         stops = self._stops(sampling)
         if self._runner.path == "generate":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.core.image_files import ImageRef, open_image
+from hybrid_rlhf.core.image_files import ImageError, ImageRef, open_image
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.processor_compat import load_processor
 
@@ -50,7 +50,8 @@ class ImageReader:
         self._num_bytes, self._lock = 0, Lock()
 
     def read(self, image: ImageRef) -> ReadImage:
-        """What the processor makes of an image, remembered for the next time."""
+        """What the processor makes of an image, remembered for the next time. Several threads may read. Raises
+        ImageError where the processor refuses it."""
         with self._lock:
             known = self._kept.pop(image, None)
             if known is None:
@@ -62,12 +63,20 @@ class ImageReader:
         return known
 
     def _processed(self, image: ImageRef) -> ReadImage:
-        out = self._processor(images=[open_image(image)], text=[self.placeholder], return_tensors="pt",
-                              return_text_replacement_offsets=True)
+        opened = open_image(image)
+        try:
+            out = self._processor(images=[opened], text=[self.placeholder], return_tensors="pt",
+                                  return_text_replacement_offsets=True)
+        except ValueError as error:  # such as Qwen's for an image 200 times as long as high
+            raise ImageError(f"is refused by the model's processor ({' '.join(str(error).split())[:200]})") from error
         unused = {"input_ids", "attention_mask", "text_replacement_offsets", *_TYPES}
         text = out["text_replacement_offsets"][0][0]["replacement"]
         num_tokens = sum(i in self.token_ids for i in self._processor.tokenizer(text)["input_ids"])
         return ReadImage(text, num_tokens, {name: value for name, value in out.items() if name not in unused})
+
+    def num_tokens(self, image: ImageRef) -> int:
+        """How many of `token_ids` an image has in a prompt."""
+        return self.read(image).num_tokens
 
     def settings(self) -> str:
         """All that decides which tokens an image has."""

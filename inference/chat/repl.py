@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from hybrid_rlhf.inference.named_models import model_folder, named_models
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from hybrid_rlhf.core.image_files import ImageRef
     from hybrid_rlhf.inference.chat.session import Session
 
 BLOCK = '"""'
@@ -37,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--reward_model", type=expanded, metavar="DIR",
                        help="a reward model for /score, such as outputs/demo/reward")
     flags.add_argument("--prompt", help="answer this once, print the answer and nothing else, and end")
+    flags.add_argument("--image", type=expanded, nargs="+", action="extend", default=[], metavar="PATH",
+                       help="pictures that go with --prompt, or with the first question")
     flags.add_argument("--system", help="system message")
     flags.add_argument("--tools", type=expanded, metavar="FILE",
                        help="a JSON list of functions that the model may call (OpenAI's schemas); /tool answers a call")
@@ -68,20 +71,28 @@ def say(session: Session, text: str | None) -> None:
     Several answers are shown in columns on a terminal, else one after the other, each under its model's name.
     """
     names = session.answered() if text is None else session.speakers()
-    if len(names) > 1 and sys.stdout.isatty():
-        _side_by_side(session, names, text)
-        return
-    for name in names:
-        if len(names) > 1:
-            print(f"{escape_control(name)}:", flush=True)
-        _stream(session, name, text)
-        for remark in _remarks(session, name):
-            notice(f"({remark})")
-
-
-def _stream(session: Session, name: str, text: str | None) -> None:
+    images: list[ImageRef] = []
+    if text is not None:
+        images, session.images = session.images, []
     try:
-        with closing(session.chat_models[name].answer(text)) as answer:
+        if len(names) > 1 and sys.stdout.isatty():
+            _side_by_side(session, names, text, images)
+            return
+        for name in names:
+            if len(names) > 1:
+                print(f"{escape_control(name)}:", flush=True)
+            _stream(session, name, text, images)
+            for remark in _remarks(session, name):
+                notice(f"({remark})")
+    except UserError:
+        if images:
+            notice("the pictures are taken back with the question; /image gives them again")
+        raise
+
+
+def _stream(session: Session, name: str, text: str | None, images: Sequence[ImageRef] = ()) -> None:
+    try:
+        with closing(session.chat_models[name].answer(text, images)) as answer:
             for piece in answer:
                 sys.stdout.write(escape_control(piece))
                 sys.stdout.flush()
@@ -95,10 +106,12 @@ def _remarks(session: Session, name: str) -> list[str]:
     remarks = ["cut: the answer reached its longest length"] if model.was_cut else []
     remarks += [f"a tool call that cannot be read: {error}" for error in model.call_errors]
     remarks += [f"/tool TEXT answers {call['function']['name']}" for call in model.open_calls()[:1]]
+    if session.is_scoring and any(message.get("images") for message in model.messages):
+        remarks.append("no score: the reward model reads no images")
     return [*map(escape_control, remarks), *([f"score {score:.3f}"] if score is not None else [])]
 
 
-def _side_by_side(session: Session, names: list[str], text: str | None) -> None:
+def _side_by_side(session: Session, names: list[str], text: str | None, images: Sequence[ImageRef]) -> None:
     """Ask all of `names`, one after the other, and show their answers in columns as they stream. An interrupt ends the
     current answer and the remaining ones."""
     from rich.console import Console
@@ -110,7 +123,7 @@ def _side_by_side(session: Session, names: list[str], text: str | None) -> None:
     with Live(console=console, refresh_per_second=12, transient=True) as live:
         try:
             for name in names:
-                with closing(session.chat_models[name].answer(text)) as answer:
+                with closing(session.chat_models[name].answer(text, images)) as answer:
                     for piece in answer:
                         answers[name] += escape_control(piece)
                         live.update(columns(answers, remarks))
@@ -234,14 +247,17 @@ def run(argv: list[str] | None) -> int:
         session = open_session(options)
     is_piped = not (sys.stdin.isatty() and sys.stdout.isatty())
     session.is_comparing = len(session.chat_models) > 1 and (is_piped or options.prompt is not None)
+    note = session.add_images(options.image) if options.image else ""
     if options.prompt is not None:
         if session.is_comparing or session.scorer:
             say(session, options.prompt)
         else:  # only the answer
-            _stream(session, session.current, options.prompt)
+            _stream(session, session.current, options.prompt, session.images)
         return 0
     if sys.stdin.isatty():
         notice(f"{', '.join(session.chat_models)}: /help lists the commands, /exit leaves")
+    if note:
+        notice(note)
     return talk(session)
 
 

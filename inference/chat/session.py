@@ -4,17 +4,23 @@ command is one function and one row of COMMANDS."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.image_files import MAX_FILE_PIXELS, MAX_PIXELS, ImageError, ImageRef, look_at, scaled
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.strict_json import loads
+from hybrid_rlhf.data import cache
+from hybrid_rlhf.data.images import Files, column_of, listed, placed, resolved, sources_in
 from hybrid_rlhf.data.messages import clean, messages_of, tools_of
-from hybrid_rlhf.data.turns import SkipRow
-from hybrid_rlhf.inference.conversation import Conversation, shown_call
+from hybrid_rlhf.data.turns import IMAGE, IMAGES, SkipRow
+from hybrid_rlhf.inference.conversation import Conversation, image_reader, shown_call
+from hybrid_rlhf.models.images import ImageReader
 from hybrid_rlhf.models.template_kwargs import check_kwargs, set_defaults, split_kwargs
 from hybrid_rlhf.models.tool_calls import check_tools
 
@@ -32,6 +38,7 @@ class Session:
     """chat_models: the models by name, each with its own history; current: the one that answers, unless all do.
 
     is_comparing: every question goes to all of them. scorer: a reward model, whose score is shown while is_scoring.
+    images: go with the next question.
     """
 
     chat_models: dict[str, Conversation]
@@ -40,6 +47,7 @@ class Session:
     scorer: Scorer | None = None
     is_scoring: bool = False
     asked: list[str] = field(default_factory=list)  # the models that answered the last question
+    images: list[ImageRef] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.current = self.current or list(self.chat_models)[-1]
@@ -50,26 +58,52 @@ class Session:
 
     def speakers(self) -> list[str]:
         """The models that answer the next question."""
-        self.asked = list(self.chat_models) if self.is_comparing else [self.current]
+        self.asked = self._next_speakers()
         return self.asked
+
+    def _next_speakers(self) -> list[str]:
+        return list(self.chat_models) if self.is_comparing else [self.current]
+
+    def add_images(self, paths: Sequence[str]) -> str:
+        """Let pictures go with the next question; returns a line about them. UserError for one that cannot be read, and
+        for models that read none."""
+        readers = self.image_readers()
+        images, notes = [], []
+        for path in paths:
+            try:
+                whole = look_at(os.path.abspath(expanded(path)), MAX_FILE_PIXELS)
+                image = scaled(whole, MAX_PIXELS)
+                count = readers[0].num_tokens(image)
+            except ImageError as error:
+                raise UserError(f"{path} {error}; give the file of a picture") from error
+            less = "" if image == whole else f" (read as {image.width} x {image.height})"
+            notes.append(f"{os.path.basename(path)}, {whole.width} x {whole.height}{less}, {count} tokens")
+            images.append(image)
+        self.images += images
+        return f"{'; '.join(notes)}; {'it goes' if len(notes) == 1 else 'they go'} with your next question"
+
+    def image_readers(self) -> list[ImageReader]:
+        """Of the models that answer next; UserError where one reads no images."""
+        return [image_reader(name, self.chat_models[name].engine.model, self.chat_models[name].tokenizer)
+                for name in self._next_speakers()]
 
     def score(self, name: str) -> float | None:
         """The reward model's score of the last answer of `name`; None if scoring is off or there is no answer."""
         messages = self.chat_models[name].messages
         if not self.is_scoring or self.scorer is None or not messages or messages[-1]["role"] != "assistant":
             return None
-        if messages[-1].get("tool_calls"):  # no answer yet
+        if messages[-1].get("tool_calls") or sources_in(messages):  # no answer yet; not text alone
             return None
         return self.scorer.score([messages[:-1]], [messages[-1]["content"]])[0]
 
-    def take_back(self) -> str:
-        """Forget the last question and its answers; returns the question. UserError if there is none."""
+    def take_back(self) -> dict:
+        """Forget the last question and its answers; returns its message. UserError if there is none."""
         histories = [self.chat_models[name].messages for name in self.asked or [self.current]]
         check(last_question(histories[0]) is not None, "there is no question to take back")
         for messages in histories:
             place = last_question(messages)
             if place is not None:
-                question = messages[place]["content"]
+                question = messages[place]
                 del messages[place:]
         return question
 
@@ -110,13 +144,16 @@ def last_question(messages: list[dict]) -> int | None:
 
 def read_conversation(path: str) -> tuple[list[dict], list[dict]]:
     """The messages and the tools in the first row of a jsonl file. Raises UserError for anything else."""
-    cure = "give a file that /save wrote"
+    cure, folder = "give a file that /save wrote", Path(expanded(path)).parent
     row = _read(path, "/load:", "conversation", cure, is_row=True)
     rows = row.get("messages") if isinstance(row, dict) else None
     check(isinstance(rows, list) and bool(rows) and all(map(_is_message, rows)),
           f"{path} holds no conversation: its first row has no messages of role and content; {cure}")
     try:
         messages = messages_of([{key: m[key] for key in _KEYS if key in m} for m in rows], "messages")
+        column = column_of(row)
+        messages, _ = resolved(placed(messages, listed(row[column]) if column else []),
+                               Files(folder, cache.folder(None) / "images", MAX_PIXELS, allow_urls=False))
         tools = tools_of(row.get("tools"))
     except (SkipRow, TypeError, ValueError) as error:
         raise UserError(f"{path} holds no conversation: {error}; {cure}") from error
@@ -128,7 +165,7 @@ def _is_message(message: object) -> bool:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         return False
     content = message.get("content")
-    return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
+    return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
 
 
 def read_tools(path: str) -> list[dict]:
@@ -198,6 +235,7 @@ def set_values(session: Session, rest: str) -> Effect:
 
 
 def reset(session: Session, _rest: str) -> Effect:
+    session.images = []
     for model in session.chat_models.values():
         model.reset()
     return Effect("the conversation starts anew")
@@ -216,12 +254,25 @@ def load(session: Session, rest: str) -> Effect:
     messages, tools = read_conversation(rest)
     if tools:
         session.set_tools(tools)
+    if sources_in(messages):
+        session.image_readers()
+    session.images = []
     for model in session.chat_models.values():
         model.messages = [dict(m) for m in messages]
     return Effect(f"{len(messages)} messages read; go on from here")
 
 
+def image(session: Session, rest: str) -> Effect:
+    check(bool(rest), "/image takes the path of a picture, or several")
+    try:
+        paths = [rest] if os.path.isfile(expanded(rest)) else shlex.split(rest)
+    except ValueError as error:
+        raise UserError(f"/image: {error}; put a path with spaces in two quotes") from error
+    return Effect(session.add_images(paths))
+
+
 def system(session: Session, rest: str) -> Effect:
+    session.images = []
     for model in session.chat_models.values():
         model.system = rest or None
         model.reset()
@@ -230,24 +281,35 @@ def system(session: Session, rest: str) -> Effect:
 
 
 def again(session: Session, _rest: str) -> Effect:
-    return Effect(question=session.take_back())
+    message = session.take_back()
+    question = IMAGE * len(session.images) + message["content"]
+    session.images += message.get(IMAGES, [])
+    return Effect(question=question)
 
 
 def edit(session: Session, rest: str) -> Effect:
     check(bool(rest), "/edit takes the question as it should have been")
-    session.take_back()
+    session.images += session.take_back().get(IMAGES, [])
     return Effect(question=rest)
 
 
 def undo(session: Session, _rest: str) -> Effect:
-    return Effect(f"taken back: {session.take_back()}")
+    return Effect(f"taken back: {_shown(session.take_back())}")
 
 
 def history(session: Session, _rest: str) -> Effect:
-    rows = [(message["role"], message["content"], *map(shown_call, message.get("tool_calls", ())))
+    rows = [(message["role"], _shown(message), *map(shown_call, message.get("tool_calls", ())))
             for message in session.model.messages]
     return Effect("\n".join(f"{role}: {chr(10).join(filter(None, texts))}" for role, *texts in rows)
                   or "nothing was said yet")
+
+
+def _shown(message: dict) -> str:
+    """The text of a message with the names of its images."""
+    text = message["content"]
+    for image in message.get(IMAGES, ()):
+        text = text.replace(IMAGE, f"[image {os.path.basename(image.path)}] ", 1)
+    return text
 
 
 def model(session: Session, rest: str) -> Effect:
@@ -303,6 +365,7 @@ def show_help(_session: Session, _rest: str) -> Effect:
 
 
 COMMANDS = {
+    "/image": Command(image, "PATH  pictures for the next question (several paths: several)"),
     "/again": Command(again, "  another answer to the last question (/regen too)"),
     "/regen": Command(again, "  the same"),
     "/edit": Command(edit, "QUESTION  ask this instead of the last question"),

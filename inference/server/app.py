@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -47,9 +49,11 @@ def make_app(models: list[Served], worker: Worker, limits: Limits, *, scorer: Sc
 
     @asynccontextmanager
     async def life(_app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(worker.stop)
-        server.encoding.shutdown(cancel_futures=True)
+        with TemporaryDirectory(prefix="hybrid_rlhf_images_") as folder:
+            server.images = Path(folder).absolute()
+            yield
+            await asyncio.to_thread(worker.stop)
+            server.encoding.shutdown(cancel_futures=True)
 
     app = FastAPI(title="hybrid_rlhf", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
     app.get("/health")(server.health)
@@ -83,6 +87,8 @@ class Server:
         self.models, self.worker, self.limits, self.scorer = {m.name: m for m in models}, worker, limits, scorer
         self.encoding = ThreadPoolExecutor(1, "encode")  # long prompts must not block the tokens of others
         self._num_scoring = 0
+        self.images = Path()  # files of requests' images
+        self._used: Counter[str] = Counter()  # in that folder, by how many requests
 
     async def health(self) -> Response:
         state = {"status": "ok" if self.worker.is_alive else "stopped",
@@ -108,10 +114,10 @@ class Server:
         model = self._model(asked.model)
         count = asked.num_choices * max(1, len(asked.prompts))
         self._take_place(model, count)
-        started, jobs = time.monotonic(), list[GenerationJob]()
+        started, jobs, files = time.monotonic(), list[GenerationJob](), list[str]()
 
         async def work(send: Send) -> None:
-            prompts = await self._encode(model.prompts, asked, self.limits)
+            prompts = await self._encode(self._prompts, model, asked, files)
             job = self._job(model, asked, prompts)
             if not asked.is_read_only:
                 jobs.append(job)
@@ -123,6 +129,8 @@ class Server:
             model.seconds.append(time.monotonic() - started)
             for job in jobs:
                 self.worker.drop(model.lane, job)
+            with suppress(RuntimeError):  # at the server's end, when the folder goes
+                self.encoding.submit(self._forget, files)
 
         return Answer(work, leave, self.limits.request_seconds, arrived)
 
@@ -186,11 +194,23 @@ class Server:
         """Run `function` in the thread for prompts; it is skipped if the client has disconnected before."""
         return await asyncio.get_running_loop().run_in_executor(self.encoding, function, *inputs)
 
+    def _prompts(self, model: Served, asked: GenerationRequest, files: list[str]) -> list[Prompt]:
+        """The prompts of a request; the files of their images are added to `files`, for `_forget`."""
+        prompts = model.prompts(asked, self.limits, self.images)
+        files += [image.path for prompt in prompts for image in prompt.images]
+        self._used.update(files)
+        return prompts
+
+    def _forget(self, files: list[str]) -> None:
+        """Remove the images that no request uses any more. In the thread for prompts, after those of the request."""
+        self._used -= Counter(files)
+        for path in self.images.iterdir() if self.images.name else ():
+            if str(path) not in self._used:
+                path.unlink(missing_ok=True)
+
     def _job(self, model: Served, asked: GenerationRequest, prompts: list[Prompt]) -> GenerationJob:
         """The requests of all choices, prompt by prompt; ApiError for one that cannot run."""
-        if model.lane.serving is None:
-            raise ApiError(503, "the engine starts again; try again", retry_after=1)
-        requests = []
+        serving, requests = model.lane.running(), []
         for prompt in prompts:
             limit = min(asked.limit or self.limits.max_new_tokens, self.limits.max_new_tokens,
                         model.lane.capacity - len(prompt.ids))
@@ -198,7 +218,7 @@ class Server:
             requests += [engine_request.Request(i, prompt.ids, limit, asked.seed, sampling=sampling)
                          for i in range(asked.num_choices)]
             try:
-                model.lane.serving.check(requests[-1])
+                serving.check(requests[-1])
             except UserError as error:
                 raise ApiError(400, str(error), param="messages" if asked.is_chat else "prompt") from None
         return GenerationJob(requests, asyncio.get_running_loop())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,12 +13,14 @@ from pydantic import BaseModel, Field, ValidationError
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.strict_json import loads, why
+from hybrid_rlhf.data.images import source_of, sources_in
 from hybrid_rlhf.data.messages import clean, tools_of, with_tools
-from hybrid_rlhf.data.turns import is_begun, with_kwargs
+from hybrid_rlhf.data.turns import IMAGE, IMAGES, is_begun, with_kwargs
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.template_kwargs import KWARGS
 
 MAX_MESSAGES, MAX_CHOICES, MAX_SCORES, MAX_TOOLS, MAX_TOP, MAX_PROMPTS = 4096, 8, 256, 128, 20, 256
+MAX_IMAGES = 16
 MAX_STOPS, MAX_COMPLETION_STOPS = 4, 16  # evaluation suites send more than OpenAI's 4 to /v1/completions
 _COMPLETION_TOKENS = 16  # OpenAI's default
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -40,6 +43,7 @@ class ApiError(Exception):
 class _Part(BaseModel, strict=True):
     type: str = "text"
     text: str | None = None
+    image_url: Any = None
 
 
 class _Called(BaseModel, strict=True):
@@ -201,7 +205,7 @@ def read_chat(data: dict) -> GenerationRequest:
     """A chat completion's body. Raises ApiError 400 that names the parameter."""
     body = _validated(_ChatBody, data, ("functions", "response_format", *_UNREAD))
     tools = _tools(body, data.get("tools"))
-    messages = with_tools(_messages(body.messages, "messages"), tools)
+    messages = with_tools(_messages(body.messages, "messages", MAX_IMAGES), tools)
     if body.chat_template_kwargs:
         messages = with_kwargs(messages, _as_json(body.chat_template_kwargs, KWARGS))
     _need(not body.continue_final_message or is_begun(messages), "continue_final_message",
@@ -315,7 +319,7 @@ def _validated(shape: type[BaseModel], data: dict, unsupported: Sequence[str] = 
     return body
 
 
-def _messages(bodies: Sequence[_Message], where: str) -> list[dict]:
+def _messages(bodies: Sequence[_Message], where: str, max_images: int = 0) -> list[dict]:
     """Messages as templates read them; tool messages get the name of the called function."""
     messages, called = [], {}
     for i, body in enumerate(bodies):
@@ -328,6 +332,9 @@ def _messages(bodies: Sequence[_Message], where: str) -> list[dict]:
                   "it; send the assistant's message with that call too")
             message["name"] = called[call_id]
         messages.append(message)
+    count = len(sources_in(messages))
+    _need(count <= max_images, where, f"{where}: there are {count} images, and at most {max_images} are read at once; "
+          "send fewer" if max_images else f"{where}: only text is scored here; leave the images out")
     return messages
 
 
@@ -335,8 +342,17 @@ def _message(message: _Message, where: str) -> dict:
     _need(message.role in _ROLES, where,
           f"{where}.role: {message.role[:40]!r} is not a role; choose {', '.join(_ROLES)}")
     parts = message.content if isinstance(message.content, list) else [_Part(text=message.content or "")]
-    _need(all(part.type == "text" for part in parts), where, f"{where}.content: only text can be read here")
-    row: dict = {"role": _ROLES[message.role], "content": clean("".join(part.text or "" for part in parts))}
+    _need(all(part.type in ("text", "image_url") for part in parts), where,
+          f"{where}.content: only text and image_url can be read here")
+    urls = [source_of(part.image_url) for part in parts if part.type == "image_url"]
+    row: dict = {"role": _ROLES[message.role], "content": clean("".join(
+        IMAGE if part.type == "image_url" else (part.text or "").replace(IMAGE, "\ufffd") for part in parts))}
+    if urls:
+        _need(message.role != "assistant", where, f"{where}.content: an answer has no images; send them as the user's")
+        _need(all(isinstance(url, str) and re.match("data:image/[^,]{,80};base64,", url) for url in urls), where,
+              f"{where}.content: an image is read from a data URL (data:image/png;base64,...), never from an address "
+              "or a file; send the image itself")
+        row[IMAGES] = urls
     _need(not message.tool_calls or message.role == "assistant", where,
           f"{where}.tool_calls: only the assistant calls tools; leave them out")
     if message.tool_calls:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
@@ -45,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--max_context", type=int, default=4096, help="most tokens of prompt and answer (%(default)s)")
     flags.add_argument("--max_prompt_tokens", type=int, help="most tokens of a prompt (max_context - 1)")
     flags.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer in tokens (%(default)s)")
-    flags.add_argument("--max_body_bytes", type=int, default=2**20, help="largest request (%(default)s)")
+    flags.add_argument("--max_body_bytes", type=int,
+                       help="largest request (1 MiB; 20 MiB where a model reads images)")
     flags.add_argument("--request_timeout", type=float, default=300.0, help="seconds for an answer (%(default)s)")
     return flags
 
@@ -88,6 +90,7 @@ def open_model(name: str, path: str, options: argparse.Namespace) -> Served:
     from hybrid_rlhf.inference.conversation import open_conversation
     from hybrid_rlhf.inference.server.app import Served
     from hybrid_rlhf.inference.server.worker import ModelQueue
+    from hybrid_rlhf.models.backbone import towers
 
     path = str(model_folder(path))
     opened = open_conversation(path, SamplingConfig(), needs_template=False)
@@ -96,7 +99,15 @@ def open_model(name: str, path: str, options: argparse.Namespace) -> Served:
     capacity = min(options.max_context, opened.max_positions or options.max_context)
     if published := published_sampling(path, but=["max_new_tokens"]):
         print(announced(name, published, "a request says otherwise"), file=sys.stderr)
-    return Served(name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer, published)
+    served = Served(name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer, published)
+    if served.no_images and towers(served.lane.engine.model):
+        print(f"note: {served.no_images}", file=sys.stderr)
+    return served
+
+
+def default_body_bytes(models: Sequence[Served]) -> int:
+    """The largest request where no option says so: with room for images where a model reads them."""
+    return 20 * 2**20 if any(model.no_images is None for model in models) else 2**20
 
 
 def run(argv: list[str] | None) -> int:
@@ -125,8 +136,8 @@ def run(argv: list[str] | None) -> int:
     worker.start()
     worker.draw_first()
     took = time.perf_counter() - began
-    limits = Limits(options.max_queue, options.max_new_tokens, options.max_prompt_tokens, options.max_body_bytes,
-                    options.request_timeout)
+    limits = Limits(options.max_queue, options.max_new_tokens, options.max_prompt_tokens,
+                    options.max_body_bytes or default_body_bytes(models), options.request_timeout)
     app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
 
     class OrderlyServer(UvicornServer):

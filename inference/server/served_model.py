@@ -9,9 +9,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.image_files import MAX_PIXELS, ImageRef
 from hybrid_rlhf.data.chat import Rendered, SkipRow, compose_prompt, encode_first
+from hybrid_rlhf.data.images import Files, resolved, sources_in
+from hybrid_rlhf.inference.conversation import image_reader
 from hybrid_rlhf.inference.response_text import IncrementalDetokenizer
 from hybrid_rlhf.inference.sequence_scores import TokenText
 from hybrid_rlhf.inference.server.protocol import ApiError, GenerationRequest
@@ -37,11 +41,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as tokens, and as text. has_bos: the first token is BOS, added by the tokenizer, and has no text."""
+    """A prompt as tokens, and as text. has_bos: the first token is BOS, added by the tokenizer, and has no text.
+    images: those whose tokens are in `ids`, as the engine numbers them."""
 
     ids: list[int]
     text: str
     has_bos: bool = False
+    images: tuple[ImageRef, ...] = ()
 
     def offsets(self, tokenizer) -> list[int]:  # noqa: ANN001 - a transformers class
         """Start of each token in the text; approximate if the tokenizer normalises text."""
@@ -56,7 +62,7 @@ class Prompt:
 @dataclass
 class Served:
     """One model under its name. sampling: default settings of requests; num_open: its requests, running or waiting;
-    seconds: durations of the last ones."""
+    seconds: durations of the last ones; no_images: why it reads no images, or None."""
 
     name: str
     lane: ModelQueue
@@ -72,6 +78,11 @@ class Served:
         self.token_text = TokenText(self.tokenizer)
         # read now: while the model decodes in its own thread, its modules are replaced
         self.num_rows = self.lane.engine.model.get_input_embeddings().num_embeddings
+        self.no_images: str | None = None
+        try:
+            image_reader(self.name, self.lane.engine.model, self.tokenizer)
+        except UserError as error:
+            self.no_images = str(error)
 
     def described(self) -> dict:
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "hybrid_rlhf",
@@ -84,11 +95,12 @@ class Served:
 
     # -- in the thread for prompts -----------------------------------------------------------------------------------
 
-    def prompts(self, asked: GenerationRequest, limits: Limits) -> list[Prompt]:
-        """The prompts of a request; ApiError for one that is too long or that the model cannot read."""
+    def prompts(self, asked: GenerationRequest, limits: Limits, images: Path) -> list[Prompt]:
+        """The prompts of a request; ApiError for one that is too long or that the model cannot read. images: the folder
+        for theirs."""
         most = min(self.lane.capacity - 1, limits.max_prompt_tokens or self.lane.capacity)  # with room for an answer
         if asked.is_chat:
-            return [self._chat_prompt(asked, most)]
+            return [self._chat_prompt(asked, most, images)]
         prompts = [self._completion_prompt(prompt, most, asked.adds_special) for prompt in asked.prompts]
         count = sum(len(prompt.ids) for prompt in prompts) * asked.num_choices * ((asked.num_top or 0) + 1)
         if asked.num_top is not None and asked.has_echo and count > MAX_NUMBERS:
@@ -96,7 +108,7 @@ class Served:
                                 "send fewer prompts or a smaller logprobs", param="prompt")
         return prompts
 
-    def _chat_prompt(self, asked: GenerationRequest, most: int) -> Prompt:
+    def _chat_prompt(self, asked: GenerationRequest, most: int, folder: Path) -> Prompt:
         if not self.encoder.chat_template:
             raise ApiError(400, f"{self.name} has no chat template, so it cannot chat; send a prompt to "
                                 "/v1/completions", param="model")
@@ -106,14 +118,29 @@ class Served:
             except UserError as error:
                 raise ApiError(400, f"{self.name} cannot call tools: {error}; or leave tools out",
                                param="tools" if asked.tools else "messages", code="unsupported_parameter") from None
+        if sources_in(asked.messages) and self.no_images:
+            raise ApiError(400, self.no_images, param="messages", code="unsupported_parameter")
+        try:
+            messages, _ = resolved(asked.messages, Files(folder, folder, MAX_PIXELS, allow_urls=False))
+        except SkipRow as error:
+            raise ApiError(400, f"the messages have {error}; send another one", param="messages") from None
         try:
             self._note_unread(asked.messages)
-            rendered = compose_prompt(self.encoder, asked.messages, asked.continues)
+            rendered = compose_prompt(self.encoder, messages, asked.continues)
         except SkipRow as error:
             raise ApiError(400, f"these messages make no prompt: {error}; "
                                 "send messages that the model's template takes", param="messages") from None
         what = "the messages and tools are" if asked.tools else "the messages are"
-        return Prompt(self._tokens(rendered, most, what, "messages"), rendered.shown)
+        ids = self._tokens(rendered, most, what, "messages")
+        return Prompt(self._numbered(ids, rendered.images), rendered.shown, images=rendered.images)
+
+    def _numbered(self, ids: list[int], images: tuple[ImageRef, ...]) -> list[int]:
+        if not images:
+            return ids
+        try:
+            return self.lane.running().prompt(ids, images)
+        except UserError as error:
+            raise ApiError(400, str(error), param="messages") from None
 
     def _completion_prompt(self, prompt: str | list[int], most: int, adds_special: bool) -> Prompt:
         if not isinstance(prompt, str):

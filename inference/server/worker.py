@@ -21,6 +21,7 @@ from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.sequence_scores import ScoredToken, SequenceScorer
+from hybrid_rlhf.inference.server.protocol import ApiError
 
 # Readers do not notice more than thirty deliveries a second, and each takes the interpreter lock from the engine
 # thread, and a core from its matrix products.
@@ -64,6 +65,12 @@ class ModelQueue:
     readings: deque[Callable[[], None]] = field(default_factory=deque)
     scorer: SequenceScorer | None = None
     delivered_at: float = 0.0  # when all new tokens were last delivered
+
+    def running(self) -> Serving:
+        """What serves it; ApiError 503 after an error, until it is made anew."""
+        if self.serving is None:
+            raise ApiError(503, "the engine starts again; try again", retry_after=1)
+        return self.serving
 
 
 class Worker:

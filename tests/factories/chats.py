@@ -36,7 +36,7 @@ class ScriptedEngine:
         finally:
             self.inside = False
 
-    def stream(self, prompt, sampling, seed):
+    def stream(self, prompt, sampling, seed, images=()):
         assert self.inside
         self.prompts.append(self.tokenizer.decode(prompt))
         self.seeds.append(seed)

@@ -67,3 +67,21 @@ def rows_of(kind: str) -> tuple[list[list[int]], list[tuple[ImageRef, ...]]]:
     texts = [text.format(*(reader.read(image).text for image in row))
              for (text, _), row in zip(ROWS, images, strict=True)]
     return [reader._processor.tokenizer(text)["input_ids"] for text in texts], images
+
+
+def greedy_chat(path: str, messages: list[dict], images: list[str], count: int) -> tuple[str, int]:
+    """The greedy answer of transformers' generate to messages in parts, with the template and the processor of the
+    checkpoint, and the tokens of the prompt. images: paths, in their order."""
+    from PIL import Image
+    from transformers import AutoTokenizer
+
+    model, reader = load_causal_lm(ModelConfig(path, dtype="float32")).eval(), load_reader(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    inputs = dict(reader._processor(text=[text], images=[Image.open(image).convert("RGB") for image in images] or None,
+                                    return_tensors="pt", add_special_tokens=False))
+    with torch.no_grad():
+        out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
+                             suppress_tokens=sorted(reader.token_ids))
+    size = inputs["input_ids"].shape[1]
+    return tokenizer.decode(out[0, size:], skip_special_tokens=False, clean_up_tokenization_spaces=False), size

@@ -57,7 +57,7 @@ def _allowed_bytes(runner: Runner, max_bytes: int | None) -> int | None:
     return min((b for b in (max_bytes, free and int(0.9 * free)) if b is not None), default=None)
 
 
-def check_reads_images(runner: Runner, ranks: RankGroup | None) -> None:
+def check_reads_images(runner: Runner, ranks: RankGroup | None = None) -> None:
     """Raise UserError where prompts with images cannot be sampled: by transformers' generate, over several ranks."""
     name = type(runner.model).__name__
     if runner.path == "generate":

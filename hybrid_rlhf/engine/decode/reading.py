@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.tensors import SequenceBatch
+from hybrid_rlhf.engine.decode.image_prompts import has_images
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.models.backbone import hidden_states
@@ -19,8 +20,8 @@ class Reader:
     """Reads one sequence at a time by one prefill, in a slot of `capacity` columns.
 
     The slot keeps the columns of the last sequence, so that one that begins like it (the next answer to a question) is
-    computed from where they differ. A model with recurrent states, or that runs by `generate`, reads each from its
-    start.
+    computed from where they differ. One with images among its new tokens is read from its start, and so is each by a
+    model with recurrent states, or that runs by `generate`.
     """
 
     def __init__(self, runner: Runner, capacity: int) -> None:
@@ -47,9 +48,11 @@ class Reader:
             self._cache = self._runner.new_cache(1, self._capacity)
         self._held = []  # a forward that fails leaves the slot half written
         self._cache.clear_states(self._cache.all_slots)
-        out = self._runner.prefill(self._cache, [ids[first:]], [0], [0], offset=first)
+        begin = 0 if has_images(ids[first:]) else first
+        out = self._runner.prefill(self._cache, [ids[begin:]], [0], [0], offset=begin,
+                                   shifts=self._runner.shifts([ids[:begin]]))
         check(hasattr(out, "last_hidden_state"), f"{type(self._runner.model).__name__} does not give its hidden states "
                                                  "behind a cache; leave logprobs out")
         if not self._runner.is_stateful:
             self._held = list(ids)
-        return out.last_hidden_state[0]
+        return out.last_hidden_state[0, first - begin :]

@@ -130,6 +130,10 @@ class Runner:
         reads columns fastest where they lie side by side."""
         return self.path == "native" and not self.is_stateful
 
+    def shifts(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """How far positions behind each of these prompts are from their columns (image_prompts.py)."""
+        return [self.images.shift_of(prompt) if has_images(prompt) else 0 for prompt in prompts]
+
     def measure(self, cache: SlotCache) -> None:
         """Record the bytes of a slot, from a cache whose layers have all been allocated."""
         self.bytes_per_column = cache.num_bytes(is_growing=True) / (cache.num_slots * cache.capacity)

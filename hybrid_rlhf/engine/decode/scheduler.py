@@ -59,7 +59,7 @@ class Scheduler:
     request that may go on is kept for the one that follows it, until `release` or until another needs it: then the
     whole sequence is read again. ended: finished requests that may go on, for the caller to collect. keep_candidates:
     whether requests record the candidate tokens of each draw, where sampling is truncated. never: tokens that are not
-    drawn.
+    drawn; by requests with images not theirs.
 
     Over pages a request enters when its prompt fits, and gets pages as it grows. Where none are left, prompts and
     sequences of slots that do not run are forgotten, then the youngest request is preempted: it waits, and its tokens
@@ -196,7 +196,7 @@ class Scheduler:
             chunks = {slot: list(r.prompt[offsets[slot]:-1]) for slot, r in entering.items()}
             for slots in _alike({slot: len(chunk) for slot, chunk in chunks.items()}):
                 self.runner.extend(self.cache, [chunks[s] for s in slots], slots, [offsets[s] for s in slots],
-                                   [self._shift(entering[s]) for s in slots])
+                                   self.runner.shifts([entering[s].prompt for s in slots]))
             self._entered(entering)
             self._running |= entering
             self._batch = None
@@ -371,11 +371,8 @@ class Scheduler:
                       steps_left=min(r.limit - len(r.tokens) for _, r in live),
                       below_min_tokens=any(r.num_drawn + len(r.tokens) < self._settings(r).min_new_tokens
                                            for _, r in live),
-                      shift=shifts_on(self.device, [self._shift(r) for r in requests]),
+                      shift=shifts_on(self.device, self.runner.shifts([r.prompt for r in requests])),
                       draw=self._sampler(requests))
-
-    def _shift(self, request: Request) -> int:
-        return self.runner.images.shift_of(request.prompt) if has_images(request.prompt) else 0
 
     def _settings(self, request: Request) -> SamplingConfig:
         return request.sampling or self.sampling
@@ -387,9 +384,10 @@ class Scheduler:
             self._samplers.clear()
         for i, request in enumerate(requests):
             settings = self._settings(request)
-            key = sampling_key(settings)
+            never = self.never or (tuple(self.runner.images.token_ids) if has_images(request.prompt) else ())
+            key = (*sampling_key(settings), never)
             if key not in self._samplers:
-                self._samplers[key] = Sampler(self.runner.ops, settings, self.stops, self.device, self.never)
+                self._samplers[key] = Sampler(self.runner.ops, settings, self.stops, self.device, never)
             rows.setdefault(key, []).append(i)
         if len(rows) == 1:
             return self._samplers[next(iter(rows))]

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.engine.decode.admission import check_lengths, fitting_cache
+from hybrid_rlhf.core.image_files import ImageRef
+from hybrid_rlhf.engine.decode.admission import check_lengths, check_reads_images, fitting_cache
 from hybrid_rlhf.engine.decode.hf_batches import GenerateBatches
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.runner import Runner
@@ -24,6 +25,10 @@ class Serving(Protocol):
 
     num_slots: int
     stops: frozenset[int]
+
+    def prompt(self, ids: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
+        """A prompt with images as requests have it; from one thread at a time. Raises UserError for a model that does
+        not read them here."""
 
     def check(self, request: Request) -> None:
         """Raise UserError for a request that can never run."""
@@ -47,6 +52,9 @@ class SlotServing:
         self._runner = runner
         self._scheduler = Scheduler(runner, runner.new_cache(num_slots, capacity, num_pages), SamplingConfig(), stops,
                                     is_eager=True)
+
+    def prompt(self, ids: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
+        return self._runner.images.numbered(ids, images)
 
     def check(self, request: Request) -> None:
         check_lengths(self._runner, [list(request.prompt)], [request.limit])
@@ -74,6 +82,11 @@ class TurnServing:
         self._waiting: deque[Request] = deque()
         self._running: Request | None = None
         self._drawn: Iterator[None] | None = None
+
+    def prompt(self, ids: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
+        if images:
+            check_reads_images(self._runner)
+        return list(ids)
 
     def check(self, request: Request) -> None:
         check_lengths(self._runner, [list(request.prompt)], [request.limit])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hybrid_rlhf.engine.decode.admission import fitting_capacity
+from hybrid_rlhf.engine.decode.image_prompts import has_images
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.runner import Runner
@@ -16,7 +17,8 @@ MIN_COLUMNS = 1024  # of a conversation's cache, to leave room for later turns
 
 
 class Conversation:
-    """A cache of one slot and the tokens whose columns it holds. A prompt that begins like them is computed from there.
+    """A cache of one slot and the tokens whose columns it holds. A prompt that begins like them is computed from there,
+    or from its start where images are new: a model joins images and text from the first token on.
 
     max_bytes: the most that the cache may take (None: what is free).
     """
@@ -56,6 +58,8 @@ class Conversation:
             common += 1
         self.tokens = []
         if common < len(prompt):
-            self.runner.prefill(self.cache, [prompt[common:]], [0], [0], offset=common)
+            common = 0 if has_images(prompt[common:]) else common
+            self.runner.prefill(self.cache, [prompt[common:]], [0], [0], offset=common,
+                                shifts=self.runner.shifts([prompt[:common]]))
         elif not prompt:
             self.cache.clear_states(self.cache.all_slots)

@@ -169,7 +169,8 @@ BAD = [
     (json.dumps(asked(logprobs=True, tools=[{"type": "function", "function": {"name": "f"}}])).encode(), 400,
      "beside tools"),
     (json.dumps({"messages": [{"role": "root", "content": "x"}]}).encode(), 400, "role"),
-    (json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}).encode(), 400, "text"),
+    (json.dumps({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}).encode(), 400, "text"),
+    (json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}).encode(), 400, "data URL"),
     (json.dumps(asked("long " * 300)).encode(), 400, "tokens long"),
     (json.dumps(asked("x" * 30_000)).encode(), 413, "larger"),
 ]
