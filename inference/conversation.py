@@ -19,8 +19,8 @@ from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.core.options import expanded, nearest_path
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.data.chat import Encoded, SkipRow, compose_prompt, encode_all, encode_prompt
-from hybrid_rlhf.data.images import sources_in
 from hybrid_rlhf.data.messages import clean, with_tools
+from hybrid_rlhf.data.row_images import sources_in
 from hybrid_rlhf.data.turns import IMAGE, IMAGES, in_parts, is_begun, without_blank
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine

@@ -102,7 +102,7 @@ def _images_shown(tokenizer, ids: list[int], images: Sequence) -> list:  # noqa:
     reader = reader_of(tokenizer)
     shown: list[tuple[int, str] | None] = [None] * len(ids)
     places = [i for i, token in enumerate(ids) if token in reader.token_ids]
-    for number, image in enumerate(map(ImageRef._make, images)):
+    for number, image in enumerate(ImageRef(*each) for each in images):
         tokens = tokenizer(image_text(reader, image), add_special_tokens=False)["input_ids"]
         count = sum(token in reader.token_ids for token in tokens)
         first, last = places[0], places[count - 1]

@@ -16,8 +16,8 @@ from hybrid_rlhf.core.image_files import MAX_FILE_PIXELS, MAX_PIXELS, ImageError
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data import cache
-from hybrid_rlhf.data.images import Files, column_of, listed, placed, resolved, sources_in
 from hybrid_rlhf.data.messages import clean, messages_of, tools_of
+from hybrid_rlhf.data.row_images import Files, column_of, listed, placed, resolved, sources_in
 from hybrid_rlhf.data.turns import IMAGE, IMAGES, SkipRow
 from hybrid_rlhf.inference.conversation import Conversation, image_reader, shown_call
 from hybrid_rlhf.models.images import ImageReader

@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.strict_json import loads, why
-from hybrid_rlhf.data.images import source_of, sources_in
 from hybrid_rlhf.data.messages import clean, tools_of, with_tools
+from hybrid_rlhf.data.row_images import source_of, sources_in
 from hybrid_rlhf.data.turns import IMAGE, IMAGES, is_begun, with_kwargs
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.template_kwargs import KWARGS

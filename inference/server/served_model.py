@@ -14,7 +14,7 @@ from pathlib import Path
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.image_files import MAX_PIXELS, ImageRef
 from hybrid_rlhf.data.chat import Rendered, SkipRow, compose_prompt, encode_first
-from hybrid_rlhf.data.images import Files, resolved, sources_in
+from hybrid_rlhf.data.row_images import Files, resolved, sources_in
 from hybrid_rlhf.inference.conversation import image_reader
 from hybrid_rlhf.inference.response_text import IncrementalDetokenizer
 from hybrid_rlhf.inference.sequence_scores import TokenText

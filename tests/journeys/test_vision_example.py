@@ -1,4 +1,4 @@
-"""The example of models that read images: the commands of its page with fewer steps; every kind of stage on pictures."""
+"""The example of models that read images: its page's commands with fewer steps; every kind of stage on pictures."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ class Scheduler:
             self._samplers.clear()
         for i, request in enumerate(requests):
             settings = self._settings(request)
-            never = self.never or (tuple(self.runner.images.token_ids) if has_images(request.prompt) else ())
+            never = self.never or (tuple(self.runner.images.never) if has_images(request.prompt) else ())
             key = (*sampling_key(settings), never)
             if key not in self._samplers:
                 self._samplers[key] = Sampler(self.runner.ops, settings, self.stops, self.device, never)

@@ -192,7 +192,7 @@ def test_requests_of_a_server_with_and_without_images_draw_as_alone(kind):
     model, (prompts, images), settings = image_text_model(kind), rows_of(kind), SamplingConfig(6, temperature=1.0)
     engine = engine_of(model)
     with engine.inference():
-        serving = engine.serve(3, 64)
+        serving = engine.serve(3, 256)
         requests = [Request(i, serving.prompt(*row), 6, 3, sampling=settings)
                     for i, row in enumerate(zip(prompts, images, strict=True))]
         for request in requests[:2]:
