@@ -21,6 +21,7 @@ from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.processor_compat import load_processor
 
 _KEPT_BYTES = 2**30  # of processed images that are remembered: 40 of a million pixels, all of many small ones
+_FEATURES = "mm_encoder_outputs"  # under which a forward takes features that are there already
 _TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are an image's
 
 
@@ -119,6 +120,9 @@ def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef
 def inputs_of(reader: ImageReader, composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]]) -> dict:
     """What the forward of `composite` takes beside ids (B, T): the images' features, the kinds of tokens, sizes."""
     takes = forward_parameters(composite)
+    if _FEATURES not in takes:
+        raise UserError(f"{type(composite).__name__} takes no {_FEATURES} in this release of transformers; install 5.18 "
+                        "or newer to read images")
     flat = [image for row in images for image in row]
     inputs = {image: reader.read(image).inputs for image in dict.fromkeys(flat)}
     features = _features(composite, inputs)
@@ -128,7 +132,7 @@ def inputs_of(reader: ImageReader, composite: nn.Module, ids: Tensor, images: Se
             named[name] = torch.cat([inputs[image][name] for image in flat]).to(ids.device)
     if hasattr(composite, "get_rope_index"):  # positions in three axes
         named["position_ids"] = composite.get_rope_index(ids, **named)[0]
-    return named | {"mm_encoder_outputs": {"image": _joined([features[image] for image in flat])}}
+    return named | {_FEATURES: {"image": _joined([features[image] for image in flat])}}
 
 
 def position_shift(reader: ImageReader, composite: nn.Module, image: ImageRef) -> int:
