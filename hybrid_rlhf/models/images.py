@@ -121,8 +121,8 @@ def inputs_of(reader: ImageReader, composite: nn.Module, ids: Tensor, images: Se
     """What the forward of `composite` takes beside ids (B, T): the images' features, the kinds of tokens, sizes."""
     takes = forward_parameters(composite)
     if _FEATURES not in takes:
-        raise UserError(f"{type(composite).__name__} takes no {_FEATURES} in this release of transformers; install 5.18 "
-                        "or newer to read images")
+        raise UserError(f"{type(composite).__name__} takes no {_FEATURES} in this release of transformers; install "
+                        "5.18 or newer to read images")
     flat = [image for row in images for image in row]
     inputs = {image: reader.read(image).inputs for image in dict.fromkeys(flat)}
     features = _features(composite, inputs)
