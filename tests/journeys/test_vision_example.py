@@ -65,7 +65,7 @@ def test_grpo_teaches_the_question_about_pictures_and_nothing_where_they_are_shu
     run(model, patch)
     run(sft, patch, "--train.max_steps=150")
     run(grpo, patch, "--train.max_steps=30")
-    run(shuffled, patch, "--train.max_steps=15")
+    run(shuffled, patch, "--train.max_steps=30")
     said = {row["images"][0]: row["messages"][1]["content"].split()[1] for row in rows_of("captions.jsonl")}
     answers = [row for row in rows_of("sft/answers.jsonl") if row["step"] and "Describe" in row["prompt"]]
     for row in answers:  # of the report: the model sees the picture that it names
