@@ -2,4 +2,6 @@
 
 
 def colour(completions, answer, **_columns):
-    return [float(said[-1]["content"].strip() == right) for said, right in zip(completions, answer, strict=True)]
+    """Capitals and a full stop, as larger models write them, are no fault."""
+    texts = [said[-1]["content"].strip().rstrip(".").lower() for said in completions]
+    return [float(text == right) for text, right in zip(texts, answer, strict=True)]

@@ -141,6 +141,7 @@ def test_thirty_lines_of_python_run_the_three_stages_without_the_launcher(exampl
 
 
 @pytest.mark.parametrize(("stage", "file"), [("sft", "tools/sft.yaml"), ("grpo", "tools/grpo.yaml"),
+                                             ("sft", "vision/sft.yaml"), ("grpo", "vision/grpo.yaml"),
                                              ("reward", "hh_reward/hh_reward.yaml"),
                                              ("all", "story_sentiment/story_sentiment.yaml"),
                                              ("ppo", "verifiable_reward/verifiable_reward.yaml")])

@@ -1,4 +1,4 @@
-"""The example of models that read images: its page's commands with fewer steps; every kind of stage on pictures."""
+"""The example of models that read images: the commands of its page, with fewer steps, and other stages on pictures."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_grpo_teaches_the_question_about_pictures_and_nothing_where_they_are_shu
     run(model, patch)
     run(sft, patch, "--train.max_steps=150")
     run(grpo, patch, "--train.max_steps=30")
-    run(shuffled, patch, "--train.max_steps=15")
+    run(shuffled, patch, "--train.max_steps=30")
     said = {row["images"][0]: row["messages"][1]["content"].split()[1] for row in rows_of("captions.jsonl")}
     answers = [row for row in rows_of("sft/answers.jsonl") if row["step"] and "Describe" in row["prompt"]]
     for row in answers:  # of the report: the model sees the picture that it names
@@ -77,7 +77,7 @@ def test_grpo_teaches_the_question_about_pictures_and_nothing_where_they_are_shu
     assert metrics("shuffled")[-1]["eval/reward"] < 0.4  # at most the colour that is most frequent
 
 
-def test_sft_dpo_reward_and_grpo_run_on_pictures(patch):
+def test_sft_dpo_reward_and_grpo_run_on_pictures(patch, capfd):
     pictures, model, sft, grpo, _ = commands()
     run(pictures, patch, "--captions=12", "--questions=8", "--unseen=4")
     run(model, patch)
@@ -86,7 +86,9 @@ def test_sft_dpo_reward_and_grpo_run_on_pictures(patch):
                            "rejected": [{"role": "assistant", "content": "a"}]} for row in rows])
     short = ("--train.max_steps=2", "--train.per_device_train_batch_size=4", "--train.num_fixed_prompts=1")
     run(sft, patch, *short)
+    assert "the text part is trained, and so is model.visual" in capfd.readouterr().err
     run(grpo, patch, *short)
+    assert "the text part is trained; frozen: model.visual" in capfd.readouterr().err
     for stage, more in (("dpo", ()), ("reward", ("--reward.own_samples=2", "--data.eval_fraction=0.4"))):
         assert main(["--stage", stage, "--model.model_name_or_path", "outputs/vision/sft", "--data.sources",
                      "outputs/vision/pairs.jsonl", "--output_dir", f"outputs/vision/{stage}", *short, *more]) == 0

@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5305, 29),
     "inference": (3752, 26),
-    "tests": (60600, 352),
+    "tests": (60603, 352),
     "benchmarks": (7727, 52),
     ENTRY_POINTS: (2181, 11),
 }
