@@ -42,19 +42,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def make(folder: Path, seed: int = 0) -> None:
+def make(folder: Path, seed: int = 0, width: int = 64, num_layers: int = 3, pixels: int = 32) -> None:
+    """pixels: a side of the pictures, of which every 8 are a token."""
     words = tokenizer()
     ids = {name: words.convert_tokens_to_ids(token) for name, token in (
         ("image_token_id", "<|image_pad|>"), ("video_token_id", "<|video_pad|>"),
         ("vision_start_token_id", "<|vision_start|>"), ("vision_end_token_id", "<|vision_end|>"))}
-    text = dict(model_type="qwen3_vl_text", vocab_size=len(words), hidden_size=64, intermediate_size=192,
-                num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    text = dict(model_type="qwen3_vl_text", vocab_size=len(words), hidden_size=width, intermediate_size=3 * width,
+                num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4,
                 max_position_embeddings=512, initializer_range=0.06, tie_word_embeddings=True,
-                rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 2, 2],
-                                     mrope_interleaved=True), eos_token_id=words.eos_token_id,
-                pad_token_id=words.pad_token_id, bos_token_id=None)
+                rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_interleaved=True,
+                                     mrope_section=[width // 16, width // 32, width // 32]),
+                eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id, bos_token_id=None)
     vision = dict(model_type="qwen3_vl", depth=2, hidden_size=64, intermediate_size=128, num_heads=4, patch_size=4,
-                  spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=64, num_position_embeddings=64,
+                  spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=width,
+                  num_position_embeddings=(pixels // 4) ** 2,
                   deepstack_visual_indexes=[0], in_channels=3, initializer_range=0.06)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(
@@ -64,7 +66,7 @@ def make(folder: Path, seed: int = 0) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(dict(
         image_processor_type="Qwen2VLImageProcessorFast", processor_class="Qwen3VLProcessor", patch_size=4,
         temporal_patch_size=2, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3,
-        size=dict(shortest_edge=1024, longest_edge=1024)), indent=2))
+        size=dict(shortest_edge=pixels**2, longest_edge=pixels**2)), indent=2))
 
 
 if __name__ == "__main__":

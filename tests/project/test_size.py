@@ -34,7 +34,7 @@ BUDGET = {  # folder: lines, files
     "training": (5305, 29),
     "inference": (3752, 26),
     "tests": (60603, 352),
-    "benchmarks": (7727, 52),
+    "benchmarks": (7813, 53),
     ENTRY_POINTS: (2181, 11),
 }
 
