@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1486, 10),
     "training": (5304, 29),
     "inference": (3682, 27),
-    "tests": (58998, 347),
+    "tests": (59000, 347),
     "benchmarks": (7726, 52),
     ENTRY_POINTS: (2255, 11),
 }
