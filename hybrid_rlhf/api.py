@@ -368,6 +368,8 @@ class Training:
 
         check(isinstance(prompt, str) or (isinstance(prompt, list) and _is_messages(prompt)),
               f"generate: {prompt!r:.60} is not a prompt; give text, or a list of messages with role and content")
+        check(isinstance(prompt, str) or all(isinstance(turn.get("content") or "", str) for turn in prompt),
+              "generate: the content of a message is text here; a picture is shown to the model by chat or server")
         try:
             return chat.encode_prompt(self.tokenizer, chat.as_turn(self.tokenizer, prompt, self.config.data.raw))
         except (chat.SkipRow, KeyError) as error:
@@ -502,12 +504,17 @@ class _WithTokenizer:
     def save_pretrained(self, folder: str) -> None:
         from transformers import AutoTokenizer
 
+        from hybrid_rlhf.models.processor_compat import load_processor
+
         self._model.save_pretrained(folder)  # type: ignore[attr-defined]
         if self.processor is not None:
             self.processor.save_pretrained(folder)
         elif name := getattr(self._model.config, "_name_or_path", ""):  # type: ignore[attr-defined]
+            beside = None
+            with suppress(UserError):  # without it rows with images are dropped, which is said
+                beside = load_processor(name)
             with suppress(OSError, ValueError):  # it has none: processing_class, or the error that none is there
-                AutoTokenizer.from_pretrained(name).save_pretrained(folder)
+                (beside or AutoTokenizer.from_pretrained(name)).save_pretrained(folder)
 
 
 @cache

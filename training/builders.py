@@ -29,7 +29,7 @@ from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.engine.decode.tensor_parallel import check_configured
 from hybrid_rlhf.engine.train.parameters import count_parameters
 from hybrid_rlhf.export.folder import has_quantized_values
-from hybrid_rlhf.models import load
+from hybrid_rlhf.models import images, load
 from hybrid_rlhf.models.backbone import check_head, towers
 from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import ScalarModel
@@ -83,6 +83,8 @@ def open_tokenizer(model: ModelConfig, data: DataConfig, reads: Reads, seed: int
         path = model.tokenizer_name_or_path or model.model_name_or_path
         check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
         tokenizer = load_tokenizer(path, model.trust_remote_code)
+        if model.tokenizer_name_or_path and model.model_name_or_path:
+            images.read_as(tokenizer, model.model_name_or_path)
         print_other_form(path, data, reads)
     had_none = not tokenizer.chat_template and not model.preset
     give_template(tokenizer, data, reads)

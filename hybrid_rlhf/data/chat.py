@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.image_files import ImageError, ImageRef
 from hybrid_rlhf.core.options import expanded
-from hybrid_rlhf.data.messages import WITH_MEDIA, is_untrained
+from hybrid_rlhf.data.messages import NO_READER, is_untrained
 from hybrid_rlhf.data.turns import (
     BREAK,
     IMAGE_SHOWN,
@@ -207,7 +207,7 @@ def _with_images(tokenizer, row: Rendered, messages: Sequence[dict]) -> Rendered
         return row
     reader = reader_of(tokenizer)
     if reader is None:
-        raise SkipRow(WITH_MEDIA)
+        raise SkipRow(NO_READER)
     pieces = row.text.split(reader.placeholder)
     if len(pieces) != len(images) + 1:
         raise SkipRow(LEFT_OUT)

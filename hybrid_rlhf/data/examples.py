@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Rendered, SkipRow, Text
-from hybrid_rlhf.data.messages import WITH_MEDIA, kwargs_of, with_tools
+from hybrid_rlhf.data.messages import NO_READER, kwargs_of, with_tools
 from hybrid_rlhf.data.question import flat
 from hybrid_rlhf.data.row_images import SCALED, Files, resolved
 from hybrid_rlhf.data.schema import REPEATED, UNTRAINED, Example
@@ -115,7 +115,7 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts, file
 
 def _with_images(example: Example, tokenizer, counts: Counts, files: Files) -> Example:  # noqa: ANN001
     if reader_of(tokenizer) is None:
-        raise SkipRow(WITH_MEDIA)
+        raise SkipRow(NO_READER)
     turns, num_scaled = resolved(example.messages or example.prompt, files)
     counts.rendered += Counter({SCALED: num_scaled} if num_scaled else {})
     return replace(example, prompt=example.prompt and turns[: len(example.prompt)],

@@ -26,6 +26,7 @@ _READ = ("role", "from", "content", "value", "tool_calls", "function_call", *_TR
 MEDIA = frozenset(f"{kind}{ending}" for kind in ("image", "video", "audio") for ending in (
     "", "s", "_url", "_urls", "_path", "_paths"))
 WITH_MEDIA = "a row with images, video or audio (only text is read)"
+NO_READER = "a row with images, of which the model's folder has no processor (only text is read)"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 NO_OBJECT = "a tool call whose arguments are not a JSON object"
 
@@ -68,6 +69,12 @@ def has_media(row: dict) -> bool:
     return any(value and ((str(name).lower() in MEDIA and is_filled(value))
                           or (isinstance(value, dict) and str(value.get("type")) in MEDIA))
                for name, value in row.items())
+
+
+def media_of(row: dict) -> str:
+    """Why a row with media is not read: a column of images under a name that is not read is named."""
+    name = next((name for name, value in row.items() if isinstance(value, dict) and value.get("type") == "image"), None)
+    return WITH_MEDIA if name is None else f"images in the column {name} (columns: {{images: {name}}} reads them)"
 
 
 def without_images(row: dict) -> dict:

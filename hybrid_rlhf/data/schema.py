@@ -20,7 +20,6 @@ from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.messages import (
-    WITH_MEDIA,
     Plain,
     assistant,
     clean,
@@ -29,6 +28,7 @@ from hybrid_rlhf.data.messages import (
     has_media,
     is_transcript,
     is_untrained,
+    media_of,
     messages_of,
     parse_transcript,
     parsed_messages,
@@ -171,7 +171,7 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
     column = column_of(row)
     text = without_images(row) if column else row
     if has_media(text):
-        raise SkipRow(WITH_MEDIA)
+        raise SkipRow(media_of(text))
     try:
         shown = without_system(row) if is_raw and "prompt" in form.required else row
         if is_raw:

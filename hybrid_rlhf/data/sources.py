@@ -269,13 +269,16 @@ class _Undecoded(Sequence):
     time and other libraries. kinds: column -> image, video or audio, which its values then say."""
 
     def __init__(self, rows, kinds: Mapping[str, str], change: Callable = dict) -> None:  # noqa: ANN001
-        self._rows, self._kinds, self._change = rows.with_format("arrow"), kinds, change
+        self._rows, self._kinds, self._change = rows, kinds, change
+        stored = [name for name, feature in rows.features.items() if _is_media(feature)]
+        self._stored = rows.select_columns(stored).with_format("arrow")
+        self._others = rows.remove_columns(stored)  # decoded: datasets keeps parts of messages as JSON text
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, i: int) -> dict:
-        row = self._rows[i].to_pylist()[0]
+        row = self._stored[i].to_pylist()[0] | (self._others[i] if self._others.column_names else {})
         media = {name: {"type": kind, kind: row[name]} for name, kind in self._kinds.items() if is_filled(row[name])}
         return self._change(row | dict.fromkeys(self._kinds) | media)
 
@@ -284,10 +287,15 @@ class _Undecoded(Sequence):
         return _Undecoded(self._rows, self._kinds, change)
 
 
+def _is_media(feature: object) -> bool:
+    """Whether a feature of datasets has images, video or audio somewhere in it."""
+    return any(f"{kind}(" in repr(feature) for kind in ("Image", "Video", "Audio"))
+
+
 def undecoded(rows: Sequence[dict]) -> Sequence[dict]:
     """Rows with images, video and audio as they are stored; any others, and rows without such columns, unchanged."""
     features = getattr(rows, "features", None) or {}
-    if not any(f"{kind}(" in repr(feature) for feature in features.values() for kind in ("Image", "Video", "Audio")):
+    if not any(map(_is_media, features.values())):
         return rows
     inner = {name: type(getattr(feature, "feature", feature)).__name__.lower() for name, feature in features.items()}
     return _Undecoded(rows, {name: kind for name, kind in inner.items() if kind in ("image", "video", "audio")})

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import cache
 from threading import Lock
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -101,10 +102,19 @@ def load_reader(path: str) -> ImageReader | None:
     return None if processor is None else ImageReader(processor)
 
 
+_models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # tokenizer -> the model whose images it stands for
+
+
+def read_as(tokenizer: Any, path: str) -> None:  # of transformers
+    """Let a tokenizer from a folder of its own, if that has no processor, have that of the model at `path`."""
+    _models[tokenizer] = path
+
+
 def reader_of(owner: Any) -> ImageReader | None:  # of transformers
     """The reader that belongs to a tokenizer or to a model; None where that reads no images."""
     path = owner.name_or_path if hasattr(owner, "name_or_path") else owner.config.name_or_path
-    return load_reader(str(path)) if path else None
+    places = filter(None, (path, _models.get(owner)))
+    return next(filter(None, (load_reader(str(place)) for place in places)), None)
 
 
 def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]], **named: object) -> Any:

@@ -104,6 +104,8 @@ class FunctionSource:
         if any(rollout.prompts.images) and "images" in arguments:
             read = cache(open_image)  # once for all responses to a prompt
             arguments["images"] = [list(map(read, row)) for row in rollout.prompts.images]
+        if any(rollout.prompts.images) and "image" in named:  # the name of a column with one
+            arguments["image"] = [open_image(row[0]) if row else None for row in rollout.prompts.images]
         is_taken = "environments" in named or (takes_all and not isinstance(self.function, IsolatedFunction))
         environments = [episode.environment for episode in rollout.episodes]
         if is_taken and any(each is not None for each in environments):
@@ -119,7 +121,7 @@ class FunctionSource:
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """UserError if the function needs a column that the data does not have. columns: those of the data."""
-        known = {*OURS, *columns, *self.options}
+        known = {*OURS, *columns, *self.options, *["image"] * ("images" in columns)}
         needed = needed_by(self.function)
         if type(self.function) in BUILTINS.values() and hasattr(self.function, "column"):
             needed.append(self.function.column)

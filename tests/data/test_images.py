@@ -302,7 +302,8 @@ def test_a_model_without_a_reader_drops_rows_with_images(folder):
     rows = [{"messages": [u("red"), a("blue")]}, {"messages": [u([HERE, text("red")]), a("blue")], "images": ["a.png"]},
             {"messages": [u("red"), a("blue")], "image": "a.png"}]
     data = data_of(folder, rows, chatml_tokenizer())
-    assert data.report["dropped"] == {"a row with images, video or audio (only text is read)": 2}
+    assert data.report["dropped"] == {
+        "a row with images, of which the model's folder has no processor (only text is read)": 2}
 
 
 @pytest.mark.parametrize("name", SHAPES)

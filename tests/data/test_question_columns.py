@@ -210,7 +210,8 @@ def test_rows_with_images_are_dropped_and_counted_and_alone_they_are_one_line(bu
     rows = [{"prompt": "red", "completion": "blue", "image": image} for image in (None, "x.png")]
     data = built(rows, "sft")
     assert len(data.train) == 1
-    assert data.report["dropped"] == {"a row with images, video or audio (only text is read)": 1}
+    assert data.report["dropped"] == {
+        "a row with images, of which the model's folder has no processor (only text is read)": 1}
 
 
 def test_images_of_a_table_are_dropped_without_being_decoded(tmp_path, monkeypatch):
@@ -225,7 +226,8 @@ def test_images_of_a_table_are_dropped_without_being_decoded(tmp_path, monkeypat
                                     "scan": datasets.Image(), "pages": datasets.List(datasets.Image())}))
     table.to_parquet(str(tmp_path / "rows.parquet"))
     data = build(DataConfig([str(tmp_path / "rows.parquet")], eval_fraction=0.0), READS["sft"], chatml_tokenizer(), 0)
-    assert data.report["dropped"] == {"a row with images, video or audio (only text is read)": 2}
+    assert data.report["dropped"] == {f"images in the column {name} (columns: {{images: {name}}} reads them)": 1
+                                      for name in ("scan", "pages")}
     assert "cat" in chatml_tokenizer().decode(data.train[0]["input_ids"]) and len(data.train) == 1
 
 
