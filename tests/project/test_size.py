@@ -23,7 +23,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/export": (913, 6),
     "hybrid_rlhf/kernels": (6009, 31),
     "hybrid_rlhf/memory_plan": (1972, 11),
-    "hybrid_rlhf/models": (5877, 31),
+    "hybrid_rlhf/models": (5950, 31),
     "hybrid_rlhf/report": (2341, 11),
     "hybrid_rlhf/rewards": (3224, 17),
     "hybrid_rlhf/roles": (1100, 10),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5305, 29),
     "inference": (3752, 26),
-    "tests": (60600, 352),
+    "tests": (60680, 353),
     "benchmarks": (7727, 52),
     ENTRY_POINTS: (2181, 11),
 }
