@@ -57,6 +57,13 @@ def open_image(image: ImageRef) -> Image:
     return opened if opened.size == size else opened.resize(size, Resampling.BICUBIC)
 
 
+def blank_image() -> Image:
+    """A small black one, for a pass whose result does not count."""
+    from PIL import Image
+
+    return Image.new("RGB", (64, 64))
+
+
 def png_of(value: Any) -> bytes | None:
     """An image in memory (PIL.Image) as the bytes of a file; None for anything else."""
     if not (hasattr(value, "getbands") and hasattr(value, "save")):

@@ -12,6 +12,7 @@ import hashlib
 import os
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, unquote_to_bytes
@@ -217,6 +218,14 @@ def stamp(row: Mapping, folder: Path) -> str:
     return "".join(f"{text} {path} {path and os.stat(path)[6:9]}" for text, path in paths)
 
 
+def _parsed(value: object) -> object:
+    """A JSON text of messages or images as its value, as rows are read; anything else unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError):
+            return loads(value)
+    return value
+
+
 def _named(value: object) -> Iterator[str]:
     """The texts in a row that may name an image's file."""
     if isinstance(value, str):
@@ -224,6 +233,7 @@ def _named(value: object) -> Iterator[str]:
             yield value
     elif isinstance(value, dict):
         for key, inner in value.items():
+            inner = _parsed(inner)
             if isinstance(inner, dict | list) or str(key).lower() in (*COLUMNS, *_KEYS):
                 yield from _named(inner)
     elif isinstance(value, list):

@@ -38,11 +38,17 @@ def _states(model: nn.Module, batch: SequenceBatch, **options: bool) -> Any:  # 
     if batch.images is not None and any(batch.images):
         with never_packed():
             return images.states(joining(model), batch.input_ids, batch.images, use_cache=False, **options)
-    backbone = text_backbone(model)
+    backbone, joint = text_backbone(model), joining(model)
+    zero = images.blank_features(joint, images.num_blank(joint, 0))
+    if zero is not None and images.is_in_parts(joint):  # one order of modules on all processes
+        with never_packed():
+            return images.states(joint, batch.input_ids, (), zero, use_cache=False, **options)
     if batch.position_ids is not None:
-        return backbone(input_ids=batch.input_ids, use_cache=False, position_ids=batch.position_ids, **options)
-    with never_packed():  # the check would synchronise host and device
-        return backbone(input_ids=batch.input_ids, use_cache=False, **options)
+        out = backbone(input_ids=batch.input_ids, use_cache=False, position_ids=batch.position_ids, **options)
+    else:
+        with never_packed():  # the check would synchronise host and device
+            out = backbone(input_ids=batch.input_ids, use_cache=False, **options)
+    return out if zero is None else images.plus(out, zero)
 
 
 def router_coefficient(model: nn.Module) -> float:

@@ -7,8 +7,8 @@ Ours are only the features, computed once for each image of a batch, in whatever
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, cached_property
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.distributed import max_over_ranks, world_size
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.core.image_files import ImageError, ImageRef, open_image
+from hybrid_rlhf.core.image_files import ImageError, ImageRef, blank_image, open_image
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.processor_compat import load_processor
 
@@ -57,15 +58,19 @@ class ImageReader:
         with self._lock:
             known = self._kept.pop(image, None)
             if known is None:
-                known = self._processed(image)
+                known = self._processed(open_image(image))
                 self._num_bytes += _num_bytes(known)
                 while self._kept and self._num_bytes > _KEPT_BYTES:
                     self._num_bytes -= _num_bytes(self._kept.pop(next(iter(self._kept))))
             self._kept[image] = known
         return known
 
-    def _processed(self, image: ImageRef) -> ReadImage:
-        opened = open_image(image)
+    @cached_property
+    def blank(self) -> dict[str, Tensor]:
+        """The inputs of an image that stands for none."""
+        return self._processed(blank_image()).inputs
+
+    def _processed(self, opened: Any) -> ReadImage:  # of Pillow
         try:
             out = self._processor(images=[opened], text=[self.placeholder], return_tensors="pt",
                                   return_text_replacement_offsets=True)
@@ -117,14 +122,58 @@ def reader_of(owner: Any) -> ImageReader | None:  # of transformers
     return next(filter(None, (load_reader(str(place)) for place in places)), None)
 
 
-def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]], **named: object) -> Any:
+def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]], zero: Tensor | None = None,
+           **named: object) -> Any:
     """The output of `composite`, the module that joins images and text (backbone.joining), for rows ids (B, T) with the
-    images of each row in their order. named: further arguments of its forward. UserError where it reads none."""
+    images of each row in their order. zero: added to the states (`blank_features`; made here, where there are images).
+    named: further arguments of its forward. UserError where it reads none."""
     reader = reader_of(composite) if hasattr(composite, "get_image_features") else None
     if reader is None:
         raise UserError(f"{type(composite).__name__} reads no images, and rows have some; give an image-text model, "
                         "with its processor's files in its folder")
-    return composite(input_ids=ids, **inputs_of(reader, composite, ids, images), **named)
+    if groups := _alike({image: reader.read(image).inputs for row in images for image in row}):
+        zero = blank_features(composite, num_blank(composite, len(groups)))
+    out = composite(input_ids=ids, **inputs_of(reader, composite, ids, images), **named)
+    return out if zero is None else plus(out, zero)
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def num_blank(composite: nn.Module, num_own: int) -> int:
+    """How many blank images this process computes beside `num_own` passes of its own over the towers, to stay in step
+    with the other processes: ZeRO 3 gathers weights in each pass, so that all make as many as the busiest; and
+    gradients at ZeRO 1 and 2, summed as they come, are of the same weights everywhere. Every process must call it."""
+    if world_size() == 1 or not hasattr(composite, "get_image_features"):
+        return 0
+    weights = [p for tower in _towers(composite) for p in tower.parameters()]
+    if is_in_parts(composite):
+        return max_over_ranks(num_own) - num_own
+    return int(not num_own and torch.is_grad_enabled() and any(p.requires_grad for p in weights))
+
+
+def is_in_parts(composite: nn.Module) -> bool:
+    """Whether ZeRO 3 has the weights of a module that joins images and text in parts."""
+    return hasattr(composite, "get_image_features") and any(hasattr(p, "ds_id") for p in composite.parameters())
+
+
+def blank_features(composite: nn.Module, count: int) -> Tensor | None:
+    """A zero whose gradient is zero, from so many passes over the towers; None for no pass, or no processor."""
+    reader = reader_of(composite) if count else None
+    if reader is None:
+        return None
+    with _gradients(composite):
+        joint = {name: _placed(value, composite) for name, value in reader.blank.items()}
+        outputs = [composite.get_image_features(**joint, return_dict=True) for _ in range(count)]
+    tensors = [x for out in outputs for y in (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))
+               for x in ((y,) if isinstance(y, Tensor) else y)]
+    return sum(x.float().sum() for x in tensors) * 0.0
+
+
+def plus(out: Any, zero: Tensor) -> Any:
+    """An output of a forward with `blank_features` in it."""
+    out.last_hidden_state = out.last_hidden_state + zero.to(out.last_hidden_state.dtype)
+    return out
 
 
 def inputs_of(reader: ImageReader, composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]]) -> dict:
@@ -135,13 +184,15 @@ def inputs_of(reader: ImageReader, composite: nn.Module, ids: Tensor, images: Se
                         "5.18 or newer to read images")
     flat = [image for row in images for image in row]
     inputs = {image: reader.read(image).inputs for image in dict.fromkeys(flat)}
-    features = _features(composite, inputs)
     named: dict[str, Any] = {name: reader.types(ids) for name in _TYPES if name in takes}
-    for name in inputs[flat[0]]:  # such as the grid of patches, which decides positions
+    for name in inputs[flat[0]] if flat else ():  # such as the grid of patches, which decides positions
         if name in takes and not name.startswith("pixel_"):
             named[name] = torch.cat([inputs[image][name] for image in flat]).to(ids.device)
     if hasattr(composite, "get_rope_index"):  # positions in three axes
         named["position_ids"] = composite.get_rope_index(ids, **named)[0]
+    if not flat:
+        return named
+    features = _features(composite, inputs)
     return named | {_FEATURES: {"image": _joined([features[image] for image in flat])}}
 
 
@@ -158,20 +209,32 @@ def position_shift(reader: ImageReader, composite: nn.Module, image: ImageRef) -
 def _features(composite: nn.Module, images: Mapping[ImageRef, Mapping[str, Tensor]]) -> dict[ImageRef, Any]:
     """The output of the tower and the projection for each image, with gradients where one of their weights is trained.
     Images whose inputs have one shape are computed together."""
-    alike: dict[tuple, list[ImageRef]] = {}
-    for image, inputs in images.items():
-        alike.setdefault(tuple((name, value.shape) for name, value in inputs.items()), []).append(image)
-    words = composite.get_input_embeddings()
-    towers = [child for child in composite.children() if all(module is not words for module in child.modules())]
-    is_frozen = not any(p.requires_grad for tower in towers for p in tower.parameters())
     features = {}
-    with torch.no_grad() if is_frozen else nullcontext():
-        for group in alike.values():
+    with _gradients(composite):
+        for group in _alike(images):
             joint = {name: _placed(torch.cat([images[image][name] for image in group]), composite)
                      for name in images[group[0]]}
             features |= zip(group, _parted(composite.get_image_features(**joint, return_dict=True), len(group)),
                             strict=True)
     return features
+
+
+def _alike(images: Mapping[ImageRef, Mapping[str, Tensor]]) -> list[list[ImageRef]]:
+    """Images in groups whose inputs have one shape."""
+    alike: dict[tuple, list[ImageRef]] = {}
+    for image, inputs in images.items():
+        alike.setdefault(tuple((name, value.shape) for name, value in inputs.items()), []).append(image)
+    return list(alike.values())
+
+
+def _towers(composite: nn.Module) -> list[nn.Module]:
+    words = composite.get_input_embeddings()
+    return [child for child in composite.children() if all(module is not words for module in child.modules())]
+
+
+def _gradients(composite: nn.Module) -> AbstractContextManager:
+    is_trained = any(p.requires_grad for tower in _towers(composite) for p in tower.parameters())
+    return nullcontext() if is_trained else torch.no_grad()
 
 
 def _placed(value: Tensor, composite: nn.Module) -> Tensor:

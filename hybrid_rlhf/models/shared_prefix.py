@@ -21,7 +21,8 @@ from torch.nn import functional
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.memory import is_out_of_memory
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, to_device, token_budget_groups
-from hybrid_rlhf.models.backbone import text_backbone
+from hybrid_rlhf.models import images
+from hybrid_rlhf.models.backbone import joining, text_backbone
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.transformers_compat import (
     attention_name,
@@ -142,13 +143,15 @@ def distinct_states_and_router_logits(model: nn.Module, batch: SequenceBatch,
 def _distinct(model: nn.Module, batch: SequenceBatch, packed: Packing, **options: bool) -> Any:  # of transformers
     ids, attention = batch.input_ids.flatten()[packed.source][None], RowAttention(packed)
     backbone = text_backbone(model)
+    joint = joining(model)
+    zero = images.blank_features(joint, images.num_blank(joint, 0))
     with attention.installed(), recomputed_within(model, attention.installed):
         out = backbone(input_ids=ids, use_cache=False, position_ids=packed.positions[None], **options)
     num_layers = backbone.config.get_text_config().num_hidden_layers
     if attention.num_calls != num_layers:  # the other layers mix tokens in another way
         raise NotShareableError(f"{type(model).__name__}: {attention.num_calls} of {num_layers} layers attend where "
                                 "we look")
-    return out
+    return out if zero is None else images.plus(out, zero)
 
 
 def say_whole(model: nn.Module, reason: str, *, is_packed: bool) -> None:

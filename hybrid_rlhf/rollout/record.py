@@ -48,6 +48,17 @@ class Prompts:
         """What tells prompts apart: the tokens and the images of each."""
         return list(zip(self.ids, self.images, strict=True))
 
+    def __add__(self, other: Prompts) -> Prompts:
+        """The prompts of both, these first; a column that one of them lacks is None there, or no images."""
+
+        def column(part: Prompts, name: str) -> list:
+            lacking = part.images if name == "images" else [None] * len(part)
+            return part.columns.get(name, lacking)
+
+        return Prompts(self.ids + other.ids, self.texts + other.texts,
+                       {name: column(self, name) + column(other, name) for name in self.columns | other.columns},
+                       self.images + other.images)
+
     def repeat(self, num_samples: int) -> Prompts:
         """Each prompt `num_samples` times in a row, so that the samples of one prompt (a group) are contiguous."""
 
@@ -224,10 +235,8 @@ class Rollout:
                 return a + b
             return torch.cat([x if x.ndim == 1 else pad(x, (0, width - x.shape[1])) for x in (a, b)])
 
-        prompts = Prompts(*(joined(getattr(self.prompts, f.name), getattr(other.prompts, f.name))
-                            for f in fields(Prompts)))
-        return Rollout(prompts, **{f.name: joined(getattr(self, f.name), getattr(other, f.name))
-                                   for f in fields(self) if f.init and f.name != "prompts"})
+        return Rollout(self.prompts + other.prompts, **{f.name: joined(getattr(self, f.name), getattr(other, f.name))
+                                                        for f in fields(self) if f.init and f.name != "prompts"})
 
     def has_reward_variance(self, group_size: int) -> Tensor:
         """(groups,) bool: whether the rewards of a prompt's scored responses differ. Groups are contiguous rows."""

@@ -430,6 +430,23 @@ def test_another_image_or_a_file_that_is_there_again_is_another_cached_table(tok
     assert [data.train[i]["images"][0][1:] for i in range(2)] == [[100, 100], [30, 20]]
 
 
+@pytest.mark.parametrize("column", ["messages", "images"])
+def test_a_changed_file_that_a_column_of_json_text_names_is_another_cached_table(tokenizers, folder, column):
+    part = picture("a.png") if column == "messages" else HERE
+    row = {"messages": json.dumps([u([part, text("?")]), a("Yes.")])}
+    row |= {"images": json.dumps(["a.png"])} if column == "images" else {}
+    for size in ((64, 48), (30, 20)):
+        noise(*size).save(folder / "a.png")
+        assert data_of(folder, [row], tokenizers["qwen3_vl"]).train[0]["images"][0][1:] == list(size)
+
+
+def test_tokens_of_images_are_not_trained_where_all_others_are(shapes, tokenizers, folder):
+    row = data_of(folder, [{"messages": [u([picture("a.png"), text("?")]), a("Yes.")]}], tokenizers["gemma3"],
+                  train_on="all").train[0]
+    of_images = load_reader(str(shapes / "gemma3")).token_ids
+    assert row["loss_mask"] == [i not in of_images for i in row["input_ids"]] and not all(row["loss_mask"])
+
+
 def test_urls_are_fetched_only_where_it_is_allowed_and_within_bounds(tokenizers, folder, monkeypatch):
     import threading
     from functools import partial

@@ -141,6 +141,17 @@ def test_what_every_method_reports_of_its_samples():
         "completions/top3_share": 1.0, "kl": 1.0, "objective/kl": 1.0})  # half a nat at 4 + 1 + 1 + 2 actions of 4
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_joined_prompts_keep_columns_that_only_one_part_has(is_first):
+    seen, plain = [(ImageRef("a", 1, 1),)], [()]
+    parts = [Prompts([[1]], ["a"], {"images": seen, "answer": [3]}, seen), Prompts([[2]], ["b"], {"n": [4]})]
+    joint = parts[0] + parts[1] if is_first else parts[1] + parts[0]
+    images = seen + plain if is_first else plain + seen
+    assert joint.images == joint.columns["images"] == images
+    assert (joint.columns["answer"], joint.columns["n"]) == (([3, None], [None, 4]) if is_first else
+                                                             ([None, 3], [4, None]))
+
+
 def test_answers_to_one_question_about_other_images_are_answers_to_other_prompts():
     made = record([5], [5], [5])
     made.prompts.ids = [[1]] * 3

@@ -8,6 +8,8 @@ from torch.testing import assert_close
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.engine.decode import pages
+from hybrid_rlhf.engine.decode.cuda_graphs import called
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.inference.sequence_scores import SequenceScorer
@@ -72,6 +74,24 @@ def test_what_is_drawn_does_not_depend_on_slots_or_neighbours(kind):
         alone = drawn(engine_of(model), prompts[i:i + 1], images[i:i + 1], numbers=[i])
         assert alone.tokens == [whole.tokens[i]]
         assert_close(torch.tensor(alone.logprobs[0]), torch.tensor(whole.logprobs[i]), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("capture", [None, called], ids=["plain", "captured"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_a_preempted_request_goes_on_as_it_would_have(kind, capture, monkeypatch):
+    """Over few pages of 4 columns: its images are read again, with the tokens that it has drawn."""
+    monkeypatch.setattr(pages, "_SIZE", 4)
+    monkeypatch.setattr(pages, "SIZES", {})
+    prompts, images = ([x for x in part for _ in range(3)] for part in rows_of(kind))
+    model, sampling = image_text_model(kind), SamplingConfig(max_new_tokens=24, repetition_penalty=1.3)
+    roomy = drawn(engine_of(model, max_batch=8), prompts, images, sampling)
+    few = engine_of(model, max_batch=8, capture=capture)
+    drawn(few, prompts[:1], images[:1])  # measures a column
+    few.max_kv_bytes = int(few._runner.bytes_per_column * 2.2 * (max(map(len, prompts)) + 24))
+    tight = drawn(few, prompts, images, sampling)
+    assert few.num_preempted > 2 and tight.tokens == roomy.tokens
+    for ours, theirs in zip(tight.logprobs, roomy.logprobs, strict=True):
+        assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-4, rtol=1e-4)
 
 
 def test_equal_tokens_with_other_images_are_other_prompts():
