@@ -29,9 +29,17 @@ def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
 
     Right padding needs no mask (causal models never look right); packed rows are told apart by position_ids alone,
     which transformers' mask functions understand when no attention_mask is given. Rows with images go through the
-    module that joins both; UserError for a model that reads no images.
+    module that joins both, and others beside them do not: in text the id of an image's token is an ordinary one. At
+    ZeRO 3 all do, in one order of modules. UserError for a model that reads no images.
     """
-    return _states(model, batch).last_hidden_state
+    shown = list(map(bool, batch.images or ()))
+    if all(shown) or not any(shown) or images.is_in_parts(joining(model)):
+        return _states(model, batch).last_hidden_state
+    parts = [torch.tensor([i for i, has in enumerate(shown) if has == which]) for which in (True, False)]
+    states = [_states(model, batch.rows(index)).last_hidden_state for index in parts]
+    width = batch.input_ids.shape[1]
+    joined = torch.cat([nn.functional.pad(part, (0, 0, 0, width - part.shape[1])) for part in states])
+    return joined.index_select(0, torch.cat(parts).argsort().to(joined.device))
 
 
 def _states(model: nn.Module, batch: SequenceBatch, **options: bool) -> Any:  # of transformers

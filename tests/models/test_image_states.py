@@ -42,6 +42,18 @@ def test_chosen_rows_keep_their_images_and_rows_without_any_are_plain_text(kind)
     assert batch.rows(torch.tensor([2])).images is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_row_with_an_images_token_beside_image_rows_is_text(kind):
+    model, batch, reader = image_text_model(kind), batch_of(kind), load_reader(folder(kind))
+    batch.input_ids[2, 5] = min(reader.token_ids)  # row 2 has no image
+    alone = batch.rows(torch.tensor([2]))
+    assert alone.images is None
+    together, length = hidden_states(model, batch), alone.input_ids.shape[1]
+    assert_close(together[2, :length], hidden_states(model, alone)[0], atol=2e-5, rtol=1e-4)
+    other = batch_of(kind)
+    assert_close(together[:2], hidden_states(model, other)[:2], atol=2e-5, rtol=1e-4)
+
+
 def test_each_image_is_read_by_the_tower_once_however_many_rows_have_it():
     model, batch = image_text_model("qwen3_vl"), batch_of("qwen3_vl")
     seen = []

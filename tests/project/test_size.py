@@ -23,7 +23,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/export": (913, 6),
     "hybrid_rlhf/kernels": (6009, 31),
     "hybrid_rlhf/memory_plan": (1972, 11),
-    "hybrid_rlhf/models": (5963, 31),
+    "hybrid_rlhf/models": (5971, 31),
     "hybrid_rlhf/report": (2341, 11),
     "hybrid_rlhf/rewards": (3226, 17),
     "hybrid_rlhf/roles": (1100, 10),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5307, 29),
     "inference": (3752, 26),
-    "tests": (60710, 353),
+    "tests": (60722, 353),
     "benchmarks": (7813, 53),
     ENTRY_POINTS: (2188, 11),
 }
