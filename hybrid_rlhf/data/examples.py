@@ -135,34 +135,30 @@ def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Wor
     elif example.messages is not None:
         _require_text(_last_text(example.messages))
         messages = example.messages[: lengths.max_length]  # later ones are cut anyway: a turn has at least a token
-        yield from _per_text(chat.compose_messages(tokenizer, messages), tokenizer, lengths)
+        yield from _per_text(chat.compose_messages(tokenizer, messages), lengths)
     else:
         if not example.answers:
             raise SkipRow("no answer")
         completion, score = max(example.answers, key=lambda a: a[1])
         if len(example.answers) == 1 and score <= 0:
             raise SkipRow("labelled as a bad answer")
-        texts = chat.compose_all(tokenizer, example.prompt or "", _answered(completion))
-        yield from _per_text(texts, tokenizer, lengths)
+        yield from _per_text(chat.compose_all(tokenizer, example.prompt or "", _answered(completion)), lengths)
 
 
-def _per_text(texts: list[Rendered], tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
+def _per_text(texts: list[Rendered], lengths: Lengths) -> Iterator[Work]:
     """A row for each text of a conversation; where all tokens are trained only for the last, which has all turns."""
     if lengths.train_on == "all":
         texts = texts[-1:]
     for number, text in enumerate(texts):
-        image_ids = reader_of(tokenizer).token_ids if text.images else frozenset()
-        yield Work([text], _sft_row(lengths, is_split=len(texts) > 1 and number == 0, image_ids=image_ids))
+        yield Work([text], _sft_row(lengths, is_split=len(texts) > 1 and number == 0))
 
 
-def _sft_row(lengths: Lengths, is_split: bool = False, image_ids: frozenset[int] = frozenset()
-             ) -> Callable[[list[Encoded], Counts], dict | None]:
-    """image_ids: tokens that are never trained, for no model says them."""
+def _sft_row(lengths: Lengths, is_split: bool = False) -> Callable[[list[Encoded], Counts], dict | None]:
     def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
         if is_split:
             counts.rendered[TURN_BY_TURN] += 1
         ids, mask = encoded[0][:2]
-        mask = [i not in image_ids for i in ids] if lengths.train_on == "all" else mask
+        mask = [True] * len(ids) if lengths.train_on == "all" else mask
         if not any(mask[1 : lengths.max_length]):
             counts.drop(CUT_AWAY)
             return None
@@ -184,7 +180,7 @@ def graded(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # 
     """-> {input_ids, loss_mask}, one per answer, good or bad, with the score in the prompt."""
     for answer, score in example.answers:
         question = with_score(example.prompt or "", score, lengths.score_template)
-        yield from _per_text(chat.compose_all(tokenizer, question, _answered(answer)), tokenizer, lengths)
+        yield from _per_text(chat.compose_all(tokenizer, question, _answered(answer)), lengths)
 
 
 def with_score(prompt: Text, score: float, template: str) -> Text:
