@@ -440,13 +440,6 @@ def test_a_changed_file_that_a_column_of_json_text_names_is_another_cached_table
         assert data_of(folder, [row], tokenizers["qwen3_vl"]).train[0]["images"][0][1:] == list(size)
 
 
-def test_tokens_of_images_are_not_trained_where_all_others_are(shapes, tokenizers, folder):
-    row = data_of(folder, [{"messages": [u([picture("a.png"), text("?")]), a("Yes.")]}], tokenizers["gemma3"],
-                  train_on="all").train[0]
-    of_images = load_reader(str(shapes / "gemma3")).token_ids
-    assert row["loss_mask"] == [i not in of_images for i in row["input_ids"]] and not all(row["loss_mask"])
-
-
 def test_urls_are_fetched_only_where_it_is_allowed_and_within_bounds(tokenizers, folder, monkeypatch):
     import threading
     from functools import partial
