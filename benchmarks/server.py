@@ -142,7 +142,7 @@ def engine_rate(folder: str, clients: int) -> tuple[float, float]:
     prompts = []
     for number in range(clients):
         opened.messages = body(number, 1)["messages"]
-        prompts.append(opened.prompt_ids())
+        prompts.append(opened.prompt().ids)
     with opened.engine.inference():
         opened.engine.generate(prompts, sampling)
         start = time.monotonic()
