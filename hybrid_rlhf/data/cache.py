@@ -83,7 +83,7 @@ def key(rows: Iterable[dict], tokenizer, settings: dict, images: Callable[[dict]
         digest.update(part.encode("utf-8", "replace") + b"\0")
     for row in rows:
         digest.update((line := json.dumps(row, default=_short).encode()) + b"\n")
-        if images is not None and b"image" in line:
+        if images is not None and b"image" in line.lower():  # names of columns in any case
             digest.update(images(row).encode())
     return digest.hexdigest()
 

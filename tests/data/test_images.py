@@ -420,8 +420,9 @@ def test_rows_are_dealt_by_text_and_image_and_not_by_the_machines_paths(folder):
     assert key({"bytes": b"x", "path": "/here"}) == key({"bytes": b"x", "path": "/there"}) != key({"bytes": b"y"})
 
 
-def test_another_image_or_a_file_that_is_there_again_is_another_cached_table(tokenizers, folder):
-    rows = [{"prompt": "?", "image": file} for file in ("b.jpg", "late.png")]
+@pytest.mark.parametrize("column", ["image", "Image"])
+def test_another_image_or_a_file_that_is_there_again_is_another_cached_table(tokenizers, folder, column):
+    rows = [{"prompt": "?", column: file} for file in ("b.jpg", "late.png")]
     data = data_of(folder, rows, tokenizers["gemma3"], "ppo")
     assert data.report["dropped"] == {"an image whose file is missing": 1}
     noise(30, 20).save(folder / "late.png")
