@@ -31,11 +31,9 @@ class ImageError(Exception):
     """An image that cannot be read; the message says why, without its name."""
 
 
-def look_at(path: str, max_pixels: int) -> ImageRef:
-    """The image in a file, scaled down to at most max_pixels. Decodes it whole. Raises ImageError where it cannot be
-    read."""
-    image = _decoded(path)
-    return scaled(ImageRef(path, image.width, image.height), max_pixels)
+def look_at(path: str) -> ImageRef:
+    """The image in a file, in its own size. Decodes it whole. Raises ImageError where it cannot be read."""
+    return ImageRef(path, *_decoded(path).size)
 
 
 def scaled(image: ImageRef, max_pixels: int) -> ImageRef:

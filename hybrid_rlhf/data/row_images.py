@@ -18,7 +18,7 @@ from typing import NamedTuple
 from urllib.parse import unquote, unquote_to_bytes
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.image_files import MAX_FILE_PIXELS, ImageError, ImageRef, look_at, scaled
+from hybrid_rlhf.core.image_files import ImageError, ImageRef, look_at, scaled
 from hybrid_rlhf.core.own_files import refusal, write_file
 from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data.turns import IMAGE, IMAGES, SkipRow
@@ -143,7 +143,7 @@ def resolved(messages: Sequence[dict], files: Files) -> tuple[list[dict], int]:
     def look(source: object) -> ImageRef:
         nonlocal number
         try:
-            whole = look_at(_path(source, files), MAX_FILE_PIXELS)
+            whole = look_at(_path(source, files))
         except ImageError as error:
             raise SkipRow(f"an image that {error}") from error
         number += whole.width * whole.height > files.max_pixels

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, nearest
-from hybrid_rlhf.core.image_files import MAX_FILE_PIXELS, MAX_PIXELS, ImageError, ImageRef, look_at, scaled
+from hybrid_rlhf.core.image_files import MAX_PIXELS, ImageError, ImageRef, look_at, scaled
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data import cache
@@ -71,7 +71,7 @@ class Session:
         images, notes = [], []
         for path in paths:
             try:
-                whole = look_at(os.path.abspath(expanded(path)), MAX_FILE_PIXELS)
+                whole = look_at(os.path.abspath(expanded(path)))
                 image = scaled(whole, MAX_PIXELS)
                 count = readers[0].num_tokens(image)
             except ImageError as error:

@@ -44,7 +44,7 @@ def image_files() -> tuple[ImageRef, ...]:
     place, random = Path(mkdtemp(prefix="images")), np.random.RandomState(0)
     for i, (width, height) in enumerate(SIZES):
         Image.fromarray((random.rand(height, width, 3) * 255).astype("uint8")).save(place / f"{i}.png")
-    return tuple(look_at(str(place / f"{i}.png"), 10**6) for i in range(len(SIZES)))
+    return tuple(look_at(str(place / f"{i}.png")) for i in range(len(SIZES)))
 
 
 def image_text_model(kind: str) -> torch.nn.Module:

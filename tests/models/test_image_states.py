@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.core.image_files import ImageRef, look_at, open_image
+from hybrid_rlhf.core.image_files import ImageRef, look_at, open_image, scaled
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.models import images as images_module
 from hybrid_rlhf.models.backbone import hidden_states, joining
@@ -121,7 +121,7 @@ def test_an_image_is_read_upright_in_rgb_and_scaled_to_the_bound(tmp_path):
     image, exif = Image.new("CMYK", (80, 40)), Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
     image.save(path, exif=exif)
-    assert look_at(path, 10**6) == ImageRef(path, 40, 80)
-    small = look_at(path, 800)
+    assert look_at(path) == ImageRef(path, 40, 80)
+    small = scaled(look_at(path), 800)
     assert small == ImageRef(path, 20, 40) and open_image(small).size == (20, 40)
     assert open_image(small).mode == "RGB"
