@@ -211,7 +211,7 @@ def _with_images(tokenizer, row: Rendered, messages: Sequence[dict]) -> Rendered
     pieces = row.text.split(reader.placeholder)
     if len(pieces) != len(images) + 1:
         raise SkipRow(LEFT_OUT)
-    texts = [image_text(reader, image) for image in images]
+    texts = [_image_text(reader, image) for image in images]
     ends = list(accumulate(len(piece) + len(reader.placeholder) for piece in pieces[:-1]))  # in the template's text
     grown = list(accumulate((len(text) - len(reader.placeholder) for text in texts), initial=0))
     spans = [(start + grown[bisect_right(ends, start)], end + grown[bisect_right(ends, end)])
@@ -224,7 +224,7 @@ def _joined(pieces: Sequence[str], between: Sequence[str]) -> str:
     return "".join(text for pair in zip(pieces, [*between, ""], strict=True) for text in pair)
 
 
-def image_text(reader: ImageReader, image: ImageRef) -> str:
+def _image_text(reader: ImageReader, image: ImageRef) -> str:
     """The text that stands for an image. It depends on the size alone: no image is processed for it twice."""
     known = _texts.setdefault(reader, {})
     size = image.width, image.height

@@ -117,7 +117,7 @@ def _with_images(example: Example, tokenizer, counts: Counts, files: Files) -> E
     if reader_of(tokenizer) is None:
         raise SkipRow(NO_READER)
     turns, num_scaled = resolved(example.messages or example.prompt, files)
-    counts.rendered += Counter({SCALED: num_scaled} if num_scaled else {})
+    counts.rendered += Counter({SCALED: num_scaled})
     return replace(example, prompt=example.prompt and turns[: len(example.prompt)],
                    messages=example.messages and turns)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.core.image_files import ImageRef
-from hybrid_rlhf.data.chat import image_text
 from hybrid_rlhf.data.datasets import DataConfig, StageData, build, counts, dropped
 from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.models.images import reader_of
@@ -103,8 +102,7 @@ def _images_shown(tokenizer, ids: list[int], images: Sequence) -> list:  # noqa:
     shown: list[tuple[int, str] | None] = [None] * len(ids)
     places = [i for i, token in enumerate(ids) if token in reader.token_ids]
     for number, image in enumerate(ImageRef(*each) for each in images):
-        tokens = tokenizer(image_text(reader, image), add_special_tokens=False)["input_ids"]
-        count = sum(token in reader.token_ids for token in tokens)
+        count = reader.read(image).num_tokens
         first, last = places[0], places[count - 1]
         label = number, f"[image {image.width}x{image.height}, {count} tokens]"
         shown[first : last + 1] = [label] * (last + 1 - first)

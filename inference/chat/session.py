@@ -73,7 +73,7 @@ class Session:
             try:
                 whole = look_at(os.path.abspath(expanded(path)))
                 image = scaled(whole, MAX_PIXELS)
-                count = readers[0].num_tokens(image)
+                count = readers[0].read(image).num_tokens
             except ImageError as error:
                 raise UserError(f"{path} {error}; give the file of a picture") from error
             less = "" if image == whole else f" (read as {image.width} x {image.height})"
