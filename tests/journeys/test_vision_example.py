@@ -34,15 +34,13 @@ def run(words: list[str], patch: pytest.MonkeyPatch, *more: str) -> None:
         runpy.run_path(words[1], run_name="__main__")
 
 
-@pytest.fixture(scope="module")
-def patch(tmp_path_factory):
-    """In a folder with the example alone, a small set of pictures and the model; its parts are made by the page."""
-    folder = tmp_path_factory.mktemp("vision")
-    shutil.copytree(EXAMPLE, folder / "examples" / "vision")
-    with pytest.MonkeyPatch.context() as patch:
-        own_cache(patch, folder / "cache")
-        patch.chdir(folder)
-        yield patch
+@pytest.fixture
+def patch(tmp_path, monkeypatch):
+    """In a folder with the example alone; its pictures and the model are made by the page."""
+    shutil.copytree(EXAMPLE, tmp_path / "examples" / "vision")
+    own_cache(monkeypatch, tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    return monkeypatch
 
 
 def rows_of(name: str) -> list[dict]:
