@@ -23,17 +23,10 @@ from hybrid_rlhf.data.schema import format_of, read_row
 from hybrid_rlhf.models.images import load_reader
 from hybrid_rlhf.training.registry import READS
 from tests.factories import checkpoints
+from tests.factories.chats import a, u
 from tests.factories.tiny import chatml_tokenizer, own_cache
 
 SHAPES = ("qwen3_vl", "qwen3_5", "gemma3")
-
-
-def u(content: object) -> dict:
-    return {"role": "user", "content": content}
-
-
-def a(content: str) -> dict:
-    return {"role": "assistant", "content": content}
 
 
 def text(words: str) -> dict:

@@ -16,15 +16,8 @@ from hybrid_rlhf.data.schema import FORMATS, Example, format_of, read_row
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.training import reward_sources
 from hybrid_rlhf.training.registry import READS
+from tests.factories.chats import a, u
 from tests.factories.tiny import chatml_tokenizer, own_cache
-
-
-def u(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def a(text: str, **more) -> dict:
-    return {"role": "assistant", "content": text, **more}
 
 
 def reading(row: dict) -> Example:

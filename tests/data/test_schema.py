@@ -9,14 +9,7 @@ import pytest
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.schema import Example, detect, format_of, read_row
-
-
-def u(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def a(text: str) -> dict:
-    return {"role": "assistant", "content": text}
+from tests.factories.chats import a, u
 
 
 def reading(row: dict) -> Example:

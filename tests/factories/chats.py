@@ -13,6 +13,14 @@ TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|i
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
+def u(content: object) -> dict:
+    return {"role": "user", "content": content}
+
+
+def a(content: str, **more: object) -> dict:
+    return {"role": "assistant", "content": content, **more}
+
+
 def tokenizer_with_template():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
