@@ -47,6 +47,15 @@ def image_files() -> tuple[ImageRef, ...]:
     return tuple(look_at(str(place / f"{i}.png")) for i in range(len(SIZES)))
 
 
+def plain_picture(like: ImageRef, colour: str) -> ImageRef:
+    """One of the same size, in a file beside it."""
+    from PIL import Image
+
+    path = like.path.replace(".png", f"_{colour}.png")
+    Image.new("RGB", (like.width, like.height), colour).save(path)
+    return like._replace(path=path)
+
+
 def image_text_model(kind: str) -> torch.nn.Module:
     return load_causal_lm(ModelConfig(folder(kind), dtype="float32")).eval()
 
@@ -58,6 +67,13 @@ def by_transformers(reader: ImageReader, text: str, images: tuple[ImageRef, ...]
     opened = [Image.open(image.path).convert("RGB") for image in images]
     shown = text.format(*[reader.placeholder] * len(images))
     return dict(reader._processor(text=[shown], images=opened or None, return_tensors="pt"))
+
+
+def by_generate(model: torch.nn.Module, reader: ImageReader, inputs: dict, count: int) -> list[int]:
+    """The greedy tokens of transformers' generate behind the inputs of one row."""
+    out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
+                         suppress_tokens=sorted(reader.never))
+    return out[0, inputs["input_ids"].shape[1]:].tolist()
 
 
 def rows_of(kind: str) -> tuple[list[list[int]], list[tuple[ImageRef, ...]]]:
@@ -80,8 +96,6 @@ def greedy_chat(path: str, messages: list[dict], images: list[str], count: int) 
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     inputs = dict(reader._processor(text=[text], images=[Image.open(image).convert("RGB") for image in images] or None,
                                     return_tensors="pt", add_special_tokens=False))
-    with torch.no_grad():
-        out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
-                             suppress_tokens=sorted(reader.token_ids))
-    size = inputs["input_ids"].shape[1]
-    return tokenizer.decode(out[0, size:], skip_special_tokens=False, clean_up_tokenization_spaces=False), size
+    said = by_generate(model, reader, inputs, count)
+    return (tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            inputs["input_ids"].shape[1])

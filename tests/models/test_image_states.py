@@ -11,7 +11,16 @@ from hybrid_rlhf.models import images as images_module
 from hybrid_rlhf.models.backbone import hidden_states, joining
 from hybrid_rlhf.models.images import ImageReader, load_reader, reader_of
 from tests.factories import tiny
-from tests.factories.vision import KINDS, ROWS, by_transformers, folder, image_files, image_text_model, rows_of
+from tests.factories.vision import (
+    KINDS,
+    ROWS,
+    by_transformers,
+    folder,
+    image_files,
+    image_text_model,
+    plain_picture,
+    rows_of,
+)
 
 
 def batch_of(kind: str) -> SequenceBatch:
@@ -63,14 +72,9 @@ def test_each_image_is_read_by_the_tower_once_however_many_rows_have_it():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_images_of_one_size_are_computed_together_with_the_same_states(kind, tmp_path):
-    from PIL import Image
-
+def test_images_of_one_size_are_computed_together_with_the_same_states(kind):
     reader, first = load_reader(folder(kind)), image_files()[0]
-    others = [first]
-    for i, colour in enumerate(("red", "blue")):
-        Image.new("RGB", (first.width, first.height), colour).save(tmp_path / f"{i}.png")
-        others.append(ImageRef(str(tmp_path / f"{i}.png"), first.width, first.height))
+    others = [first, plain_picture(first, "red"), plain_picture(first, "blue")]
     model, row = image_text_model(kind), batch_of(kind).rows(torch.tensor([0] * 3))
     row.images = [(image,) for image in others]
     together = hidden_states(model, row)

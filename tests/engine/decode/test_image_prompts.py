@@ -15,7 +15,17 @@ from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.inference.sequence_scores import SequenceScorer
 from hybrid_rlhf.models.images import load_reader
 from hybrid_rlhf.roles.policy_module import PolicyModule
-from tests.factories.vision import KINDS, ROWS, by_transformers, folder, image_files, image_text_model, rows_of
+from tests.factories.vision import (
+    KINDS,
+    ROWS,
+    by_generate,
+    by_transformers,
+    folder,
+    image_files,
+    image_text_model,
+    plain_picture,
+    rows_of,
+)
 
 GREEDY, SAMPLED = SamplingConfig(max_new_tokens=10, temperature=0), SamplingConfig(max_new_tokens=10, temperature=1.0)
 
@@ -47,10 +57,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(kind):
     ours = drawn(engine, prompts, images, GREEDY)
     assert engine.describe()["path"] == "native"
     for (text, _), row, mine in zip(ROWS, images, ours.tokens, strict=True):
-        inputs = by_transformers(reader, text, row)
-        out = model.generate(**inputs, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0,
-                             suppress_tokens=sorted(reader.never))
-        assert mine == out[0, inputs["input_ids"].shape[1]:].tolist()
+        assert mine == by_generate(model, reader, by_transformers(reader, text, row), 10)
 
 
 @pytest.mark.parametrize("max_batch", [64, 2])
@@ -96,15 +103,9 @@ def test_a_preempted_request_goes_on_as_it_would_have(kind, capture, monkeypatch
 
 def test_equal_tokens_with_other_images_are_other_prompts():
     """Both images have the same size, so that the ids agree: a prompt is not stored for the other's sake."""
-    from PIL import Image
-
-    from hybrid_rlhf.core.image_files import ImageRef
-
     first = image_files()[0]
-    other = first.path.replace("0.png", "other.png")
-    Image.new("RGB", (first.width, first.height), "red").save(other)
     model, (prompts, _) = image_text_model("qwen3_vl"), rows_of("qwen3_vl")
-    images = [(first,), (ImageRef(other, first.width, first.height),)] * 2
+    images = [(first,), (plain_picture(first, "red"),)] * 2
     engine = engine_of(model, max_batch=2)
     out = drawn(engine, [prompts[0]] * 4, images)
     for mine, truth in zip(out.logprobs, scored(engine, [prompts[0]] * 4, images, out.tokens), strict=True):
@@ -113,15 +114,22 @@ def test_equal_tokens_with_other_images_are_other_prompts():
     assert abs(sums[0] - sums[1]) > 0.1
 
 
-def test_no_answer_has_a_token_of_an_image():
-    model, reader = image_text_model("gemma3"), load_reader(folder("gemma3"))
-    prompts, images = rows_of("gemma3")
+def model_that_draws_images(kind: str) -> tuple[torch.nn.Module, set[int]]:
+    """A model whose likeliest tokens are transformers' ids of images, video and sound, and these."""
+    model, processor = image_text_model(kind), load_reader(folder(kind))._processor
+    ids = {*processor.image_token_ids, *processor.video_token_ids, *processor.audio_token_ids} - {None}
     head = model.get_output_embeddings()
-    with torch.no_grad():  # the image's token is the likeliest of all
+    with torch.no_grad():
         head.weight.copy_(head.weight * 0.01)
-        head.weight[sorted(reader.never)] *= -1000
+        head.weight[sorted(ids)] *= -1000
+    return model, ids
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_no_answer_has_a_token_of_an_image_or_of_video_or_sound(kind):
+    (model, ids), (prompts, images) = model_that_draws_images(kind), rows_of(kind)
     many = drawn(engine_of(model), prompts * 8, images * 8)
-    assert not {i for row in many.tokens for i in row} & reader.never
+    assert not {i for row in many.tokens for i in row} & ids
 
 
 def test_a_number_of_tokens_that_does_not_fit_the_images_is_refused():
@@ -136,10 +144,7 @@ def test_a_number_of_tokens_that_does_not_fit_the_images_is_refused():
 def greedy(kind, model, text, images, count=8):
     """What transformers' generate says to a text with images, read anew."""
     reader = load_reader(folder(kind))
-    inputs = by_transformers(reader, text, images)
-    out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
-                         suppress_tokens=sorted(reader.token_ids))
-    return out[0, inputs["input_ids"].shape[1]:].tolist()
+    return by_generate(model, reader, by_transformers(reader, text, images), count)
 
 
 def ids_of(kind, text, images):
@@ -183,19 +188,12 @@ def test_an_answer_that_is_gone_on_from_is_not_read_again():
     inputs = by_transformers(reader, "hello {0} what", (image,))
     ids = torch.tensor([longer])
     inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": reader.types(ids)}
-    out = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0,
-                         suppress_tokens=sorted(reader.token_ids))
-    assert second == out[0, len(longer):].tolist()
+    assert second == by_generate(model, reader, inputs, 8)
 
 
 def test_another_image_of_the_same_size_is_another_conversation():
-    from PIL import Image
-
-    from hybrid_rlhf.core.image_files import ImageRef
-
     first = image_files()[0]
-    other = ImageRef(first.path.replace("0.png", "blue.png"), first.width, first.height)
-    Image.new("RGB", (first.width, first.height), "blue").save(other.path)
+    other = plain_picture(first, "blue")
     model, sampling = image_text_model("qwen3_vl"), SamplingConfig(max_new_tokens=8, temperature=0)
     engine, ids = engine_of(model), ids_of("qwen3_vl", "hello {0} what", [first])
     with engine.inference():
@@ -228,12 +226,7 @@ def test_requests_of_a_server_with_and_without_images_draw_as_alone(kind):
 
 
 def test_a_server_never_draws_an_images_token_after_one_and_leaves_other_requests_as_they_are():
-    model, reader = image_text_model("gemma3"), load_reader(folder("gemma3"))
-    prompts, images = rows_of("gemma3")
-    head = model.get_output_embeddings()
-    with torch.no_grad():  # the image's token is the likeliest of all
-        head.weight.copy_(head.weight * 0.01)
-        head.weight[sorted(reader.token_ids)] *= -1000
+    (model, ids), (prompts, images) = model_that_draws_images("gemma3"), rows_of("gemma3")
     engine, settings = engine_of(model), SamplingConfig(12, temperature=1.0)
     with engine.inference():
         serving = engine.serve(16, 64)
@@ -243,7 +236,7 @@ def test_a_server_never_draws_an_images_token_after_one_and_leaves_other_request
             serving.submit(request)
         while serving.step():
             pass
-    has_one = [bool(set(request.tokens) & reader.token_ids) for request in requests]
+    has_one = [bool(set(request.tokens) & ids) for request in requests]
     assert not any(has_one[i] for i in range(40) if images[i % 5])
     plain = drawn(engine_of(model), [prompts[2]] * 8, None, settings, numbers=range(2, 40, 5))
     assert [requests[i].tokens for i in range(2, 40, 5)] == plain.tokens
