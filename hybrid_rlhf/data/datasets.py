@@ -239,7 +239,7 @@ def _tokenized(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer) -
     tables = cache.load(path)
     if tables is None:
         tables = _tokenize(config, entry, reads, tokenizer)
-        if NOT_FETCHED not in tables[2]["dropped"] or world_size() > 1:  # the next run tries again
+        if NOT_FETCHED not in tables[2]["dropped"] or world_size() > 1:  # the next run tries again; processes share it
             cache.store(path, tables)
     return tables
 
