@@ -233,7 +233,7 @@ def _tokenized(config: DataConfig, entry: OpenSource, reads: Reads, tokenizer) -
 
     def images(row: dict) -> str:
         reader = reader_of(tokenizer) if has_images(row) else None
-        return "" if reader is None else f"{reader.settings()} {files} {stamp(row, files.folder)}"
+        return "" if reader is None else f"{reader.settings} {files} {stamp(row, files.folder)}"
 
     path = cache.folder(config.cache_dir) / cache.key(entry.rows, tokenizer, settings, images)
     tables = cache.load(path)

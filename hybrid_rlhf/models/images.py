@@ -81,6 +81,7 @@ class ImageReader:
         num_tokens = sum(i in self.token_ids for i in self._processor.tokenizer(text)["input_ids"])
         return ReadImage(text, num_tokens, {name: value for name, value in out.items() if name not in unused})
 
+    @cached_property
     def settings(self) -> str:
         """All that decides which tokens an image has."""
         return repr(self._processor.image_processor)
