@@ -33,9 +33,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5307, 29),
     "inference": (3753, 26),
-    "tests": (60706, 353),
+    "tests": (60734, 353),
     "benchmarks": (7813, 53),
-    ENTRY_POINTS: (2188, 11),
+    ENTRY_POINTS: (2189, 11),
 }
 
 
