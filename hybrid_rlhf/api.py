@@ -50,11 +50,12 @@ class Training:
     defaults. train_dataset: a path or a list of paths, a datasets.Dataset, or any other iterable of rows (mappings).
     reward_funcs, of stages that sample: one or a list of Python functions as TRL calls them, path.py:name,
     builtin:name, a reward model or its folder. eval_dataset: rows that are only evaluated, given as train_dataset is;
-    nothing of that is held out then, unless eval_fraction says so. processing_class: a tokenizer, in place of the
-    model's. callbacks: transformers.TrainerCallback objects. peft_config: a peft.LoraConfig. formatting_func: row ->
-    its text. tools: functions that the model may call; environment_factory: a class, or a mapping of names to classes,
-    as TRL takes them. settings: a mapping of the stage's options; options: more of them by name, learning_rate=1e-5 as
-    well as train__learning_rate=1e-5, and the trainer's further models (ref_model, ...), given as `model` is.
+    nothing of that is held out then, unless eval_fraction says so. processing_class: a tokenizer or a processor, in
+    place of the model's. callbacks: transformers.TrainerCallback objects. peft_config: a peft.LoraConfig.
+    formatting_func: row -> its text. tools: functions that the model may call; environment_factory: a class, or a
+    mapping of names to classes, as TRL takes them. settings: a mapping of the stage's options; options: more of them by
+    name, learning_rate=1e-5 as well as train__learning_rate=1e-5, and the trainer's further models (ref_model, ...),
+    given as `model` is.
 
     By position come model, data and rewards (`_OURS`), or TRL's arguments in their order (`_ORDER`), where a
     configuration, None or a reward function is among them, or the data are given by name.

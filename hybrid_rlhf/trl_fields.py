@@ -30,8 +30,9 @@ def _read(option: str, note: str = "", **defaults: object) -> dict[str, Field]:
     return _taken(option, note, READ, **defaults)
 
 
-def _idle(note: str, names: str) -> dict[str, Field]:
-    return {name: Field(None, IDLE, note) for name in names.split()}
+def _idle(note: str, names: str = "", **defaults: object) -> dict[str, Field]:
+    """names: those whose default is None."""
+    return {name: Field(default, IDLE, note) for name, default in (dict.fromkeys(names.split()) | defaults).items()}
 
 
 def _refused(note: str, **defaults: object) -> dict[str, Field]:
@@ -70,28 +71,32 @@ _COMMON = {
     **_read("", "without it the name of output_dir", hub_model_id=None),
     **_read("", "private unless False", hub_private_repo=None),
     **_read("", "where there is a card: CUDA_VISIBLE_DEVICES= python script.py", use_cpu=False),
-    **_idle(_TRAINER, "do_train do_eval do_predict prediction_loss_only batch_eval_metrics eval_do_concat_batches "
-                      "eval_use_gather_object eval_accumulation_steps include_for_metrics remove_unused_columns "
-                      "include_num_input_tokens_seen label_names use_cache skip_memory_metrics debug "
-                      "restore_callback_states_from_checkpoint enable_jit_checkpoint"),
+    **_idle(_TRAINER, "eval_accumulation_steps include_for_metrics label_names", do_train=False, do_eval=False,
+            do_predict=False, prediction_loss_only=False, batch_eval_metrics=False, eval_do_concat_batches=True,
+            eval_use_gather_object=False, remove_unused_columns=True, include_num_input_tokens_seen="no",
+            use_cache=False, skip_memory_metrics=True, debug="", restore_callback_states_from_checkpoint=False,
+            enable_jit_checkpoint=False),
     **_idle("rows are read, batched and dealt to processes here",
-            "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
-            "dataloader_prefetch_factor dataloader_in_order dataloader_multiprocessing_context length_column_name "
-            "ignore_data_skip data_seed average_tokens_across_devices"),
-    **_idle("the first step, warnings and the time left are always shown", "logging_strategy logging_first_step "
-            "logging_nan_inf_filter disable_tqdm log_level log_level_replica log_on_each_node"),
+            "dataloader_prefetch_factor dataloader_multiprocessing_context data_seed", dataloader_drop_last=False,
+            dataloader_num_workers=0, dataloader_pin_memory=True, dataloader_persistent_workers=False,
+            dataloader_in_order=True, length_column_name="length", ignore_data_skip=False,
+            average_tokens_across_devices=True),
+    **_idle("the first step, warnings and the time left are always shown", "disable_tqdm", logging_strategy="steps",
+            logging_first_step=False, logging_nan_inf_filter=True, log_level="passive", log_level_replica="warning",
+            log_on_each_node=True),
     **_idle("a tracker's project is named by the stage",
-            "project trackio_space_id trackio_bucket_id trackio_static_space_id"),
-    **_idle("evaluations are made by eval_steps and after the last step", "eval_on_start eval_delay"),
+            "trackio_space_id trackio_bucket_id trackio_static_space_id", project="huggingface"),
+    **_idle("evaluations are made by eval_steps and after the last step", eval_on_start=False, eval_delay=0),
     **_idle("kernels and micro-batches are chosen by the machine",
-            "torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config tf32 "
-            "auto_find_batch_size torch_empty_cache_steps gradient_checkpointing_kwargs activation_checkpointing "
-            "activation_checkpointing_kwargs bf16_full_eval fp16_full_eval"),
+            "torch_compile_backend torch_compile_mode liger_kernel_config tf32 torch_empty_cache_steps "
+            "gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs",
+            torch_compile=False, use_liger_kernel=False, auto_find_batch_size=False, bf16_full_eval=False,
+            fp16_full_eval=False),
     **_idle("processes come from torchrun or accelerate launch and speak through one group",
-            "local_rank ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_timeout "
-            "ddp_static_graph save_on_each_node"),
-    **_idle("of the hub, only the model, its tokenizer and its card are uploaded, after training",
-            "hub_strategy hub_always_push hub_revision"),
+            "ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
+            "ddp_static_graph", local_rank=-1, ddp_timeout=1800, save_on_each_node=False),
+    **_idle("of the hub, only the model, its tokenizer and its card are uploaded, after training", "hub_revision",
+            hub_strategy="every_save", hub_always_push=False),
     **_refused("log in by `hf auth login`, or set HF_TOKEN", hub_token=None),
     **_refused("set engine__zero_stage=1, 2 or 3 under torchrun, or engine__offload=['optimizer']", deepspeed=None,
                fsdp=None, fsdp_config=None, parallelism_config=None, accelerator_config=None),
@@ -104,18 +109,18 @@ _COMMON = {
 _MODEL = {
     **_read("model.dtype", "dtype, attn_implementation, trust_remote_code, load_in_4bit; others are refused",
             model_init_kwargs=None),
-    **_taken("model.", trust_remote_code=False), **_idle(_PADDING, "pad_to_multiple_of"),
+    **_taken("model.", trust_remote_code=False), **_idle(_PADDING, pad_to_multiple_of="auto"),
 }
 _EXPERTS = _idle("an expert model's own coefficient is used", "router_aux_loss_coef")
 _CACHED = _idle("tokenized rows are cached", "dataset_num_proc")
-_PAD, _FREE = _idle(_PADDING, "pad_token"), _idle(_PADDING, "padding_free")
+_PAD, _FREE = _idle(_PADDING, "pad_token"), _idle(_PADDING, padding_free=False)
 _EOS = _refused("the tokenizer's own end is used; give a processing_class that has another", eos_token=None)
 _LENGTH = {**_taken("data.", "longer demonstrations lose their end, longer pairs are dropped and counted",
                     max_length=1024), **_read("engine.offload", activation_offloading=False)}
 _TEMPLATE = _taken("data.chat_template", chat_template_path=None)
 _CUT = _refused("only the end of a row can be cut off", truncation_mode="keep_start")
 _REFERENCE = {**_refused("the reference is the start; leave it out", sync_ref_model=False),
-              **_idle("sync_ref_model is off", "ref_model_mixup_alpha ref_model_sync_steps")}
+              **_idle("sync_ref_model is off", ref_model_mixup_alpha=0.6, ref_model_sync_steps=512)}
 
 SFT = _COMMON | _MODEL | _EXPERTS | _CACHED | _PAD | _FREE | _EOS | _LENGTH | _TEMPLATE | _CUT | {
     **_taken("train.", learning_rate=2e-5),
@@ -123,29 +128,29 @@ SFT = _COMMON | _MODEL | _EXPERTS | _CACHED | _PAD | _FREE | _EOS | _LENGTH | _T
     **_read("data.sources", "the column is renamed", dataset_text_field="text"),
     **_read("data.train_on", "of rows with prompt and completion; None: True", completion_only_loss=None),
     **_read("data.train_on", "of rows with messages", assistant_only_loss=False),
-    **_idle("rows are shuffled", "shuffle_dataset"), **_idle("evaluated rows are never packed", "eval_packing"),
+    **_idle("rows are shuffled", shuffle_dataset=False), **_idle("evaluated rows are never packed", "eval_packing"),
     **_refused("rows are packed by best fit", packing_strategy="bfd"),
     **_refused("rows are made into tokens here", dataset_kwargs=None),
     **_refused("only the negative log-likelihood is offered (chunked_nll is the same)", loss_type="nll"),
 }
 _PREFERENCES = _COMMON | _MODEL | _EXPERTS | _CACHED | _LENGTH | _REFERENCE | {
-    **_taken("dpo.", "null: the usual value of each loss", beta=0.1), **_idle(_FORWARDS, "disable_dropout"),
+    **_taken("dpo.", "null: the usual value of each loss", beta=0.1), **_idle(_FORWARDS, disable_dropout=True),
     **_idle("the reference's log-probabilities are computed with each batch, by the same weights",
-            "precompute_ref_log_probs precompute_ref_batch_size"),
+            "precompute_ref_batch_size", precompute_ref_log_probs=False),
 }
 DPO = _PREFERENCES | _PAD | _FREE | _CUT | {
     **_read("dpo.", "sigmoid, ipo, hinge; one of them", loss_type="sigmoid"), **_taken("dpo.", label_smoothing=0.0),
     **_refused("one loss at a time", loss_weights=None),
     **_refused("only the reverse KL of the paper is offered", f_divergence_type="reverse_kl", ld_alpha=None,
                use_weighting=False),
-    **_idle("it belongs to losses that are not offered", "f_alpha_divergence_coef discopop_tau"),
+    **_idle("it belongs to losses that are not offered", f_alpha_divergence_coef=0.5, discopop_tau=0.05),
 }
-KTO = _PREFERENCES | _idle(_ORDER, "train_sampling_strategy") | {
+KTO = _PREFERENCES | _idle(_ORDER, train_sampling_strategy="sequential") | {
     **_taken("dpo.", desirable_weight=1.0, undesirable_weight=1.0),
     **_refused("only the loss of KTO is offered", loss_type="kto"),
 }
 REWARD = _COMMON | _MODEL | _CACHED | _PAD | _EOS | _LENGTH | _TEMPLATE | {
-    **_taken("train.", learning_rate=1e-4), **_idle("dropout is off", "disable_dropout"),
+    **_taken("train.", learning_rate=1e-4), **_idle("dropout is off", disable_dropout=True),
     **_read("reward.center_coef", "None: 0", center_rewards_coefficient=None),
 }
 _SAMPLED = _COMMON | _MODEL | _EXPERTS | _REFERENCE | {
@@ -162,19 +167,19 @@ _SAMPLED = _COMMON | _MODEL | _EXPERTS | _REFERENCE | {
     **_taken("reward.weights", reward_weights=None),
     **_taken("ppo.mask_truncated", "out of the loss, still in their group's baseline",
              mask_truncated_completions=False),
-    **_idle(_FORWARDS, "disable_dropout"), **_idle("rows are shuffled", "shuffle_dataset"),
-    **_idle("columns are handed to the reward functions", "remove_unused_columns"),
+    **_idle(_FORWARDS, disable_dropout=False), **_idle("rows are shuffled", shuffle_dataset=True),
+    **_idle("columns are handed to the reward functions", remove_unused_columns=False),
     **_idle("held-out prompts are answered once", "num_generations_eval"),
-    **_idle("the model that is trained samples",
-            "use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host "
-            "vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
-            "vllm_max_model_length vllm_tensor_parallel_size cache_implementation "
-            "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged "
-            "ds3_gather_for_generation"),
+    **_idle("the model that is trained samples", "vllm_server_base_url vllm_max_model_length cache_implementation "
+            "transformers_continuous_batching_config", use_vllm=False, vllm_mode="colocate", vllm_model_impl="vllm",
+            vllm_enable_sleep_mode=False, vllm_server_host="0.0.0.0", vllm_server_port=8000,
+            vllm_server_timeout=240.0, vllm_group_port=51216, vllm_gpu_memory_utilization=0.3,
+            vllm_tensor_parallel_size=1, use_transformers_continuous_batching=False, use_transformers_paged=False,
+            ds3_gather_for_generation=True),
     **_refused("answers of a given form are not offered", vllm_structured_outputs_regex=None),
     **_refused("write ppo__sampling__min_new_tokens=... and its like", generation_kwargs=None),
-    **_idle("samples are always kept, in samples.jsonl and in the report",
-            "log_completions log_multimodal num_completions_to_print log_unique_prompts"),
+    **_idle("samples are always kept, in samples.jsonl and in the report", "num_completions_to_print",
+            log_completions=False, log_multimodal=True, log_unique_prompts=False),
 }
 GRPO = _SAMPLED | {
     **_taken("ppo.kl_coef", beta=0.0),
@@ -194,11 +199,13 @@ GRPO = _SAMPLED | {
     **_taken("environment.max_turns", "one more, for theirs are those after the first; None: 10 turns",
              max_tool_calling_iterations=None),
     **_refused("write entropy_coef=0.01", use_adaptive_entropy=False),
-    **_idle("use_adaptive_entropy is off", "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"),
+    **_idle("use_adaptive_entropy is off", entropy_coef_min=0.0, entropy_coef_max=1.0, entropy_coef_delta=0.005,
+            entropy_target=0.2),
     **_idle("the sampler's log-probabilities are the model's own, see ppo.importance",
-            "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
-            "vllm_importance_sampling_clip_min vllm_importance_sampling_cap"),
-    **_idle("logits are computed in fp32", "cast_lm_head_to_fp32"),
+            "vllm_importance_sampling_clip_min vllm_importance_sampling_cap",
+            vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="sequence_mask",
+            vllm_importance_sampling_clip_max=3.0),
+    **_idle("logits are computed in fp32", cast_lm_head_to_fp32=False),
     **_refused("samples stay on this machine", log_completions_hub_repo=None),
 }
 RLOO = _SAMPLED | {
@@ -215,17 +222,17 @@ PPO = _COMMON | {
     **_taken("ppo.", num_ppo_epochs=4, kl_coef=0.05, kl_estimator="k1", cliprange=0.2, cliprange_value=0.2, gamma=1.0,
              lam=0.95),
     **_idle("TRL's own script reads it; give model and reward_model", "sft_model_path reward_model_path"),
-    **_idle("actor and critic have an optimizer each", "vf_coef"),
-    **_idle(_TRAINER, "exp_name dataset_num_proc local_rollout_forward_batch_size num_sample_generations "
-                      "ds3_gather_for_generation world_size num_total_batches micro_batch_size local_batch_size "
-                      "batch_size local_mini_batch_size mini_batch_size"),
+    **_idle("actor and critic have an optimizer each", vf_coef=0.1),
+    **_idle(_TRAINER, "dataset_num_proc world_size num_total_batches micro_batch_size local_batch_size batch_size "
+            "local_mini_batch_size mini_batch_size", exp_name="ppo_config", local_rollout_forward_batch_size=64,
+            num_sample_generations=10, ds3_gather_for_generation=True),
     **_idle("an answer ends at the tokenizer's end", "stop_token stop_token_id"),
     **_refused("advantages are whitened instead (ppo__whiten_advantages)", whiten_rewards=False),
     **_refused("write peft_config, or model__lora__r=16", model_adapter_name=None, ref_adapter_name=None),
 }
 GKD = SFT | {
-    **_idle("what is not sampled (lmbda below 1) is trained as SFTConfig does by default",
-            "packing completion_only_loss assistant_only_loss"), **_idle(_FORWARDS, "disable_dropout"),
+    **_idle("what is not sampled (lmbda below 1) is trained as SFTConfig does by default", "completion_only_loss",
+            packing=False, assistant_only_loss=False), **_idle(_FORWARDS, disable_dropout=True),
     **_taken("distill.sampling.", "distill.temperature too", temperature=0.9), **_taken("distill.", lmbda=0.5),
     **_taken("distill.", "of the divergence jsd", beta=0.5), **_taken("distill.sampling.", max_new_tokens=128),
     **_taken("roles.actor.", learning_rate=2e-5),

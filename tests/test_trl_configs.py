@@ -52,7 +52,7 @@ def test_every_field_of_trl_is_classified_and_has_its_default(name):
         assert each.name in fields, each.name
         if each.default is not dataclasses.MISSING:
             default = getattr(each.default, "value", each.default)
-            assert fields[each.name].default == default or fields[each.name].kind == trl_fields.IDLE, each.name
+            assert fields[each.name].default == default, (each.name, default)
     assert not fields.keys() - {each.name for each in dataclasses.fields(theirs_of(name))}
 
 
@@ -442,7 +442,9 @@ def test_rows_with_images_train_as_in_trl_with_a_processor_and_pillow_s_images(t
     from hybrid_rlhf.models.images import load_reader
     from tests.factories.vision import folder, image_files, image_text_model
 
-    processor, model = load_reader(folder("qwen3_vl"))._processor, image_text_model("qwen3_vl")
+    processor, model = copy.deepcopy(load_reader(folder("qwen3_vl"))._processor), image_text_model("qwen3_vl")
+    # without the line break behind a turn, of which TRL trains the last one too
+    processor.chat_template = processor.tokenizer.chat_template = processor.chat_template.replace("|>\\n' }}", "|>' }}")
     rows = [{"messages": [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": said}],
              "images": [Image.open(image.path)]} for said, image in zip(("a fox", "the sky", "no"), image_files(),
                                                                         strict=True)]
@@ -458,4 +460,4 @@ def test_rows_with_images_train_as_in_trl_with_a_processor_and_pillow_s_images(t
                                 "images", datasets.List(datasets.Image())), processing_class=processor)
     theirs.train()
     losses = [[row["loss"] for row in trainer.state.log_history if "loss" in row] for trainer in (ours, theirs)]
-    assert losses[0] == pytest.approx(losses[1], abs=0.12)  # it trains a line break too, 3 of 127 tokens
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

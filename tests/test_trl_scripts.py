@@ -94,19 +94,7 @@ trainer.train()
 print(trainer.state.log_history[-1]["rewards/margins"])
 """
 
-KTO = """
-from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import KTOConfig, KTOTrainer
-
-model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct")
-tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct")
-train_dataset = load_dataset("trl-lib/kto-mix-14k", split="train")
-
-training_args = KTOConfig(output_dir="Qwen2.5-0.5B-KTO")
-trainer = KTOTrainer(model=model, args=training_args, processing_class=tokenizer, train_dataset=train_dataset)
-trainer.train()
-"""
+KTO = DPO.replace("DPO", "KTO").replace("ultrafeedback_binarized", "kto-mix-14k")
 
 REWARD = """
 from datasets import load_dataset
@@ -346,4 +334,5 @@ def test_a_script_of_trl_s_trains_with_its_imports_changed(name, hub, tmp_path, 
     trainer = space["trainer"]
     record = json.loads((Path(trainer.output_dir) / "run.json").read_text())
     assert record["status"] == "finished" and trainer.state.global_step == trainer.history[-1]["step"]
-    assert all(row["grad_norm"] > 0 or "reward" in row for row in trainer.history if "grad_norm" in row)
+    norms = [row["grad_norm"] for row in trainer.history if "grad_norm" in row]
+    assert norms and (min(norms) > 0 or hasattr(trainer.config, "ppo"))  # a group of one score has no gradient

@@ -101,11 +101,11 @@ class FunctionSource:
         any keyword, also gets the environment object of each episode, as in TRL. Images are Pillow's, as there."""
         named, takes_all = parameters(self.function)
         arguments = {k: v for k, v in inputs(rollout).items() if k not in self.options and (takes_all or k in named)}
+        read = cache(open_image)  # once for all responses to a prompt
         if any(rollout.prompts.images) and "images" in arguments:
-            read = cache(open_image)  # once for all responses to a prompt
             arguments["images"] = [list(map(read, row)) for row in rollout.prompts.images]
         if any(rollout.prompts.images) and "image" in named:  # the name of a column with one
-            arguments["image"] = [open_image(row[0]) if row else None for row in rollout.prompts.images]
+            arguments["image"] = [read(row[0]) if row else None for row in rollout.prompts.images]
         is_taken = "environments" in named or (takes_all and not isinstance(self.function, IsolatedFunction))
         environments = [episode.environment for episode in rollout.episodes]
         if is_taken and any(each is not None for each in environments):

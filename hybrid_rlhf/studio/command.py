@@ -66,10 +66,11 @@ def run(argv: list[str] | None) -> int:
         from hybrid_rlhf.studio.studio_app import make_app, open_parts
     except ImportError as error:
         raise UserError(f"studio: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
+    from hybrid_rlhf.inference.server.serve import bound_socket
     from hybrid_rlhf.studio.studio import Studio
 
-    taken = listening(options.host, options.port)
-    port, token = taken.getsockname()[1], os.environ.pop(TOKEN_VARIABLE, "") or secrets.token_urlsafe(24)
+    bound = bound_socket("studio", options.host, options.port)
+    port, token = bound.getsockname()[1], os.environ.pop(TOKEN_VARIABLE, "") or secrets.token_urlsafe(24)
     studio = Studio(folder)
     routes, closers = open_parts(studio)
 
@@ -81,25 +82,17 @@ def run(argv: list[str] | None) -> int:
     server = Server(uvicorn.Config(
         make_app(studio, routes, token, port, closers, options.host), ws="none", lifespan="on", log_level="error",
         access_log=False, server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1))
+    bound.listen(128)  # before the next line is printed, so that clients can connect
     _announce(folder, f"http://{reachable(options.host)}:{port}/?token={token}", options)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops, then raises the signal again
         signal.signal(number, lambda *_: None)
-    server.run(sockets=[taken])
+    server.run(sockets=[bound])
     return 0
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """A listening socket; for :: of IPv4 too. UserError for an address that cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
-    except (OSError, ValueError) as why:
-        raise UserError(f"studio: cannot listen on {host} port {port}: {why}; give another --port or --host") from why
 
 
 def reachable(host: str) -> str:
     """`host` as it stands in an address; where it means all addresses, this machine's in the default network."""
-    if host not in ("", "0.0.0.0", "::"):
+    if host not in ("0.0.0.0", "::"):
         return f"[{host}]" if ":" in host else host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -65,20 +65,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     check(0 <= options.port < 2**16, f"serve: --port {options.port} is not a port; give one below 65536")
     check(options.api_key is None or len(options.api_key) >= 8,
           f"serve: the API key has {len(options.api_key or '')} characters; give 8 at least")
+    check(is_loopback(options.host) or options.api_key is not None,
+          f"serve: --host {options.host} lets other machines in; give --api_key (or {KEY_VARIABLE}), or stay on "
+          "127.0.0.1")
     return options
 
 
-def listening(host: str, port: int, has_key: bool) -> socket.socket:
-    """A bound socket. UserError for an address that cannot be bound, or needs a key."""
-    check(is_loopback(host) or has_key, f"serve: --host {host} lets other machines in; give --api_key (or "
-                                        f"{KEY_VARIABLE}), or stay on 127.0.0.1")
+def bound_socket(command: str, host: str, port: int) -> socket.socket:
+    """A socket for `command` that does not listen yet. UserError for an address that cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"serve: cannot listen on {host} port {port}: {error}; "
+        raise UserError(f"{command}: cannot listen on {host} port {port}: {error}; "
                         "give another --port or --host") from error
     return bound
 
@@ -113,7 +114,7 @@ def default_body_bytes(models: Sequence[Served]) -> int:
 def run(argv: list[str] | None) -> int:
     options = parse(argv)
     named = named_models(options.model)
-    bound = listening(options.host, options.port, options.api_key is not None)
+    bound = bound_socket("serve", options.host, options.port)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         from uvicorn import Config

@@ -62,6 +62,13 @@ def until(browser, condition: Callable[[], object], seconds: float = 60):  # noq
     return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=gone).until(lambda _: condition())
 
 
+def dialog(browser):  # noqa: ANN001, ANN201 - of selenium
+    """The page's question (confirm), once it is asked."""
+    from selenium.webdriver.support.expected_conditions import alert_is_present
+
+    return until(browser, lambda: alert_is_present()(browser))
+
+
 @contextmanager
 def narrow(browser, width: int = 360, height: int = 800) -> Iterator[None]:  # noqa: ANN001
     """The window of a telephone or another size, until the block ends."""

@@ -38,7 +38,7 @@ def table() -> str:
         lines.append(f"| `{name}`{_where(name, configs)} | {here} | {field.note} |".replace("  ", " "))
     lines += ["", "Refused with any value but TRL's default:", "", "| there | what to do |", "|---|---|"]
     lines += _grouped(REFUSED)
-    lines += ["", "Without effect here, which a line says of those that are given:", "",
+    lines += ["", "Without effect here; a line names those that a script gives:", "",
               "| there | why |", "|---|---|"]
     return "\n".join([*lines, *_grouped(IDLE)])
 

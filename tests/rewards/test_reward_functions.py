@@ -15,8 +15,10 @@ import time
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.rewards import BadAnswer, BadScore, part_scores
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.rewards.mixture import Mixture, Part, Scale
@@ -51,6 +53,27 @@ def test_a_function_without_keywords_gets_those_it_names_and_a_missing_column_is
     source.check_columns(["answer", "other"])
     with pytest.raises(UserError, match=r"named needs a column answer, and the data has answers \(did you mean ans"):
         source.check_columns(["answers"])
+
+
+def test_a_function_gets_pictures_as_pillow_s_by_either_name_each_opened_once(tmp_path):
+    seen = {}
+    for name in ("red", "blue"):
+        Image.new("RGB", (4, 3), name).save(tmp_path / f"{name}.png")
+    red, blue = (ImageRef(str(tmp_path / f"{name}.png"), 4, 3) for name in ("red", "blue"))
+    made = rollout(images=[[red], [red, blue], []])
+    made.prompts.images = [(red,), (red, blue), ()]
+
+    def keep(completions, images, image):
+        seen.update(images=images, image=image)
+        return [0.0] * 3
+
+    source = FunctionSource("keep", keep)
+    source.check_columns(["images"])
+    source.score(made)
+    assert [[each.getpixel((0, 0)) for each in row] for row in seen["images"]] == [
+        [(255, 0, 0)], [(255, 0, 0), (0, 0, 255)], []]
+    assert seen["image"][2] is None and seen["image"][:2] == [seen["images"][0][0]] * 2
+    assert seen["image"][0] is seen["images"][1][0]
 
 
 def test_async_functions_are_awaited_together_in_a_running_loop_and_out_of_one():

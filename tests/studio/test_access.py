@@ -14,6 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.inference.server.serve import bound_socket
 from hybrid_rlhf.studio import command
 from hybrid_rlhf.studio.studio import News, Refused, Route, Studio
 from hybrid_rlhf.studio.studio_app import make_app
@@ -139,7 +140,7 @@ def test_a_token_that_is_short_or_not_plain_is_refused(monkeypatch, token):
 def test_an_address_that_cannot_be_listened_on_is_one_line_of_the_studio():
     for host, port in (("no such name", 0), ("203.0.113.7", 0)):
         with pytest.raises(UserError, match=r"^studio: cannot listen on .* give another --port or --host$"):
-            command.listening(host, port)
+            bound_socket("studio", host, port)
 
 
 def test_a_studio_for_the_home_network_says_what_that_means_and_needs_its_token(tmp_path):

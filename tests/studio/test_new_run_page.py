@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hybrid_rlhf.studio.studio import Refused
-from tests.factories.browser import ALL_IMPACTS, axe_faults, narrow, needs_axe, needs_browser, texts
+from tests.factories.browser import ALL_IMPACTS, axe_faults, dialog, narrow, needs_axe, needs_browser, texts
 from tests.factories.new_run_stub import entry
 
 pytestmark = [needs_browser, pytest.mark.slow]
@@ -346,17 +346,11 @@ def test_a_function_that_was_written_is_not_lost_by_a_reload_or_a_template(page)
     page.until(lambda: page.find("#code").get_attribute("value") == "def reward(completions): return [1]")
     page.run("document.querySelector('#code').closest('details').open = true")
     page.click("#code-template option:nth-child(3)")
-    page.until(lambda: dialog(page)).dismiss()
+    dialog(page.browser).dismiss()
     assert page.find("#code").get_attribute("value") == "def reward(completions): return [1]"
     page.click("#code-template option:nth-child(2)")
-    page.until(lambda: dialog(page)).accept()
+    dialog(page.browser).accept()
     page.until(lambda: "last number" in page.find("#code").get_attribute("value"))
-
-
-def dialog(page):
-    from selenium.webdriver.support.expected_conditions import alert_is_present
-
-    return alert_is_present()(page.browser)
 
 
 def test_odd_columns_are_chosen_beside_the_first_row_and_stay_with_their_file(page, stub):

@@ -7,7 +7,17 @@ import time
 
 import pytest
 
-from tests.factories.browser import ALL_IMPACTS, axe_faults, find, narrow, needs_axe, needs_browser, texts, until
+from tests.factories.browser import (
+    ALL_IMPACTS,
+    axe_faults,
+    dialog,
+    find,
+    narrow,
+    needs_axe,
+    needs_browser,
+    texts,
+    until,
+)
 from tests.factories.studio_pages import curve, is_drawn, press
 from tests.factories.studio_runs import append, make_run, samples
 
@@ -273,12 +283,6 @@ def test_refusals_stand_beside_the_buttons_in_the_servers_words(opened, outputs,
     until(page, lambda: find(page, ".state").text == "finished")
     assert "the queue is free" not in find(page, "#page").text
     running.die()
-
-
-def dialog(page):
-    from selenium.webdriver.support.expected_conditions import alert_is_present
-
-    return until(page, lambda: alert_is_present()(page))
 
 
 def test_a_run_is_renamed_and_deleted_once_a_person_has_confirmed_what_breaks(opened, outputs):

@@ -12,7 +12,7 @@ import hybrid_rlhf
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.trainers.ppo import PPOTrainer
 from tests.factories.scripted import conversation, scripted_causal_lm
-from tests.factories.times_tool import SCHEMA, TIMES
+from tests.factories.times_tool import SCHEMA, TIMES, times
 from tests.factories.tiny import own_cache
 from tests.factories.trl_templates import tokenizer_of
 
@@ -175,18 +175,10 @@ def test_what_cannot_be_is_told_in_one_line(place, more, told, capsys):
 @pytest.mark.slow
 def test_trls_arguments_work_from_python(place):
     class Counter:
+        times = times
+
         def reset(self, **row):
             self.calls = 0
-
-        def times(self, a: int, b: int) -> int:
-            """Multiplies two numbers.
-
-            Args:
-                a: The first number.
-                b: The second number.
-            """
-            self.calls += 1
-            return a * b
 
     def called(environments, completions, **_):
         return [float(e.calls) for e in environments]
