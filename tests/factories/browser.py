@@ -54,12 +54,12 @@ def texts(browser, selector: str) -> list[str]:  # noqa: ANN001
 
 
 def until(browser, condition: Callable[[], object], seconds: float = 60):  # noqa: ANN001, ANN201
-    """What `condition` says as soon as it says anything; a node that is replaced meanwhile is looked for again."""
+    """What `condition` says as soon as it says anything; what is not there yet, or is replaced, is looked for again."""
     from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
     from selenium.webdriver.support.ui import WebDriverWait
 
-    gone = (NoSuchElementException, StaleElementReferenceException)
-    return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=gone).until(lambda _: condition())
+    absent = (NoSuchElementException, StaleElementReferenceException, LookupError, StopIteration)
+    return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=absent).until(lambda _: condition())
 
 
 def dialog(browser):  # noqa: ANN001, ANN201 - of selenium
