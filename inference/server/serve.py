@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hybrid_rlhf.inference.server.app import Served
 
 KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
-STOP_SECONDS = 30  # a stopping server waits for open answers
+STOP_SECONDS = 3  # in which open answers may end once a signal asks the server to: who presses Ctrl-C is waiting
 
 
 def parser() -> argparse.ArgumentParser:
@@ -143,6 +143,8 @@ def run(argv: list[str] | None) -> int:
 
     class OrderlyServer(UvicornServer):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if self.server_state.tasks:
+                print(f"the server stops: open answers have {STOP_SECONDS} seconds to end", file=sys.stderr, flush=True)
             await super().shutdown(sockets)
             if self.force_exit:  # after a second signal uvicorn skips this, and the worker would stay
                 await self.lifespan.shutdown()
@@ -157,8 +159,8 @@ def run(argv: list[str] | None) -> int:
     if models:
         print(f"each model was tried, and its cache for {options.max_batch} answers at once made, in {took:.1f} s: the "
               "first request waits for neither", file=sys.stderr, flush=True)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops, then raises the signal again
-        signal.signal(number, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops, then raises the signal again, which changes nothing
+        signal.signal(number, server.handle_exit)  # and one that comes before uvicorn listens to signals is not lost
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the terminal has closed; ignored under nohup
         signal.signal(signal.SIGHUP, server.handle_exit)
     server.run(sockets=[bound])

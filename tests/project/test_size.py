@@ -32,8 +32,8 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/studio": (8643, 50),
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5307, 29),
-    "inference": (3753, 26),
-    "tests": (60731, 353),
+    "inference": (3755, 26),
+    "tests": (60757, 353),
     "benchmarks": (7813, 53),
     ENTRY_POINTS: (2196, 11),
 }

@@ -10,6 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,23 +201,46 @@ def test_who_is_still_answered_when_the_server_stops_is_told_so_without_a_traceb
     assert "Traceback" not in capfd.readouterr().err
 
 
+@contextmanager
+def _process(model: str, *flags: str) -> Iterator[tuple[subprocess.Popen, int]]:
+    """A server that is a process of its own, and its port. It does not outlive a test that fails."""
+    with subprocess.Popen([sys.executable, "inference/server", "--model", model, "--port", "0", "--max_context", "6000",
+                           "--max_new_tokens", "5000", *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            port = int(server.stderr.readline().rpartition(":")[2])
+            assert re.match(r"each model was tried, and its cache for 16 answers at once made, in \d+\.\d s: the first",
+                            server.stderr.readline())
+            yield server, port
+        finally:
+            server.kill()
+
+
 @pytest.mark.slow
 def test_two_signals_end_a_server_in_order(endless):
     """The second comes while open answers are waited for, and waits for nothing."""
-    server = subprocess.Popen([sys.executable, "inference/server", "--model", str(endless), "--port", "0",
-                               "--max_context", "6000", "--max_new_tokens", "5000", "--request_timeout", "3"],
-                              cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    port = int(server.stderr.readline().rpartition(":")[2])
-    assert re.match(r"each model was tried, and its cache for 16 answers at once made, in \d+\.\d s: the first",
-                    server.stderr.readline())
-    stream = _open_stream(port, **ENDLESS)
-    idle = socket.create_connection(("127.0.0.1", port))
-    server.send_signal(signal.SIGHUP)
-    assert until(lambda: not _takes(port))
-    server.send_signal(signal.SIGINT)
-    said = server.communicate(timeout=60)[1]
-    assert (server.returncode, "Traceback" in said, b"[DONE]" in _rest(stream)) == (0, False, False)
-    idle.close()
+    with _process(endless, "--request_timeout", "3") as (server, port):
+        stream = _open_stream(port, **ENDLESS)
+        idle = socket.create_connection(("127.0.0.1", port))
+        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # under nohup, for this process and the server
+        server.send_signal(signal.SIGTERM if is_ignored else signal.SIGHUP)
+        assert until(lambda: not _takes(port))
+        server.send_signal(signal.SIGINT)
+        said = server.communicate(timeout=60)[1]
+        assert (server.returncode, "Traceback" in said, b"[DONE]" in _rest(stream)) == (0, False, False)
+        idle.close()
+
+
+@pytest.mark.slow
+def test_one_signal_ends_a_server_within_seconds_though_its_answer_is_endless(endless):
+    with _process(endless) as (server, port):
+        streams = [_open_stream(port, **ENDLESS) for _ in range(16)]  # a minute or so
+        began = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        said = server.communicate(timeout=60)[1]
+        assert (server.returncode, "Traceback" in said) == (0, False) and time.monotonic() - began < 25  # 3, and to end
+        assert said.startswith("the server stops: open answers have 3 seconds to end\n")
+        for stream in streams:
+            assert b'"type": "server_error"' in _rest(stream).rpartition(b"data: ")[2]
 
 
 def _takes(port: int) -> bool:
