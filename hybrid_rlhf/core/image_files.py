@@ -6,10 +6,12 @@ The size is decided once, when a row is tokenized, since it decides how many tok
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
 import warnings
 from functools import lru_cache
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_rlhf.core.errors import UserError
@@ -64,6 +66,27 @@ def blank_image() -> Image:
     from PIL import Image
 
     return Image.new("RGB", (64, 64))
+
+
+def file_digest(image: ImageRef) -> str:
+    """A hash of the image's file and its size. Raises UserError where the file is gone."""
+    try:
+        about = os.stat(image.path)
+        return f"{_digest(image.path, about.st_size, about.st_mtime_ns)} {image.width}x{image.height}"
+    except OSError as error:
+        raise UserError(f"image {image.path} cannot be read ({error.strerror}), and it was read when its row was "
+                        "tokenized; put it back") from error
+
+
+@lru_cache(4096)
+def _digest(path: str, _size: int, _time: int) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+@lru_cache(8)  # those of a group's responses follow each other
+def data_url(image: ImageRef) -> str:
+    """The image as RGB in its size, as the data URL of a PNG. Raises UserError as open_image."""
+    return f"data:image/png;base64,{base64.b64encode(png_of(open_image(image)) or b'').decode()}"
 
 
 def png_of(value: Any) -> bytes | None:
