@@ -27,6 +27,8 @@ from hybrid_rlhf.report.summary import compare_stages, conclude_comparison
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.roles import Reference, Reward
 from hybrid_rlhf.roles.sharing import RolesConfig
+from hybrid_rlhf.rollout.collect import pictured
+from hybrid_rlhf.rollout.collect import shown as prompts_shown
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
@@ -264,15 +266,16 @@ def measure(config: Config, configs: dict, folder: str) -> tuple[dict[str, float
         greedy = SamplingConfig(max_new_tokens=sampling.max_new_tokens, temperature=0)
         out = {"accuracy": fmean(is_right(checker, rollout))} | out
         out["accuracy_greedy"] = fmean(is_right(checker, respond(actor, prompts, greedy, 0)))
-    answers = [{"prompt": text, "completion": completion, "score": float(score)} for text, completion, score, _ in
-            zip(rollout.prompts.texts, rollout.completions, rollout.scores, range(NUM_SHOWN), strict=False)]
+    answers = [{"prompt": text, **pictured(rollout.prompts, i), "completion": completion, "score": float(score)}
+               for i, text, completion, score in
+               zip(range(NUM_SHOWN), prompts_shown(rollout.prompts), rollout.completions, rollout.scores, strict=False)]
     return out, answers
 
 
 def side_by_side(answers: dict[str, list[dict]]) -> list[dict]:
     """One row per prompt, one column per model: its answer and the answer's score."""
     first = next(iter(answers.values()), [])
-    return [{"prompt": row["prompt"]} | {name: f"{rows[i]['completion']}\n(score {rows[i]['score']:.2f})"
+    return [{name: row[name] for name in ("prompt", "images") if name in row} | {name: f"{rows[i]['completion']}\n(score {rows[i]['score']:.2f})"
                                          for name, rows in answers.items()} for i, row in enumerate(first)]
 
 

@@ -25,7 +25,7 @@ from hybrid_rlhf.models.tokenizer import completion_text
 from hybrid_rlhf.rewards import RewardSource, part_scores
 from hybrid_rlhf.roles import Actor, Reward
 from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.rollout.collect import shown
+from hybrid_rlhf.rollout.collect import pictured, shown
 
 MAX_NEW_TOKENS, START_OF_TEXT = 64, 16  # tokens: of an answer without a setting; of the start of a text without prompt
 Answers = Callable[[], list[dict]]
@@ -47,8 +47,9 @@ def of_policy(actor: Actor, prompts: Prompts, sampling: SamplingConfig, source: 
             {"score": None if s != s else s} for s in part_scores(source, rollout).tolist()]
         ended = [{"ended": has if can else None} for has, can in zip(rollout.has_eos.tolist(), ends, strict=False)]
         texts = [rollout.shown(i) for i in range(len(rollout))]
-        return [{"prompt": prompt, "completion": text, **end, **score} for prompt, text, end, score in
-                zip(shown(rollout.prompts), texts, ended or [{}] * len(scores), scores, strict=True)]
+        return [{"prompt": prompt, **pictured(rollout.prompts, i), "completion": text, **end, **score}
+                for i, (prompt, text, end, score) in enumerate(
+                    zip(shown(rollout.prompts), texts, ended or [{}] * len(scores), scores, strict=True))]
 
     return answers
 
@@ -86,12 +87,14 @@ def of_reward(reward: Reward, tokenizer, data: StageData, count: int) -> Answers
         return [ids[of].tolist() for ids, of in zip(batch.input_ids, mask, strict=True)]
 
     asked = ids_of(batch.attention_mask.bool() & ~batch.loss_mask)
-    prompts = shown(_as_prompts(asked, batch.images or [()] * len(asked), tokenizer))
+    prompts = _as_prompts(asked, batch.images or [()] * len(asked), tokenizer)
+    texts = shown(prompts)
     responses = [completion_text(tokenizer, ids) for ids in ids_of(batch.loss_mask)]
 
     def answers() -> list[dict]:
-        return [{"prompt": p, "completion": c, "score": s, "side": ("chosen", "rejected")[i >= len(rows)]}
-                for i, (p, c, s) in enumerate(zip(prompts, responses, reward.score(batch).tolist(), strict=True))]
+        return [{"prompt": p, **pictured(prompts, i), "completion": c, "score": s,
+                 "side": ("chosen", "rejected")[i >= len(rows)]}
+                for i, (p, c, s) in enumerate(zip(texts, responses, reward.score(batch).tolist(), strict=True))]
 
     return answers
 

@@ -5,8 +5,13 @@ The size is decided once, when a row is tokenized, since it decides how many tok
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import os
 import warnings
+from functools import lru_cache
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_rlhf.core.errors import UserError
@@ -15,6 +20,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 2**20  # of an image as models read it, unless options say otherwise
+THUMBNAIL = 128  # pixels of the longer side, for people
 MAX_FILE_PIXELS = 100_000_000  # of a file; a larger one could fill the memory (Pillow warns at 89 million)
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")  # none that starts a program (EPS)
 
@@ -62,6 +68,27 @@ def blank_image() -> Image:
     return Image.new("RGB", (64, 64))
 
 
+def file_digest(image: ImageRef) -> str:
+    """A hash of the image's file and its size. Raises UserError where the file is gone."""
+    try:
+        about = os.stat(image.path)
+        return f"{_digest(image.path, about.st_size, about.st_mtime_ns)} {image.width}x{image.height}"
+    except OSError as error:
+        raise UserError(f"image {image.path} cannot be read ({error.strerror}), and it was read when its row was "
+                        "tokenized; put it back") from error
+
+
+@lru_cache(4096)
+def _digest(path: str, _size: int, _time: int) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+@lru_cache(8)  # those of a group's responses follow each other
+def data_url(image: ImageRef) -> str:
+    """The image as RGB in its size, as the data URL of a PNG. Raises UserError as open_image."""
+    return f"data:image/png;base64,{base64.b64encode(png_of(open_image(image)) or b'').decode()}"
+
+
 def png_of(value: Any) -> bytes | None:
     """An image in memory (PIL.Image) as the bytes of a file; None for anything else."""
     if not (hasattr(value, "getbands") and hasattr(value, "save")):
@@ -71,8 +98,25 @@ def png_of(value: Any) -> bytes | None:
     return file.getvalue()
 
 
-def _decoded(path: str) -> Image:
-    """The first frame, upright, as RGB."""
+def thumbnail(path: str) -> str | None:
+    """The image in a file as the data URL of a small JPEG, for pages; None where it cannot be read (any more)."""
+    try:
+        about = os.stat(path)
+        return _thumbnail(path, about.st_size, about.st_mtime_ns)
+    except (OSError, ValueError, ImageError, UserError):  # UserError: Pillow is not installed
+        return None
+
+
+@lru_cache(512)
+def _thumbnail(path: str, _size: int, _time: int) -> str:
+    file, image = BytesIO(), _decoded(path, 2 * THUMBNAIL)
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    image.save(file, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _decoded(path: str, side: int = 0) -> Image:
+    """The first frame, upright, as RGB. side: pixels that are enough, where the format can decode fewer (JPEG)."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -83,6 +127,8 @@ def _decoded(path: str) -> Image:
             with Image.open(path, formats=_FORMATS) as image:
                 if image.width * image.height > MAX_FILE_PIXELS:
                     raise Image.DecompressionBombError
+                if side:
+                    image.draft("RGB", (side, side))
                 return ImageOps.exif_transpose(image).convert("RGB")
     except Image.DecompressionBombError as error:  # Pillow's own for yet larger ones
         raise ImageError(f"has more than {MAX_FILE_PIXELS:,} pixels") from error

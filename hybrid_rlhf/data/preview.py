@@ -32,6 +32,7 @@ class Shown(NamedTuple):
 
     title: str
     pieces: list[Piece]
+    images: Sequence[str] = ()  # files
 
 
 class Preview(NamedTuple):
@@ -51,7 +52,7 @@ def look(config: DataConfig, reads: Reads, tokenizer, seed: int = 0, count: int 
         data.report.pop("unread", None)
     some = [data.train[i] for i in range(min(count, len(data.train)))]
     rows = [Shown(f"{stage or reads.stage} example {number}: {title}",
-                  pieces(tokenizer, ids, mask, row.get("images", ())))
+                  pieces(tokenizer, ids, mask, row.get("images", ())), [image[0] for image in row.get("images", ())])
             for number, row in enumerate(some, 1) for title, ids, mask in _parts(row)]
     return Preview(stage or reads.stage, data, rows)
 

@@ -181,6 +181,12 @@ def local_path(source: str, folder: Path) -> str | None:
     return next((os.path.abspath(path) for path in (folder / name, name) if os.path.isfile(path)), None)
 
 
+def is_missing(source: object, folder: Path) -> bool:
+    """Whether a row names an image by a path where there is no file."""
+    return (isinstance(source, str) and not source.startswith(("data:", "http://", "https://"))
+            and local_path(source, folder) is None)
+
+
 def _fetched(url: str) -> bytes:
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "hybrid_rlhf"})

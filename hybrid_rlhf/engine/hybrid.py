@@ -312,6 +312,12 @@ class HybridEngine(Generic[ModuleT]):
             self._conversation = Conversation(self._runner, self.max_kv_bytes)
         return self._conversation.run(prompt, sampling, stops, seed)
 
+    def prompt(self, ids: list[int], images: Sequence[ImageRef]) -> list[int]:
+        """A prompt with images as requests of `open_turns` have it. UserError for a model that cannot read them there."""
+        if images:
+            check_reads_images(self._runner, self.ranks)
+        return self._runner.images.numbered(ids, images)
+
     def open_turns(self, num_sequences: int, capacity: int, sampling: SamplingConfig,
                    keep_candidates: bool = False) -> Turns:
         """Sequences of several turns, at most `capacity` tokens each with all that is added to them, under one sampling

@@ -20,6 +20,7 @@ from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.report.metric_names import meaning
 from hybrid_rlhf.report.pace import Pace
+from hybrid_rlhf.report.summary import pictures
 from hybrid_rlhf.report.terminal import (
     NUM_SAMPLES,
     Progress,
@@ -147,13 +148,14 @@ class CellProgress:
         if not self._is_over.is_set() and self._columns and not any(name == current for name, _ in rows):
             rows = [*rows, (current, cells(self._columns, self._values))]
         lines = [line for sample in self._samples[:NUM_SAMPLES] for line in sample_lines(sample, _WIDTH)]
+        images = [path for sample in self._samples[:NUM_SAMPLES] for path in sample.get("images", ())]
         more = len(self._notes) - NUM_NOTES
         notes = [*([("", f"({more} earlier lines are left out)")] if more > 0 else []), *self._notes[-NUM_NOTES:]]
         is_over = self._is_over.is_set()
         figures = [] if is_over else [(_FAINT, text) for text in (
             time_shares(self._values), memory_by_role(self._values)) if text]
         name = "" if is_over else f"{self.stage} "
-        return (f"<div>{self._bar()}{self._table(rows)}{_lines(lines)}{_notes(figures)}{_notes(notes)}</div>",
+        return (f"<div>{self._bar()}{self._table(rows)}{_lines(lines)}{pictures(images)}{_notes(figures)}{_notes(notes)}</div>",
                 "\n".join([name + self._status(), *self._text_rows(rows), *(text for _, text in notes)]))
 
     def _status(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,8 @@ from html import escape
 from pathlib import Path
 
 from hybrid_rlhf.algorithms.reward_signal import RewardSignal, figures, verdict
+from hybrid_rlhf.core.errors import escape_control
+from hybrid_rlhf.core.image_files import thumbnail
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.report.alarms import Alarm, answered, find
 from hybrid_rlhf.report.metric_names import meaning, shown
@@ -20,6 +23,7 @@ from hybrid_rlhf.report.terminal import duration, last_line, last_turn, number, 
 REPORT, PAGE, METRICS = "report.md", "report.html", "metrics.jsonl"
 SAMPLES, ANSWERS = "samples.jsonl", "answers.jsonl"
 NUM_SHOWN = 4  # samples
+MAX_IMAGES = 8  # of one sample
 FEW_CALLS, MANY_FAILED = 0.02, 0.5  # shares
 WIDTH = 160  # columns of a cell at most
 
@@ -141,20 +145,26 @@ class RunSummary:
         prompts, again = ([row.get("prompt") for row in rows] for rows in (before, after))
         if not before or prompts != again or None in prompts:
             return [(f"Samples at the {when} (step {rows[0]['step']})",
-                     [{"prompt": row.get("prompt"), "response": _ended(row), "score": row.get("score")}
+                     [{"prompt": row.get("prompt"), **_pictured(row), "response": _ended(row), "score": row.get("score")}
                       for row in rows]) for when, rows in (("start", before), ("end", after)) if rows]
         both = [(f"step {rows[0]['step']}", rows) for rows in (before, after)]
         if "side" in before[0]:  # a reward model: the same responses, other scores
             return [("The same responses, scored before and after", [
-                {"prompt": row["prompt"], "response": row["completion"], "was": row.get("side", "")}
+                {"prompt": row["prompt"], **_pictured(row), "response": row["completion"], "was": row.get("side", "")}
                 | {f"score, {step}": rows[i].get("score") for step, rows in both} for i, row in enumerate(before)])]
         return [("The same prompts before and after", [
-            {"prompt": row["prompt"]} | {step: _scored(rows[i]) for step, rows in both}
+            {"prompt": row["prompt"], **_pictured(row)} | {step: _scored(rows[i]) for step, rows in both}
             for i, row in enumerate(before)])]
 
     @property
     def versions(self) -> str:
         return ", ".join(f"{name} {text}" for name, text in sorted((self.record.get("versions") or {}).items()))
+
+
+def _pictured(row: dict) -> dict:
+    """The files of the images that a sample asks about; empty without images."""
+    images = row.get("images")
+    return {"images": images} if isinstance(images, list) and images else {}
 
 
 def _scored(row: dict) -> str:
@@ -238,6 +248,8 @@ def _markdown_cell(name: str, value: object) -> str:
     """A number or text as a cell; of a prompt the end of its last turn."""
     if isinstance(value, (int, float)):
         return number(value)
+    if isinstance(value, list):  # files of images, whose names the prompt has
+        value = ", ".join(map(os.path.basename, value))
     return cell(last_line("", last_turn(str(value or "")), WIDTH) if name == "prompt" else value)
 
 
@@ -272,7 +284,7 @@ _STYLE = """
         --alarm: #9c1f1f; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #ecebe8; --ground: #171819; --line: #3a3c3f; --quiet: #b0ada8; --alarm: #ff9d94; }
-  img { filter: invert(0.9) hue-rotate(180deg); }
+  .plots img { filter: invert(0.9) hue-rotate(180deg); }
 }
 body { margin: 0 auto; max-width: 76rem; padding: 1.5rem; background: var(--ground); color: var(--ink);
        font: 1rem/1.5 system-ui, sans-serif; }
@@ -285,6 +297,7 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; }
 td.said { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 34rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem; }
 .plots img { width: 100%; border-radius: .4rem; }
+td.pictures img { max-width: 6rem; max-height: 6rem; margin-right: .3rem; border-radius: .2rem; }
 .alarm { color: var(--alarm); } .quiet { color: var(--quiet); } code { overflow-wrap: anywhere; }
 """
 
@@ -348,4 +361,17 @@ def _html_cell(value: object, name: str) -> str:
         return f'<td class="said"><details><summary>{escape(turn)}</summary>{escape(str(value or ""))}</details></td>'
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return f'<td class="number">{number(value)}</td>'
+    if name == "images":
+        return f'<td class="pictures">{pictures(value or [])}</td>'
     return f'<td class="said">{escape("" if value is None else str(value))}</td>'
+
+
+def pictures(paths: Sequence[object]) -> str:
+    """Small images of files as HTML, at most MAX_IMAGES; of one that cannot be read, the name."""
+    shown = []
+    for path in paths[:MAX_IMAGES]:
+        name, url = escape(escape_control(os.path.basename(str(path)))), thumbnail(str(path))
+        shown.append(f'<img alt="{name}" title="{name}" src="{url}">' if url else
+                     f'<span class="quiet">{name} (cannot be read)</span> ')
+    more = len(paths) - MAX_IMAGES
+    return "".join(shown) + (f'<span class="quiet">and {more} more</span>' if more > 0 else "")

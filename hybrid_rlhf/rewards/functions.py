@@ -102,6 +102,9 @@ class FunctionSource:
         named, takes_all = parameters(self.function)
         arguments = {k: v for k, v in inputs(rollout).items() if k not in self.options and (takes_all or k in named)}
         read = cache(open_image)  # once for all responses to a prompt
+        for prompt, row in zip(arguments.get("prompts", ()), rollout.prompts.images, strict=False):
+            for part, image in zip(_image_parts(prompt), row, strict=False):
+                part["image"] = read(image)
         if any(rollout.prompts.images) and "images" in arguments:
             arguments["images"] = [list(map(read, row)) for row in rollout.prompts.images]
         if any(rollout.prompts.images) and "image" in named:  # the name of a column with one
@@ -134,17 +137,23 @@ class FunctionSource:
 def inputs(rollout: Rollout) -> dict[str, list]:
     """prompts, completions, completion_ids and the dataset's columns as lists of B values, as TRL names them.
 
-    Prompts with images have them as parts, and a column `images` has an ImageRef (path, width, height) for each. A
+    Prompts with images have parts for them, and a column `images` has an ImageRef (path, width, height) for each. A
     completion has the form of its prompt: text, or a list of one message; for an episode, all of its messages. All
     are copies: a function that changes them changes nothing for the next one or the next response.
     """
-    prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
+    prompts = rollout.prompts.given
     lengths = rollout.response_mask.sum(1).tolist()
     completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) and not isinstance(p, str) else c
                    for p, c in zip(prompts, rollout.responses(), strict=True)]
     always = {"prompts": list(map(in_parts, prompts)), "completions": completions,
               "completion_ids": [row[:n] for row, n in zip(rollout.response_ids.tolist(), lengths, strict=True)]}
     return fresh({k: v for k, v in rollout.prompts.columns.items() if k != "prompt"} | always)
+
+
+def _image_parts(prompt: str | list[dict]) -> list[dict]:
+    """The parts of a prompt's messages that are images."""
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    return [part for content in contents if isinstance(content, list) for part in content if part["type"] == "image"]
 
 
 def fresh(value: object) -> Any:

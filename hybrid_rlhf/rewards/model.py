@@ -39,7 +39,7 @@ class ModelSource:
     def score(self, rollout: Rollout) -> Tensor:
         if self.tokenizer is None:
             return self.role.score_rollout(rollout)
-        prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
+        prompts = rollout.prompts.given
         rows = [read_by(self.tokenizer, prompt, answer, bool(ended), self.raw) for prompt, answer, ended in
                 zip(prompts, rollout.responses(), rollout.has_eos, strict=True)]
         model: Any = self.role.engine.module.model
@@ -112,7 +112,7 @@ class ClassifierSource:
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> list[float]:
-        prompts = list(map(readable, rollout.prompts.columns.get("prompt") or rollout.prompts.texts))
+        prompts = list(map(readable, rollout.prompts.given))
         rows = [self._ids(prompt, answer, whole, bool(ended)) for prompt, answer, whole, ended in
                 zip(prompts, rollout.completions, rollout.responses(), rollout.has_eos, strict=True)]
         check_fits(self.model, [ids for ids, _ in rows], f"reward source {self.name}: a response")

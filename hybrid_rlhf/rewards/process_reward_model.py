@@ -94,7 +94,7 @@ class ProcessSource:
     def score(self, rollout: Rollout) -> list[float]:
         """The reduced score of each response; where scores are placed, sets token_scores and step_ends too."""
         steps = [steps_of(text, self.separator if self.split is None else self.split) for text in rollout.completions]
-        prompts = list(map(readable, rollout.prompts.columns.get("prompt") or rollout.prompts.texts))
+        prompts = list(map(readable, rollout.prompts.given))
         probabilities = self._probabilities(prompts, steps)
         if self.places_scores:
             self._place(rollout, steps, probabilities)

@@ -75,8 +75,6 @@ class Actor:
         first, _ = place_over_ranks(len(prompts))
         numbers = range(first, first + len(prompts))
         if self.episodes is not None:
-            check(not any(prompts.images), "environment: a prompt has images, which episodes do not read; leave such "
-                                           "rows out")
             return self.episodes.play(self.engine, prompts, sampling, seed, numbers, keep_candidates)
         generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers,
                                           keep_candidates=keep_candidates, images=prompts.images)

@@ -152,13 +152,18 @@ def shown(prompts: Prompts) -> list[str]:
     return texts
 
 
+def pictured(prompts: Prompts, i: int) -> dict:
+    """The files of a prompt's images, for pages that show them; empty without images."""
+    return {"images": [image.path for image in prompts.images[i]]} if prompts.images[i] else {}
+
+
 def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
     """The first responses to different prompts, for people; the score of one that every source skipped is None."""
     if rollout is None:
         return []
     asked, texts = rollout.prompts.asked, shown(rollout.prompts)
     rows = [i for i in range(len(rollout)) if i == 0 or asked[i] != asked[i - 1]]  # a prompt's samples are contiguous
-    return [{"prompt": texts[i], "completion": rollout.shown(i),
+    return [{"prompt": texts[i], **pictured(rollout.prompts, i), "completion": rollout.shown(i),
              "score": None if rollout.scores[i].isnan() else float(rollout.scores[i]),
              "ended": bool(rollout.has_eos[i])} | _judged(rollout, i) | _replay(rollout, i) for i in rows[:count]]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from numbers import Real
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.image_files import ImageRef, open_image
 from hybrid_rlhf.core.tensors import KeptSets, pad_right
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.added_turns import added_tokens
 from hybrid_rlhf.data.messages import with_tools
+from hybrid_rlhf.data.turns import in_parts
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.decode.multi_turn import Turns
 from hybrid_rlhf.engine.decode.request import Request, following
@@ -62,7 +64,8 @@ class EpisodePlayer:
                 capacity = max(len(play.ids) for play in plays) + sampling.max_new_tokens
                 with before_update():
                     turns = engine.open_turns(len(plays), capacity, sampling, keep_candidates)
-                EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, seed)
+                    asked = [engine.prompt(play.ids, images) for play, images in zip(plays, prompts.images, strict=True)]
+                EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, asked, seed)
         rollout = _rollout(plays, prompts, engine.pad_id, sampling)
         if keep_candidates and sampling.is_truncated:
             rollout.kept = KeptSets.of_rows([play.kept for play in plays])
@@ -101,8 +104,9 @@ class EpisodePlayer:
 
     def _reset(self, plays: list[Play], prompts: Prompts, pool: CallPool) -> None:
         """Reset all environments concurrently, and render the prompts."""
+        read = cache(open_image)  # once for all episodes of a prompt
         for i, play in enumerate(plays):
-            row = self.environments.columns_of(_row(prompts, i))
+            row = self.environments.columns_of(_shown_row(prompts, i, read))
             pool.start(i, partial(play.instance.reset, row), lane=play.instance.lane)
         added: dict[int, str | None] = {}
         while pool.num_waiting:
@@ -124,6 +128,14 @@ class EpisodePlayer:
 
 def _row(prompts: Prompts, i: int) -> dict:
     return {name: values[i] for name, values in prompts.columns.items()}
+
+
+def _shown_row(prompts: Prompts, i: int, read: Callable[[ImageRef], Any]) -> dict:
+    """A row as an environment gets it: images as Pillow's in the column `images`, and as parts of messages."""
+    row, images = _row(prompts, i), prompts.images[i]
+    if not images:
+        return row
+    return row | {"prompt": in_parts(row["prompt"]), "images": list(map(read, images))}
 
 
 def _written(tokenizer: Tokenizer, asked: list[dict], schemas: list[dict]) -> tuple[list[int], str]:
@@ -202,12 +214,12 @@ class EpisodeTurns:
     pool: CallPool
     sampling: SamplingConfig
 
-    def run(self, plays: Sequence[Play], seed: int) -> None:
-        """Raises UserError if an environment's step or get_reward fails, or the template refuses its messages."""
+    def run(self, plays: Sequence[Play], asked: Sequence[list[int]], seed: int) -> None:
+        """asked: the prompts as the engine has them (HybridEngine.prompt). Raises UserError if an environment's step or get_reward fails, or the template refuses its messages."""
         by_number = {play.number: play for play in plays}
-        for play in plays:
+        for play, ids in zip(plays, asked, strict=True):
             play.episode.seed, play.episode.number = seed, play.number
-            self.turns.submit(Request(play.number, play.ids, self._limit(play), seed, may_go_on=True))
+            self.turns.submit(Request(play.number, ids, self._limit(play), seed, may_go_on=True))
         while self.turns.is_busy or self.pool.num_waiting:
             ended = self.turns.step() if self.turns.is_busy else ()
             with before_update():
@@ -248,14 +260,14 @@ class EpisodeTurns:
             play.to_call, play.answers = list(message["tool_calls"]), []
             self._call(play)
         elif kind.has_step:
-            self._ask(play, "step", partial(play.instance.step, [*play.asked, *episode.messages]))
+            self._ask(play, "step", partial(play.instance.step, in_parts([*play.asked, *episode.messages])))
         else:
             self._end(play, DONE)
 
     def _parsed(self, play: Play, request: Request) -> tuple[dict, list[str]]:
         schemas = play.instance.environment.schemas
         if schemas:
-            prefix = self.tokenizer.decode(list(request.prompt[-_PREFIX:]))
+            prefix = self.tokenizer.decode([token for token in request.prompt[-_PREFIX:] if token >= 0])  # no image's
             return parse_turn(self.tokenizer, self._without_stop(request.tokens), schemas, prefix)
         text = completion_text(self.tokenizer, request.tokens, request.tokens[-1] in self.turns.stops)
         return {"role": "assistant", "content": text}, []

@@ -44,6 +44,11 @@ class Prompts:
         return len(self.ids)
 
     @property
+    def given(self) -> list[str | list[dict]]:
+        """The prompts as their rows have them: messages or text; the model's text where no column has them."""
+        return self.columns.get("prompt") or list(self.texts)
+
+    @property
     def asked(self) -> list[tuple]:
         """What tells prompts apart: the tokens and the images of each."""
         return list(zip(self.ids, self.images, strict=True))

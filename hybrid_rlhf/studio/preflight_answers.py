@@ -31,8 +31,9 @@ from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.core.options import kinds_of, value_of
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.preview import counts, dropped
+from hybrid_rlhf.data.row_images import MISSING, is_missing
 from hybrid_rlhf.data.schema import KINDS, format_of, read_row
-from hybrid_rlhf.data.sources import Source, check_there, first_rows
+from hybrid_rlhf.data.sources import Source, check_there, first_rows, folder_of
 from hybrid_rlhf.memory_plan.amounts import Cards
 from hybrid_rlhf.memory_plan.plan import Plan
 from hybrid_rlhf.memory_plan.presets import card as card_of
@@ -42,6 +43,7 @@ from hybrid_rlhf.models.load import ModelConfig, check_folder
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions, split
 from hybrid_rlhf.studio import reward_code
+from hybrid_rlhf.studio.run_history import pictures
 from hybrid_rlhf.studio.settings_text import check_names, common_options, settings_text, with_card
 from hybrid_rlhf.studio.studio import line_of
 from hybrid_rlhf.training import (
@@ -141,7 +143,10 @@ def data(asked: dict) -> dict:
         skipped = []
         for number, row in enumerate(rows, 1):
             try:
-                read_row(row, row_format, f"{path} row {number}")
+                example = read_row(row, row_format, f"{path} row {number}")
+                if any(is_missing(image, folder_of(Source(path, **more))) for image in example.images):
+                    raise SkipRow(f"{MISSING}; give the path of the rows on this machine, beside which the images are, "
+                                  "or rows that hold them: data URLs, parquet")
             except SkipRow as reason:
                 skipped.append(f"row {number} would be dropped ({escape_control(str(reason))})")
         result["why"] = "; ".join([f"{row_format.name} rows, as --stage {stage} reads them", *skipped])
@@ -164,7 +169,7 @@ def preview(asked: dict) -> dict:
                        for look in stages for name, number in counts(look.data.report)],
             "dropped": [{"why": label(look.stage, why), "rows": number}
                         for look in stages for why, number in dropped(look.data.report)],
-            "examples": [{"title": row.title, "parts": [{"text": _cut(piece.text, MAX_PART),
+            "examples": [{"title": row.title, "images": pictures(row.images), "parts": [{"text": _cut(piece.text, MAX_PART),
                                                          "is_trained": piece.is_trained} for piece in row.pieces]}
                          for look in stages for row in look.rows]}
 

@@ -17,7 +17,7 @@ from hybrid_rlhf.report.plots import SUBJECTS
 from hybrid_rlhf.studio import run_files
 from hybrid_rlhf.studio.example import hints
 from hybrid_rlhf.studio.run_files import GROWING, MODEL, PAGE, RECORD, SETTINGS
-from hybrid_rlhf.studio.run_history import Histories, Metrics, curves, newest_answers, samples
+from hybrid_rlhf.studio.run_history import Histories, Metrics, curves, newest_answers, samples, with_pictures
 from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.settings_text import flat
 from hybrid_rlhf.studio.studio import News, Refused, Route, Studio, read_json
@@ -113,7 +113,7 @@ def compare(runs: RunList, histories: Histories, ids: str) -> dict:
     folders = [runs.outputs / row["id"] for row in rows]
     settings = [flat((read_json(folder / RECORD) or {}).get("config") or {}) for folder in folders]
     metrics = [name for folder in folders for name in histories.metrics(folder, lambda metrics: metrics.names)]
-    return {"runs": rows, "differ": differing(settings), "prompts": side_by_side(list(map(newest_answers, folders))),
+    return {"runs": rows, "differ": differing(settings), "prompts": side_by_side([with_pictures(newest_answers(folder)) for folder in folders]),
             "metrics": described(dict.fromkeys(metrics))}
 
 
@@ -130,13 +130,13 @@ def differing(settings: Sequence[dict]) -> list[dict]:
 def side_by_side(answers: Sequence[list[dict]]) -> list[dict]:
     """Each prompt with the answer of every run, or None; prompts answered by most runs come first. A reward model's two
     responses to a prompt are two rows, by their side."""
-    table: dict[tuple[str, str], list[dict | None]] = {}
+    table: dict[tuple[str, ...], list[dict | None]] = {}
     for place, rows in enumerate(answers):
         for row in rows:
-            key = str(row.get("prompt", "")), str(row.get("side", ""))
+            key = tuple(str(row.get(name, "")) for name in ("prompt", "side", "images"))
             table.setdefault(key, [None] * len(answers))[place] = row
     order = sorted(table.items(), key=lambda item: sum(answer is None for answer in item[1]))
-    return [{"prompt": prompt, "answers": row} for (prompt, _), row in order[:MAX_PROMPTS]]
+    return [{"prompt": prompt, "answers": row} for (prompt, *_), row in order[:MAX_PROMPTS]]
 
 
 # -- events ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from hybrid_rlhf.core.errors import error_line
 
 HOME = ".studio"  # in the outputs folder, for uploads, jobs and marks
-MAX_BODY = 2**20  # bytes of a request, but for uploads
+MAX_BODY = 20 * 2**20  # bytes of a request, with the pictures of a conversation; but for uploads
 
 
 class Refused(Exception):

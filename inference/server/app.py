@@ -21,6 +21,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Send
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.engine.decode import request as engine_request
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.choices import Asking
@@ -87,7 +88,7 @@ class Server:
         self.models, self.worker, self.limits, self.scorer = {m.name: m for m in models}, worker, limits, scorer
         self.encoding = ThreadPoolExecutor(1, "encode")  # long prompts must not block the tokens of others
         self._num_scoring = 0
-        self.images = Path()  # files of requests' images
+        self.images: Path | None = None  # for files of requests' images, while the application runs
         self._used: Counter[str] = Counter()  # in that folder, by how many requests
 
     async def health(self) -> Response:
@@ -196,7 +197,7 @@ class Server:
 
     def _prompts(self, model: Served, asked: GenerationRequest, files: list[str]) -> list[Prompt]:
         """The prompts of a request; the files of their images are added to `files`, for `_forget`."""
-        prompts = model.prompts(asked, self.limits, self.images)
+        prompts = model.prompts(asked, self.limits, present(self.images, "the folder for images"))
         files += [image.path for prompt in prompts for image in prompt.images]
         self._used.update(files)
         return prompts
@@ -204,7 +205,7 @@ class Server:
     def _forget(self, files: list[str]) -> None:
         """Remove the images that no request uses any more. In the thread for prompts, after those of the request."""
         self._used -= Counter(files)
-        for path in self.images.iterdir() if self.images.name else ():
+        for path in self.images.iterdir() if self.images else ():
             if str(path) not in self._used:
                 path.unlink(missing_ok=True)
 

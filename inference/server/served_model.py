@@ -86,7 +86,7 @@ class Served:
 
     def described(self) -> dict:
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "hybrid_rlhf",
-                "max_context": self.lane.capacity}
+                "max_context": self.lane.capacity, "reads_images": self.no_images is None}
 
     def wait(self) -> int:
         """Estimated seconds until there is room again."""

@@ -77,7 +77,7 @@ def judge_server() -> Iterator[SimpleNamespace]:
 class Scripted:
     """A backend whose replies are answer(chat), and whose probabilities are chances(chat, words)."""
 
-    name, identity = "scripted", ["scripted"]
+    name, identity, reads_images = "scripted", ["scripted"], False
 
     def __init__(self, answer: Callable[[list], object], chances: Callable | None = None) -> None:
         self.answer, self.chances, self.asked, self.rounds = answer, chances, [], 0

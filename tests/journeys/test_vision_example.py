@@ -94,6 +94,8 @@ def test_sft_dpo_reward_and_grpo_run_on_pictures(patch, capfd):
         report = Path("outputs/vision", stage, "report.md").read_text()
         assert f"data: {count} rows with images" in report
         assert len([row for row in metrics(stage) if "loss" in row or "reward" in row]) >= 2
+        page = Path("outputs/vision", stage, "report.html").read_text()
+        assert 'src="data:image/jpeg;base64,' in page and "cannot be read" not in page
         assert "png" in report and "image_pad" not in report  # people see names of files, and not what stands for them
     assert metrics("dpo")[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # ln 2: the policy is the reference
     assert len({row["prompt"] for row in rows_of("grpo/samples.jsonl") if row["step"] == 1}) == 4

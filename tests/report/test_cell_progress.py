@@ -135,6 +135,15 @@ def test_nothing_that_a_model_or_data_says_is_markup(kernel):
     assert not re.search(r"<(script|img|u|b|i)>", page) and "<img" not in page
 
 
+def test_images_of_samples_are_shown_as_small_pictures(kernel, tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (40, 30)).save(tmp_path / "cat.png")
+    with display("ppo", KEYS, 2) as progress:
+        progress.step(1, VALUES, is_logged=True, samples=[EVIL | {"images": [str(tmp_path / "cat.png")]}])
+    assert '<img alt="cat.png" title="cat.png" src="data:image/jpeg;base64,' in kernel.shown[-1][2]["text/html"]
+
+
 def test_what_the_process_is_doing_is_heard_while_the_run_lasts(kernel):
     with display("ppo", KEYS, 2) as progress:
         activity.doing("sampling")

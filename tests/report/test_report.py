@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from html.parser import HTMLParser
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -169,3 +171,37 @@ def test_the_meaning_stands_beside_the_value(tmp_path, monkeypatch) -> None:
     assert f"| loss | 0.25 | {MEANINGS['loss']} |" in text
     assert "| memory/actor/update | 3.1 GiB | " in text and ">3.1 GiB<" in page and 'number">1.5<' in page
     assert MEANINGS["kl"] in page and MEANINGS["loss"] in page
+
+
+def _seen(page: str) -> list[tuple[str, tuple[int, int], tuple[int, int, int]]]:
+    """Name, size and the colour of the middle of each picture of a page that is data, but for plots."""
+    from PIL import Image
+
+    found = re.findall(r'<img alt="([^"]*)" title="[^"]*" src="data:image/jpeg;base64,([^"]*)">', page)
+    opened = [(name, Image.open(BytesIO(base64.b64decode(data)))) for name, data in found]
+    return [(name, image.size, image.getpixel((image.width // 2, image.height // 2))) for name, image in opened]
+
+
+def test_samples_show_small_pictures_of_their_images_and_a_gone_one_its_name(folder):
+    from PIL import Image
+
+    Image.new("RGB", (600, 300), (250, 0, 0)).save(folder / "red <b>.png")
+    Image.new("L", (32, 32), 200).save(folder / "grey.gif")
+    (folder / "text.png").write_text("no image")
+    images = [str(folder / name) for name in ("red <b>.png", "grey.gif", "gone.png", "text.png")]
+    text = _answer(folder, [{"step": s, "prompt": "ask", "images": images, "completion": f"{s}"} for s in (0, 30)])
+    page = (folder / "report.html").read_text()
+    red, grey = _seen(page)
+    assert red[:2] == ("red &lt;b&gt;.png", (128, 64)) and red[2] == pytest.approx((250, 0, 0), abs=6)
+    assert grey[:2] == ("grey.gif", (32, 32)) and grey[2] == pytest.approx((200, 200, 200), abs=6)
+    assert "gone.png (cannot be read)" in page and "text.png (cannot be read)" in page and str(folder) not in page
+    assert "| prompt | images | step 0 | step 30 |" in text and "grey.gif, gone.png" in text
+
+
+def test_of_many_images_a_report_shows_some_and_says_how_many_more(tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
+    page = summary.pictures([str(tmp_path / "one.png")] * 11)
+    assert page.count("<img") == 8 and page.endswith("and 3 more</span>")
+    assert "<img" not in summary.pictures([str(tmp_path), "\0", 5])  # a folder; names that no file has

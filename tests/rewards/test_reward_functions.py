@@ -19,6 +19,7 @@ from PIL import Image
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.image_files import ImageRef
+from hybrid_rlhf.data.turns import IMAGE
 from hybrid_rlhf.rewards import BadAnswer, BadScore, part_scores
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.rewards.mixture import Mixture, Part, Scale
@@ -74,6 +75,29 @@ def test_a_function_gets_pictures_as_pillow_s_by_either_name_each_opened_once(tm
         [(255, 0, 0)], [(255, 0, 0), (0, 0, 255)], []]
     assert seen["image"][2] is None and seen["image"][:2] == [seen["images"][0][0]] * 2
     assert seen["image"][0] is seen["images"][1][0]
+
+
+def test_prompts_with_pictures_are_those_of_trl(tmp_path):
+    """As its GRPO gives them to a reward function: made of the row's messages by prepare_multimodal_messages."""
+    prepare_multimodal_messages = pytest.importorskip("trl.data_utils").prepare_multimodal_messages
+
+    seen, colours = [], ("red", "blue")
+    for name in colours:
+        Image.new("RGB", (4, 3), name).save(tmp_path / f"{name}.png")
+    refs = [ImageRef(str(tmp_path / f"{name}.png"), 4, 3) for name in colours]
+    asked = [{"role": "user", "content": f"{IMAGE}{IMAGE}Which?", "images": refs}]
+    made = rollout(prompt=[asked, asked, "text"], images=[refs, refs, []])
+    made.prompts.images = [tuple(refs), tuple(refs), ()]
+    FunctionSource("keep", lambda prompts, **_: seen.append(prompts) or [0.0] * 3).score(made)
+
+    def plain(messages):
+        return [[part | ({"image": part["image"].getpixel((0, 0))} if "image" in part else {})
+                 for part in message["content"]] for message in messages]
+
+    theirs = prepare_multimodal_messages([{"role": "user", "content": "Which?"}],
+                                         [Image.new("RGB", (4, 3), name) for name in colours])
+    assert plain(seen[0][0]) == plain(seen[0][1]) == plain(theirs) and seen[0][2] == "text"
+    assert asked[0]["content"] == f"{IMAGE}{IMAGE}Which?"  # the rollout's own stays as it was
 
 
 def test_async_functions_are_awaited_together_in_a_running_loop_and_out_of_one():

@@ -202,6 +202,8 @@ def test_a_question_about_two_images_is_two_prompts_and_people_see_their_names()
     one, two = ImageRef("/x/one.png", 1, 1), ImageRef("/y/two.png", 1, 1)
     made.prompts.images = [(one, two), (one, two), (one,), (two,)]
     assert [row["prompt"] for row in samples_of(made, 4)] == ["[one.png] and [two.png]?", "[one.png]?", "[two.png]?"]
+    assert [row["images"] for row in samples_of(made, 4)] == [["/x/one.png", "/y/two.png"], ["/x/one.png"],
+                                                              ["/y/two.png"]]
 
 
 def test_of_several_sources_and_a_judge_people_are_shown_what_each_said():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
 import statistics
+from io import BytesIO
 
 import pytest
 
@@ -261,3 +263,21 @@ def test_what_is_sent_is_bounded(tmp_path):
         append(run.folder / "answers.jsonl", [{"step": 1, "prompt": "p" * 1000, "completion": "c"}] * 20)
     found = ask_samples(run.folder)
     assert len(found["samples"]) == 20 and len(found["answers"]) == run_history.MAX_ANSWERS
+
+
+def test_samples_have_small_pictures_of_their_images_and_never_the_files_themselves(tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (400, 100), (0, 200, 0)).save(tmp_path / "green.png")
+    (tmp_path / "secret.txt").write_text("a secret")
+    paths = [str(tmp_path / name) for name in ("green.png", "secret.txt", "gone.png")]
+    append(tmp_path / "samples.jsonl", [{"step": 1, "prompt": "p", "images": paths, "completion": "c"}])
+    append(tmp_path / "answers.jsonl", [{"step": 0, "prompt": "p", "images": [paths[0]] * 10, "completion": "c"}])
+    found = ask_samples(tmp_path)
+    (green, secret, gone), many = found["samples"][0]["images"], found["answers"][0]["images"]
+    assert secret == {"name": "secret.txt (cannot be read)", "url": None}
+    assert gone == {"name": "gone.png (cannot be read)", "url": None}
+    image = Image.open(BytesIO(base64.b64decode(green["url"].removeprefix("data:image/jpeg;base64,"))))
+    assert (green["name"], image.size, image.getpixel((60, 16))) == ("green.png", (128, 32), pytest.approx(
+        (0, 200, 0), abs=6))
+    assert many == [green] * 8 + [{"name": "and 2 more", "url": None}]

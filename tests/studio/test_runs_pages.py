@@ -192,6 +192,26 @@ def test_a_run_is_told_in_words_and_its_prompts_have_no_template_marks(opened, o
     assert texts(page, ".asked .prompt")[-1] == asked.strip()
 
 
+def test_samples_and_answers_show_the_pictures_that_they_are_about(opened, outputs, tmp_path):
+    from PIL import Image
+
+    paths = [str(tmp_path / name) for name in ("<b>.png", "gone.png")]
+    Image.new("RGB", (300, 200), "red").save(paths[0])
+    for name in ("a", "b"):
+        run = make_run(outputs, name, "grpo", 0)
+        asked = {"prompt": "What is it?", "images": paths}
+        append(run.folder / "samples.jsonl", [{"step": 1, **asked, "completion": "A wall."}])
+        append(run.folder / "answers.jsonl", [{"step": step, **asked, "completion": "A fox."} for step in (0, 1)])
+    for address, count in (("#/run/a", 2), ("#/compare/a,b", 1)):  # the prompt of both answers, and the sample
+        page = opened(address)
+        until(page, lambda count=count, page=page: len(page.find_elements("css selector", ".pictures")) == count)
+        images = page.find_elements("css selector", ".pictures img")
+        assert [(image.get_attribute("alt"), image.get_attribute("naturalWidth")) for image in images] == [
+            ("<b>.png", "128")] * count
+        assert texts(page, ".pictures") == ["gone.png (cannot be read)"] * count
+    assert not [e for e in page.get_log("browser") if "Content Security Policy" in e["message"]]
+
+
 def test_a_chart_has_a_name_for_people_and_smooth_lines_over_the_values(opened, outputs):
     values = [0.0, 3.0, 0.0, 3.0, 0.0]
     make_run(outputs, "a", "sft", 5, values=lambda step: {"loss": values[step - 1], "own/metric": 1.0})

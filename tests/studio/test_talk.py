@@ -276,7 +276,7 @@ def test_errors_and_too_many_requests_keep_their_status(client, talk):
 def test_bodies_are_bounded_and_nothing_is_asked_of_nobody(client, talk):
     assert client.post("/api/talk/v1/chat/completions", json={}).json()["error"].startswith("no model is open")
     opened(talk, "dpo")
-    answer = client.post("/api/talk/v1/chat/completions", content=b"x" * (2**20 + 1))
+    answer = client.post("/api/talk/v1/chat/completions", content=b"x" * (20 * 2**20 + 1))
     assert answer.status_code == 413
     assert answer.json()["error"] == "the request is too large; shorten it, or start a new conversation"
     assert client.post("/api/talk/score", json={}).status_code == 409

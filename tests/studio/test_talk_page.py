@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 import time
+from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
 
+from hybrid_rlhf.data.row_images import Files, resolved
+from hybrid_rlhf.data.schema import format_of, read_row
 from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
 from hybrid_rlhf.studio import chat_process
+from tests.factories import vision
 from tests.factories.browser import ALL_IMPACTS, axe_faults, find, narrow, needs_axe, needs_browser, texts, until
 from tests.factories.studio_runs import make_run
 from tests.factories.studio_server import running_studio
@@ -265,6 +270,38 @@ def test_thumbs_are_kept_changed_and_taken_back(page, script, studio):
         pressed = [str(bool(expected and expected[0]["label"] is is_good)).lower() for is_good in (True, False)]
         until(page, lambda pressed=pressed: [button(page, t).get_attribute("aria-pressed") for t in ("Good", "Bad")]
               == pressed)
+
+
+def test_a_picture_goes_with_the_question_and_with_the_mark_and_stays(page, studio):
+    path = vision.image_files()[0].path
+    url = f"data:image/png;base64,{base64.b64encode(Path(path).read_bytes()).decode()}"
+    with running({"demo-sft": vision.folder("qwen3_vl")}, limits=Limits(max_body_bytes=20 * 2**20)) as served:
+        answering(studio, served)
+        open_models(page, "demo/sft")
+        until(page, lambda: find(page, "#attach").is_displayed())
+        fill(page, "#temperature", "0")
+        fill(page, "#max_tokens", "4")
+        find(page, "#files").send_keys(path)
+        told(page, "0.png, 24 x 40")
+        say(page, "what")
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what"}]
+        prompt = [{"role": "user", "content": parts}]
+        expected = content(chat(served.url, messages=prompt, temperature=0, max_tokens=4))
+        assert texts(page, ".answer .said") == [expected]
+        press(page, "Say it better")
+        page.switch_to.active_element.send_keys("A cat.")
+        press(page, "Save")
+        until(page, lambda: rows(studio, "pairs"))
+        (row,) = rows(studio, "pairs")
+        assert row["prompt"] == prompt
+        files = Files(studio.studio.outputs, studio.studio.outputs / "kept", 2**20, allow_urls=False)
+        example = read_row(row, format_of([row], "marks"), "row 1")  # as a training on it reads it
+        image = resolved(example.prompt, files)[0][0]["images"][0]
+        assert Path(image.path).read_bytes() == Path(path).read_bytes()
+        page.get(f"{studio.base}/#/runs")
+        until(page, lambda: not page.find_elements("css selector", ".turn"))
+        page.get(f"{studio.base}/#/talk")
+        until(page, lambda: find(page, ".mine img").get_attribute("alt") == "0.png")
 
 
 def test_a_better_answer_is_a_pair_over_the_model_s_and_the_talk_goes_on_from_it(page, script, studio):

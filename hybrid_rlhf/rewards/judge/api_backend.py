@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from hybrid_rlhf.core.config import check
+from hybrid_rlhf.data.row_images import sources_in
 from hybrid_rlhf.rewards.judge.asking import Arriving, Budget, Failure
-from hybrid_rlhf.rewards.judge.judge_prompts import Chat
+from hybrid_rlhf.rewards.judge.judge_prompts import Chat, as_parts
 from hybrid_rlhf.rewards.service import TRY_AGAIN, Status, Unanswered, post, retried
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class ApiBackend:
     timeout: float = 60.0
     retries: int = 3
     back_off: float = 0.5
+    reads_images: bool = False
     _key: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +127,7 @@ class ApiBackend:
 
     def _choice(self, chat: Chat, fields: dict[str, object]) -> dict[str, Any]:
         """The one choice of the answer to a chat; its tokens go to the budget."""
-        body = {"model": self.model, "messages": chat, "temperature": self.temperature, **fields} | self.options
+        body = {"model": self.model, "messages": as_parts(chat), "temperature": self.temperature, **fields} | self.options
         answer = post(self._address, {name: value for name, value in body.items() if value is not None}, self.timeout,
                       {"Authorization": f"Bearer {self._key}"} if self._key else {})
         choices = answer.get("choices") if isinstance(answer, dict) else None
@@ -138,11 +140,13 @@ class ApiBackend:
         return choices[0]
 
     def _most_tokens(self, chat: Chat, fields: dict[str, object]) -> tuple[int, int | None]:
-        """The most tokens that a request may read and write: one per byte of the chat, and the bound of the reply, None
-        if api_options leaves it out."""
+        """The most tokens that a request may read and write: one per byte of the chat and per 16 x 16 pixels of its
+        images, and the bound of the reply, None if api_options leaves it out."""
         body = fields | self.options
         bounds = [n for n in (body.get("max_completion_tokens"), body.get("max_tokens")) if isinstance(n, int)]
-        return len(json.dumps(chat, ensure_ascii=False).encode("utf-8", "replace")), min(bounds, default=None)
+        pixels = sum(image.width * image.height for image in sources_in(chat))
+        num_bytes = len(json.dumps(chat, ensure_ascii=False).encode("utf-8", "replace"))
+        return num_bytes + pixels // 256, min(bounds, default=None)
 
     def _text(self, choice: dict[str, Any]) -> str:
         message = choice.get("message")

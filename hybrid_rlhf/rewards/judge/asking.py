@@ -20,7 +20,7 @@ from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.core.errors import escape_control
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.rewards import BadAnswer
-from hybrid_rlhf.rewards.judge.judge_prompts import Chat
+from hybrid_rlhf.rewards.judge.judge_prompts import Chat, keyed
 from hybrid_rlhf.rewards.judge.verdicts import Unreadable, without_thoughts
 
 T = TypeVar("T")
@@ -45,7 +45,8 @@ Arriving = Generator[tuple[int, T | Failure], None, None]  # a chat's index and 
 
 
 class Backend(Protocol):
-    """name: for messages. identity: all that its answers depend on, as JSON, for the cache's keys.
+    """name: for messages. identity: all that its answers depend on, as JSON, for the cache's keys. reads_images:
+    whether it takes chats with images; known once it is open.
 
     Answers are yielded one by one, in any order, so that the caller can cache each at once; `close` of the generator
     cancels the requests that are not sent yet.
@@ -53,6 +54,7 @@ class Backend(Protocol):
 
     name: str
     identity: list
+    reads_images: bool
 
     def open(self) -> None:
         """Load what there is to load, once."""
@@ -164,7 +166,7 @@ class Asker:
     def verdicts(self, questions: Sequence[Question[T]]) -> list[T | Failure]:
         """The parsed reply to each question. Raises BadAnswer after a fatal failure, when all replies are in the
         cache."""
-        keys = [key_of(self.backend.identity, self.max_new_tokens, self.seed, q.chat) for q in questions]
+        keys = [key_of(self.backend.identity, self.max_new_tokens, self.seed, keyed(q.chat)) for q in questions]
         results = self._known(keys, lambda i, reply: questions[i].read(reply))
         waiting = {key: (each, each.chat) for key, each in zip(keys, questions, strict=True) if key not in results}
         for attempt in range(self.retries + 1):
@@ -191,7 +193,7 @@ class Asker:
 
     def probabilities(self, chats: Sequence[Chat], words: Sequence[Sequence[str]]) -> list[list[float] | Failure]:
         """For each chat the probability that the reply begins with each word. Raises BadAnswer as `verdicts`."""
-        keys = [key_of(self.backend.identity, "choose", of, chat) for chat, of in zip(chats, words, strict=True)]
+        keys = [key_of(self.backend.identity, "choose", of, keyed(chat)) for chat, of in zip(chats, words, strict=True)]
         results = self._known(keys, lambda _, reply: reply)
         for kind in dict.fromkeys(map(tuple, words)):
             asked = {key: chat for key, chat, of in zip(keys, chats, words, strict=True)

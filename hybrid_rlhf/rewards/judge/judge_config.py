@@ -27,6 +27,8 @@ class JudgeConfig:
         api_key_env: Name of the environment variable that holds the key for url; never the key itself.
         api_options: Further fields of a request to url; null leaves one of ours out.
         rubric: YAML file with weighted items, or the same as a mapping; null takes a general one.
+        images: Whether url is sent the images of prompts, as data URLs: api_model must read images. A model here that
+            reads images always gets them; other judges read [image].
         template: File of the prompt, a copy of one of hybrid_rlhf/rewards/judge/templates that you have changed; null
             takes the one of the mode.
         mode: absolute (each response by itself), pairwise (against others of its prompt, in both orders; the score is
@@ -58,6 +60,7 @@ class JudgeConfig:
     api_key_env: str | None = None
     api_options: dict[str, object] = field(default_factory=dict)
     rubric: dict | str | None = None
+    images: bool = False
     template: str | None = None
     mode: str = one_of(ABSOLUTE, MODES)
     score: str = one_of(VERDICT, (VERDICT, PROBABILITY))
@@ -85,6 +88,8 @@ class JudgeConfig:
         check(self.api_key_env is None or re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", self.api_key_env) is not None,
               "reward.judge.api_key_env is not the name of an environment variable in capitals; give the name, such as "
               "OPENAI_API_KEY, and never the key itself")
+        check(not (self.images and self.model), "reward.judge.images is for reward.judge.url; a model here that reads "
+                                                "images gets them anyway, so leave it out")
         check(self.mode != RANKING or self.score == VERDICT,
               "reward.judge.score is probability, and a ranking has no word of its own; choose verdict, or mode "
               "pairwise")

@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hybrid_rlhf.core.config import UserError, as_part, check, nearest
+from hybrid_rlhf.core.image_files import ImageRef, data_url, file_digest
 from hybrid_rlhf.core.options import check_values, expanded, one_of
 from hybrid_rlhf.data.chat import Text
+from hybrid_rlhf.data.row_images import sources_in
+from hybrid_rlhf.data.turns import IMAGE, IMAGES
+from hybrid_rlhf.data.turns import readable as without_images
 from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, PROBABILITY, JudgeConfig
 from hybrid_rlhf.rollout.episode_record import readable
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-Chat = list[dict[str, str]]
+Chat = list[dict[str, Any]]  # role, content; with images the key IMAGES, as data/row_images.py has it
 FOLDER = Path(__file__).parent / "templates"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 YES_NO, SCALE = "yes_no", "0-10"
@@ -114,12 +118,18 @@ class Prompter:
     is_probability: bool = False
 
     def chat(self, prompt: Text, responses: Sequence[Text], items: Sequence[Item] | None = None) -> Chat:
-        """The question about `responses` to `prompt`, by the items of the rubric or by some of them."""
+        """The question about `responses` to `prompt`, by the items of the rubric or by some of them. The images of the
+        prompt stand before the text of the user's part, in which each is [image]."""
         texts = [shown(each) for each in (prompt, *responses)]
         named = [{"letter": LETTERS[i], "text": text} for i, text in enumerate(texts[1:])]
         values = {"instructions": self.rubric.instructions, "items": list(items or self.rubric.items),
                   "prompt": texts[0], "responses": named, "tag": tag_for(texts), "is_probability": self.is_probability}
-        return [{"role": role, "content": self._rendered(text, values)} for role, text in self._parts()]
+        chat: Chat = [{"role": role, "content": self._rendered(text, values)} for role, text in self._parts()]
+        images = [] if isinstance(prompt, str) else [ImageRef(*image) for image in sources_in(prompt)]
+        if images:
+            text = chat[-1]["content"].replace(IMAGE, "\ufffd")
+            chat[-1] |= {"content": IMAGE * len(images) + text, IMAGES: images}
+        return chat
 
     def check(self) -> None:
         """UserError for a template that cannot be rendered, or that does not show prompt and response."""
@@ -179,9 +189,24 @@ def shown(text: Text) -> str:
     """
     if isinstance(text, str):
         return text
+    text = without_images(text)
     if [m["role"] for m in text] == ["assistant"] and not text[0].get("tool_calls"):
         return text[0]["content"]
     return "\n".join("\n    ".join(readable([message]).splitlines()) for message in text)
+
+
+def as_parts(chat: Chat) -> Chat:
+    """A chat as an OpenAI-compatible address reads it: images as data URLs."""
+    return [{"role": message["role"], "content": [
+        *({"type": "image_url", "image_url": {"url": data_url(image)}} for image in message[IMAGES]),
+        {"type": "text", "text": message["content"].replace(IMAGE, "")}]} if message.get(IMAGES) else message
+        for message in chat]
+
+
+def keyed(chat: Chat) -> Chat:
+    """A chat for a key of the cache: with hashes of its images' files, whatever their names are."""
+    return [message | {IMAGES: list(map(file_digest, message[IMAGES]))} if message.get(IMAGES) else message
+            for message in chat]
 
 
 def tag_for(texts: Sequence[str]) -> str:

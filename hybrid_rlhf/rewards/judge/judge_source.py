@@ -16,6 +16,7 @@ import torch
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data.chat import Text
+from hybrid_rlhf.data.row_images import sources_in
 from hybrid_rlhf.data.turns import readable
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.judge.api_backend import ApiBackend
@@ -58,6 +59,7 @@ class JudgeSource:
     _is_reward: bool = field(default=False, repr=False)  # on_failure concerns rewards, not labels
     _seen: Metrics = field(default_factory=Metrics, repr=False)  # since the last report
     _has_warned_mass: bool = field(default=False, repr=False)
+    _has_warned_images: bool = field(default=False, repr=False)
 
     @property
     def rubric(self) -> Rubric:
@@ -73,7 +75,7 @@ class JudgeSource:
         if not len(rollout):
             return []
         self._is_reward = True
-        prompts = list(map(readable, rollout.prompts.columns.get("prompt") or rollout.prompts.texts))
+        prompts = self._readable(rollout.prompts.given)
         responses = rollout.responses()
         groups = groups_of(rollout)
         if self.config.mode == ABSOLUTE:
@@ -127,6 +129,19 @@ class JudgeSource:
         if self.budget.cost:
             metrics.add("judge/cost", self.budget.cost)
         self.asker.counts, self._seen = Counts(), Metrics()
+
+    def _readable(self, prompts: Sequence[Text]) -> Sequence[Text]:
+        """The prompts as the judge reads them; of one that reads no images, which one line says, with [image]."""
+        if not any(sources_in(prompt) for prompt in prompts if not isinstance(prompt, str)):
+            return prompts
+        self.open()
+        if self.asker.backend.reads_images:
+            return prompts
+        if not self._has_warned_images:
+            self._has_warned_images = True
+            cure = "reward.judge.images true sends them" if self.config.url else f"{self.config.model} reads no images"
+            print(f"judge: it reads [image] in place of the images of prompts; {cure}", file=sys.stderr)
+        return list(map(readable, prompts))
 
     # -- absolute ------------------------------------------------------------------------------------------------------
 
@@ -314,7 +329,8 @@ def open_judge(config: JudgeConfig, seed: int = 0) -> JudgeSource:
     backend: Backend
     if config.url:
         backend = ApiBackend(config.url, config.api_model, budget, config.api_key_env, config.api_options,
-                             config.temperature, config.concurrency, config.timeout, config.http_retries)
+                             config.temperature, config.concurrency, config.timeout, config.http_retries,
+                             reads_images=config.images)
     else:
         backend = LocalBackend(str(config.model), budget, config.dtype, config.load_in_4bit, config.temperature,
                                config.batch_size)
@@ -325,9 +341,10 @@ def open_judge(config: JudgeConfig, seed: int = 0) -> JudgeSource:
 def groups_of(rollout: Rollout) -> list[list[int]]:
     """Contiguous rows of one prompt. The samples of a prompt share its token ids as one object or, if an environment
     writes them, as equal lists."""
-    ids, groups = rollout.prompts.ids, [[0]]
+    ids, images, groups = rollout.prompts.ids, rollout.prompts.images, [[0]]
     for i in range(1, len(rollout)):
-        is_same = ids[i] is ids[i - 1] or (bool(rollout.episodes) and ids[i] == ids[i - 1])
+        is_same = ids[i] is ids[i - 1] or (
+            bool(rollout.episodes) and ids[i] == ids[i - 1] and images[i] == images[i - 1])
         if is_same:
             groups[-1].append(i)
         else:

@@ -18,15 +18,17 @@ from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right, predicted, summed_by_row
 from hybrid_rlhf.data import chat as chats_as_text
 from hybrid_rlhf.data.chat import Rendered, SkipRow
+from hybrid_rlhf.data.row_images import sources_in
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models import load
-from hybrid_rlhf.models.backbone import check_head, own_head
+from hybrid_rlhf.models.backbone import check_head, own_head, towers
+from hybrid_rlhf.models.images import reader_of
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.tokenizer import Tokenizer, completion_text, load_tokenizer
 from hybrid_rlhf.rewards.judge.asking import Arriving, Budget, Failure, key_of
-from hybrid_rlhf.rewards.judge.judge_prompts import Chat
+from hybrid_rlhf.rewards.judge.judge_prompts import Chat, keyed
 from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.roles.scoring import per_sequence, score
 
@@ -39,7 +41,8 @@ class LocalBackend:
     """Replies of the model at `path` (a folder or hub id), rendered by its own chat template, `batch_size` at once.
 
     A chat's samples depend on the chat and the seed alone, not on the rest of the batch. A chat that exceeds the
-    model's positions is a Failure. No weights are read before `open`.
+    model's positions is a Failure. No weights are read before `open`. A model with a processor of images reads those of
+    chats.
     """
 
     path: str
@@ -50,6 +53,7 @@ class LocalBackend:
     batch_size: int = 16
     tokenizer: Any = field(default=None, init=False, repr=False)  # from `open` on, as the engine
     engine: Any = field(default=None, init=False, repr=False)
+    reads_images: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.name = self.path
@@ -72,6 +76,7 @@ class LocalBackend:
         load.prepare(model, self._settings, len(tokenizer))
         check_head(model)
         model.eval().requires_grad_(False)
+        self.reads_images = bool(towers(model)) and reader_of(tokenizer) is not None
         self.tokenizer = tokenizer
         self.engine = HybridEngine(PolicyModule(model), model, eos_ids=stop_ids(model, tokenizer), name="judge",
                                    pad_id=tokenizer.pad_token_id, max_batch=self.batch_size)
@@ -84,9 +89,10 @@ class LocalBackend:
         if not rows:
             return
         sampling = SamplingConfig(max_new_tokens=max_new_tokens, temperature=self.temperature)
-        numbers = [int(key_of(chats[i])[:7], 16) for i in rows]  # seeds of the draws: those of a chat in any batch
+        numbers = [int(key_of(keyed(chats[i]))[:7], 16) for i in rows]  # seeds of the draws: those of a chat in any batch
         with explained("while the judge writes"), self.engine.inference():
-            samples = self.engine.generate(list(rows.values()), sampling, seed, numbers=numbers)
+            samples = self.engine.generate(list(rows.values()), sampling, seed, numbers=numbers,
+                                           images=[sources_in(chats[i]) for i in rows])
         texts = [completion_text(self.tokenizer, row, reason == "eos")
                  for row, reason in zip(samples.tokens, samples.finish_reasons, strict=True)]
         for i, ids, tokens, text in zip(rows, rows.values(), samples.tokens, texts, strict=True):
@@ -105,7 +111,9 @@ class LocalBackend:
         beside = other_tokens(tokenizer.get_vocab(), words, [ids[first:] for ids, first in rows[: len(words)]])
         mask = length_mask(torch.tensor([len(ids) for ids, _ in rows]))
         marks = pad_right([[k >= first for k in range(len(ids))] for ids, first in rows], False, torch.bool)
-        batch = SequenceBatch(pad_right([ids for ids, _ in rows], engine.pad_id), mask, marks)
+        images = [tuple(sources_in(chats[i])) for i, of_words in asked.items() for _ in of_words]
+        batch = SequenceBatch(pad_right([ids for ids, _ in rows], engine.pad_id), mask, marks,
+                              images=images if any(images) else None)
         with explained("while the judge scores"):
             logprobs, others = sums(engine, batch, MAX_TOKENS, [token for tokens in beside for token in tokens])
         probabilities = logprobs.double().exp().view(len(asked), len(words)).tolist()

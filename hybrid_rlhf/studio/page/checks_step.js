@@ -5,6 +5,7 @@ import {goTo, inline} from "./fields.js";
 import {bytes, duration} from "./format.js";
 import {isOpen, makeJob} from "./jobs.js";
 import {written} from "./options.js";
+import {picturesNode} from "./samples.js";
 import {get, on, paced, post} from "./server.js";
 import {same} from "./settings.js";
 
@@ -94,10 +95,10 @@ function previewNodes({counts, dropped, examples}) {
     ...examples.length ? [make("p.help", {}, ...legend)] : [], ...examples.map(example)];
 }
 
-function example({title, parts}, i) {
+function example({title, parts, images}, i) {
   const texts = parts.map(({text, is_trained: isTrained}) => make(isTrained ? "strong.trained" : "span", {}, text));
   return make("figure.example", {}, make("figcaption", {}, title || `Example ${i + 1}`),
-    make("div.said", {}, ...texts));
+    picturesNode(images), make("div.said", {}, ...texts));
 }
 
 // ---- the plan: memory by phase beside what there is, seconds of a step, the verdict and its advice

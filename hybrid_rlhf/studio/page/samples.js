@@ -43,7 +43,7 @@ export function makeSamples(id) {
 // One sample: the prompt, the response, and its notes.
 function sampleNode(sample, hasPrompt = true) {
   return make("article.card.sample", {},
-    hasPrompt && sample.prompt ? promptNode(sample.prompt) : null,
+    hasPrompt ? picturesNode(sample.images) : null, hasPrompt && sample.prompt ? promptNode(sample.prompt) : null,
     ...responseNodes(sample), notesNode(sample),
     sample.judge ? make("p.verdict.said", {}, `judge: ${asText(sample.judge)}`) : null);
 }
@@ -61,6 +61,13 @@ export function withoutMarks(text) {
   const turns = text.split(MARK).map((part) => [SPEAKER.exec(part)?.[1], part.replace(SPEAKER, "").trim()])
     .filter(([who, said]) => said && who !== "system"); // a template's usual one stands in every prompt
   return turns.length < 2 ? turns[0]?.[1] ?? text : turns.map(([who, said]) => (who ? `${who}: ${said}` : said)).join("\n");
+}
+
+// Small pictures of a prompt's images, [{name, url}]; where the url is null a name alone.
+export function picturesNode(images) {
+  if (!Array.isArray(images) || !images.length) return null;
+  return make("div.pictures", {}, ...images.map(({name, url}) =>
+    (url ? make("img", {src: url, alt: name, title: name}) : make("span.quiet", {}, name))));
 }
 
 function promptNode(prompt) {
@@ -107,7 +114,7 @@ function notesNode({score, scores, side, ended, ended_by: reason}) {
 // For each prompt its first and its last answer side by side; nothing where there are none.
 function answersNodes(rows) {
   if (!rows.length) return [];
-  const prompts = [...Map.groupBy(rows, ({prompt, side}) => JSON.stringify([prompt, side])).values()];
+  const prompts = [...Map.groupBy(rows, ({prompt, side, images}) => JSON.stringify([prompt, side, images])).values()];
   const isTwo = prompts.some((answers) => answers.length > 1);
   const titled = (row, i) => ({title: isTwo ? `${i ? "after" : "before"}, step ${row.step}` : "", sample: row});
   const ends = (answers) => (answers.length > 1 ? [answers[0], answers.at(-1)] : answers).map(titled);
@@ -121,7 +128,7 @@ function answersNodes(rows) {
 
 // One prompt, and under it answers beside each other: [{title, sample or null}].
 export function sideBySide(prompt, answers) {
-  return make("div.asked", {}, promptNode(prompt),
+  return make("div.asked", {}, picturesNode(answers.find(({sample}) => sample)?.sample.images), promptNode(prompt),
     make("div.beside", {}, ...answers.map(({title, sample}) => make("div", {},
       title ? make("p.speaker", {}, title) : null,
       sample ? sampleNode(sample, false) : make("p.quiet", {}, "not asked")))));

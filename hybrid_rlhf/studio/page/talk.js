@@ -12,12 +12,13 @@ const FIELDS = [ // id, label, value, properties
   ["max_tokens", "Longest answer, tokens", "256", {min: "1", step: "1"}],
   ["seed", "Seed", "0", {step: "1"}],
 ];
-const turns = [];
+const turns = [], pictures = []; // pictures: of the next question
 const settings = Object.fromEntries(FIELDS.map(([id, , value]) => [id, value]));
 let system = "", unsent = "";
 
 export async function show(root, rest, query) {
   let state = {state: "closed", models: [], reward: false};
+  let readers = []; // names of models that read images
   const view = build();
   const showHints = onChange((hints) => view.hints.replaceChildren(...(hints ? [make("p.quiet", {}, hints.knows),
     make("div.buttons", {}, ...hints.questions.map((text) => button(text, () => {
@@ -25,9 +26,14 @@ export async function show(root, rest, query) {
       view.form.requestSubmit();
     })))] : [])));
   const models = chooser(take, rest ? [rest] : query.getAll("model"));
+  const findReaders = onChange(async (models) => {
+    const {data} = models.length ? await get("talk/v1/models").catch(() => ({data: []})) : {data: []};
+    readers = data.filter((model) => model.reads_images).map((model) => model.id);
+    talk.update();
+  });
   const marks = tally(() => state.models[0]?.id ?? null, message);
   const talk = converse(view, {
-    turns, tell: message, chat: "api/talk/v1/chat/completions",
+    turns, pictures, tell: message, reads: (model) => readers.includes(model), chat: "api/talk/v1/chat/completions",
     isOpen: () => state.state === "ready",
     models: () => state.models.map((model) => model.name),
     settings: () => ({...Object.fromEntries(FIELDS.map(([id]) => [id, Number(settings[id])])), system}),
@@ -53,6 +59,7 @@ export async function show(root, rest, query) {
     view.scores.parentNode.hidden = !state.reward;
     showHints(state.hints);
     talk.update();
+    findReaders(state.state === "ready" ? state.models : []);
   }
 
   view.fresh.addEventListener("click", () => take(state)); // without turns the chat of closed models is hidden
@@ -76,16 +83,19 @@ function build() {
   const message = make("textarea", {
     id: "message", rows: "2", required: true, placeholder: "Enter sends, Shift+Enter starts a line"}, unsent);
   const send = make("button", {type: "submit", id: "send"}, "Send");
-  const [stop, again, fresh] = [["stop", "Stop"], ["again", "Answer again"], ["fresh", "New chat"]].map(
+  const files = make("input", {type: "file", id: "files", accept: "image/*", multiple: true, hidden: true});
+  const attached = make("div.pictures", {role: "group", "aria-label": "Pictures of the next question", hidden: true});
+  const [attach, stop, again, fresh] = [["attach", "Add pictures"], ["stop", "Stop"], ["again", "Answer again"], ["fresh", "New chat"]].map(
     ([id, text]) => make("button", {type: "button", id}, text));
   const told = make("p.told", {id: "talk-told", role: "status"});
   const hints = make("div.hints");
-  const form = make("form.composer", {}, hints, told, make("label", {for: "message"}, "Message"), message,
-    make("div.buttons", {}, send, stop, again, fresh));
+  const form = make("form.composer", {}, hints, told, make("label", {for: "message"}, "Message"), message, attached, files,
+    make("div.buttons", {}, send, attach, stop, again, fresh));
   const chat = make("div.chat", {hidden: true}, make("details", {id: "settings"}, make("summary", {}, "Settings"),
     make("div.fields", {}, ...fields, make("label.wide", {}, "System message ", instructions),
       make("label.check.wide", {hidden: true}, scores, " Show the reward model's score of each answer"))), log, form);
-  return {chat, hints, told, scores, empty, log, form, message, send, stop, again, fresh};
+  return {chat, hints, told, scores, empty, log, form, message, attach, files, attached, send, stop, again,
+    fresh};
 }
 
 // ---- which models are talked to: choose and open them, and the state of that

@@ -1,21 +1,23 @@
 // What the chat page and the studio's chat share: a conversation, whose answers are shown as they come.
-// A turn is {text, answers: [{model, text}], kept, tries}: kept is the answer that all models go on from, if one was
+// A turn is {text, pictures: [{name, url}], answers: [{model, text}], kept, tries}: kept is the answer that all models go on from, if one was
 // chosen; tries, how often it was answered again.
 // All text is set as text, never as HTML: what a model writes cannot become part of the page.
 
-const make = (tag, className, text) => {
+const make = (tag, className, text, ...children) => {
   const node = document.createElement(tag);
   node.className = className;
   node.textContent = text ?? "";
+  node.append(...children);
   return node;
 };
 
-// A conversation in the nodes of `view`: {log, empty, form, message, send, stop, again, fresh}. page: {turns, isOpen()
-// (whether questions are taken), models() -> names, load() where there are none, settings() -> {system, seed, and what
+// A conversation in the nodes of `view`: {log, empty, form, message, attach, files, attached, send, stop, again, fresh}.
+// page: {turns, pictures (of the next question), isOpen() (whether questions are taken), models() -> names, reads(model)
+// (whether it reads images), load() where there are none, settings() -> {system, seed, and what
 // else a request has}, chat and score() (addresses; null for no score), headers(), tell(text), answered(turn)}.
 // Returns {place(turn), update(), leave()}.
 export function converse(view, page) {
-  const {turns} = page;
+  const {turns} = page, attaching = attach(view, page);
   let asking = null; // the AbortController of the answers being written
 
   function update() {
@@ -25,6 +27,7 @@ export function converse(view, page) {
     view.stop.disabled = asking === null;
     view.log.setAttribute("aria-busy", String(asking !== null));
     view.empty.hidden = turns.length > 0;
+    attaching.update();
   }
 
   function place(turn) {
@@ -64,7 +67,7 @@ export function converse(view, page) {
     if (!text || asking || !page.isOpen()) return;
     if (!page.models().length) return void page.load();
     view.message.value = "";
-    turns.push({text, answers: []});
+    turns.push({text, pictures: attaching.take(), answers: []});
     answerLast();
   });
   view.message.addEventListener("keydown", (event) => {
@@ -89,26 +92,117 @@ export function converse(view, page) {
   });
   return {place, update, leave: () => {
     document.removeEventListener("keydown", escape);
+    attaching.leave();
     stop();
     asking = null;
   }};
 }
+
+// ---- pictures of a question, sent as data URLs
+
+const MAX_PICTURES = 16, MAX_PIXELS = 2 ** 20; // that the server takes at once; that it reads of one
+
+const strip = (pictures) => make("div", "pictures", "", ...pictures.map(({name, url}) => {
+  const image = make("img", "");
+  return Object.assign(image, {alt: name, title: name, src: url});
+}));
+
+// The picture in a file: its own bytes, or a JPEG in fewer pixels where it has more than the server reads.
+async function read(file) {
+  const bitmap = await createImageBitmap(file), {width, height} = bitmap;
+  const scale = Math.sqrt(MAX_PIXELS / (width * height));
+  if (scale >= 1) {
+    const reader = new FileReader(), done = new Promise((resolve) => (reader.onload = resolve));
+    reader.readAsDataURL(file);
+    await done;
+    return {name: file.name, url: reader.result, about: `${width} x ${height}`};
+  }
+  const canvas = Object.assign(document.createElement("canvas"),
+    {width: Math.max(1, Math.floor(width * scale)), height: Math.max(1, Math.floor(height * scale))});
+  canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return {name: file.name, url: canvas.toDataURL("image/jpeg", 0.95),
+    about: `${width} x ${height}, scaled down to ${canvas.width} x ${canvas.height}`};
+}
+
+// Choose, drop or paste pictures for the next question. Returns {take() -> pictures, update(), leave()}.
+function attach(view, page) {
+  const {pictures} = page;
+  const blind = () => page.models().filter((model) => !page.reads(model));
+
+  function update() {
+    view.attach.hidden = !page.models().length || blind().length > 0;
+    view.attached.hidden = !pictures.length;
+    view.attached.replaceChildren(...pictures.map((picture) => {
+      const item = strip([picture]), remove = make("button", "", "Remove");
+      Object.assign(remove, {type: "button", ariaLabel: `Remove ${picture.name}`, onclick: () => {
+        pictures.splice(pictures.indexOf(picture), 1);
+        update();
+        view.message.focus();
+      }});
+      item.append(remove);
+      return item;
+    }));
+  }
+
+  async function add(files) {
+    if (!files.length) return;
+    if (blind().length) return page.tell(`${blind().join(" and ")} reads no images.`);
+    const told = [];
+    for (const file of files) {
+      try {
+        const picture = await read(file);
+        if (pictures.length === MAX_PICTURES) throw new Error(`left out: ${MAX_PICTURES} pictures at most`);
+        pictures.push(picture);
+        told.push(`${file.name}, ${picture.about}`);
+      } catch (fault) {
+        told.push(`${file.name}: ${fault.name === "Error" ? fault.message : "this browser reads no picture from it"}`);
+      }
+    }
+    page.tell(told.join("; "));
+    update();
+    view.message.focus();
+  }
+
+  view.attach.addEventListener("click", () => view.files.click());
+  view.files.addEventListener("change", () => {
+    add([...view.files.files]);
+    view.files.value = "";
+  });
+  view.message.addEventListener("paste", (event) => add([...event.clipboardData.files]));
+  const over = (event) => event.dataTransfer.types.includes("Files") && event.preventDefault();
+  const drop = (event) => {
+    over(event);
+    add([...event.dataTransfer.files]);
+  };
+  document.addEventListener("dragover", over);
+  document.addEventListener("drop", drop);
+  return {take: () => pictures.splice(0), update, leave: () => {
+    document.removeEventListener("dragover", over);
+    document.removeEventListener("drop", drop);
+  }};
+}
+
+// ---- answers
+
+// A question as the content of a message.
+const content = ({text, pictures}) => (pictures?.length ? [
+  ...pictures.map(({url}) => ({type: "image_url", image_url: {url}})), {type: "text", text}] : text);
 
 // The messages to `model` in turn number `end`; it sees its own answers alone, except where one was kept.
 function messagesFor(turns, end, model, system) {
   const messages = system ? [{role: "system", content: system}] : [];
   for (const turn of turns.slice(0, end)) {
     const answer = turn.kept ?? turn.answers.find((each) => each.model === model) ?? turn.answers[0];
-    messages.push({role: "user", content: turn.text}, {role: "assistant", content: answer.text});
+    messages.push({role: "user", content: content(turn)}, {role: "assistant", content: answer.text});
   }
-  return [...messages, {role: "user", content: turns[end].text}];
+  return [...messages, {role: "user", content: content(turns[end])}];
 }
 
 // The section of a turn; gives each answer its nodes: node, who (its heading) and said (its text).
 function layOut(turn) {
   const section = make("section", "turn");
   const mine = make("div", "mine");
-  mine.append(make("h2", "who", "You"), make("p", "said", turn.text));
+  mine.append(make("h2", "who", "You"), strip(turn.pictures ?? []), make("p", "said", turn.text));
   const answers = make("div", "answers");
   for (const answer of turn.answers) {
     answer.node = make("article", "answer");
@@ -168,6 +262,9 @@ async function write(answer, {request, chat, headers, signal, grew}) {
 }
 
 async function score(answer, {request, score: address, headers}) {
+  if (request.messages.some((message) => Array.isArray(message.content))) {
+    return note(answer, "no score: the reward model reads no images");
+  }
   const reply = await fetch(address, {method: "POST", headers, body: JSON.stringify(
     {prompts: [request.messages], completions: [[{role: "assistant", content: answer.text}]]})});
   if (!reply.ok) return note(answer, `no score: ${await refusal(reply)}`, true);

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+from pathlib import Path
+
 import pytest
 
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
+from tests.factories import vision
 from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, texts, until
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 from tests.inference.server.tiny_server import chat, content, running
@@ -104,6 +108,63 @@ def test_a_refusal_is_shown_in_the_servers_words(page):
     page.execute_script("document.getElementById('composer').noValidate = true")
     say(page, "Hello?")
     until(page, lambda: "temperature" in "".join(texts(page, ".answer .fault")))
+
+
+def dropped(browser, path: str) -> None:
+    """Drop a file on the page, as a hand would."""
+    data = base64.b64encode(Path(path).read_bytes()).decode()
+    browser.execute_script("""
+        const files = new DataTransfer(), bytes = Uint8Array.from(atob(arguments[0]), (c) => c.charCodeAt(0));
+        files.items.add(new File([bytes], "dropped.png", {type: "image/png"}));
+        document.body.dispatchEvent(new DragEvent("drop", {dataTransfer: files, bubbles: true, cancelable: true}));
+    """, data)
+
+
+def attached(browser) -> list[str]:
+    return [image.get_attribute("alt") for image in browser.find_elements("css selector", "#attached img")]
+
+
+@needs_axe
+def test_a_picture_is_shown_and_the_answer_is_that_to_the_file_itself(browser, tmp_path):
+    from PIL import Image
+
+    files = [image.path for image in vision.image_files()]
+    Image.new("RGB", (2000, 1000), "red").save(tmp_path / "wide.png")
+    (tmp_path / "no.png").write_text("no picture")
+    with running({"seeing": vision.folder("qwen3_vl"), "plain": save_tiny(tmp_path / "plain")},
+                 limits=Limits(max_body_bytes=20 * 2**20)) as served:
+        browser.get(served.url)
+        until(browser, lambda: find(browser, "#model").get_attribute("value"))  # the last one: plain
+        assert not find(browser, "#attach").is_displayed()
+        dropped(browser, files[0])
+        until(browser, lambda: find(browser, "#status").text == "plain reads no images.")
+        choose(browser, "#model", "seeing")
+        until(browser, lambda: find(browser, "#attach").is_displayed())
+        fill(browser, "#max_tokens", "6")
+        fill(browser, "#temperature", "0")
+        find(browser, "#files").send_keys(f"{files[0]}\n{tmp_path / 'no.png'}")
+        until(browser, lambda: find(browser, "#status").text
+              == "0.png, 24 x 40; no.png: this browser reads no picture from it")
+        dropped(browser, files[1])
+        until(browser, lambda: attached(browser) == ["0.png", "dropped.png"])
+        for scheme in ("light", "dark"):
+            assert axe_faults(browser, scheme) == []
+        say(browser, "what")
+        until(browser, lambda: is_answered(browser))
+        urls = [f"data:image/png;base64,{base64.b64encode(Path(path).read_bytes()).decode()}" for path in files[:2]]
+        parts = [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": "what"}]
+        expected = chat(served.url, messages=[{"role": "user", "content": parts}], model="seeing", temperature=0,
+                        max_tokens=6)
+        assert texts(browser, ".answer .said") == [content(expected)]
+        shown = browser.find_elements("css selector", ".mine img")
+        assert [(image.get_attribute("alt"), image.get_attribute("src")) for image in shown] == [
+            ("0.png", urls[0]), ("dropped.png", urls[1])]
+        assert attached(browser) == []
+        find(browser, "#files").send_keys(str(tmp_path / "wide.png"))  # 2 million pixels
+        until(browser, lambda: find(browser, "#status").text == "wide.png, 2000 x 1000, scaled down to 1448 x 724")
+        find(browser, "[aria-label='Remove wide.png']").click()
+        assert attached(browser) == []
+        assert not [e for e in browser.get_log("browser") if "Content Security Policy" in e["message"]]
 
 
 @needs_axe
