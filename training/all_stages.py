@@ -178,7 +178,9 @@ def check_all(config: Config, configs: dict[str, object]) -> None:
     if "ppo" in configs:
         lengths["data.max_prompt_length + ppo.sampling.max_new_tokens"] = (
             config.data.max_prompt_length + config.ppo.sampling.max_new_tokens)
-        reward_sources.open_sources(configs["ppo"].reward, configs["ppo"].roles)
+        start = config.model.model_name_or_path
+        reward_sources.open_sources(configs["ppo"].reward, configs["ppo"].roles,
+                                    judge_base=start and judge_base(configs["ppo"], start))
         reward_sources.check_groups(configs["ppo"].reward, config.ppo.sampling.num_samples, "ppo.sampling.num_samples")
         on_policy.require_more_data(configs["ppo"])
         on_policy.check_more_data(configs["ppo"], config.model)

@@ -21,8 +21,10 @@ from hybrid_rlhf.models.backbone import check_head, joining, text_backbone
 from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import BackboneWithHead, head_of, zero_head
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.models.lora import Adapters, add_lora, is_adapter, load_adapter
+from hybrid_rlhf.models.lora import Adapters, add_lora, base_of, is_adapter, load_adapter
 from hybrid_rlhf.models.weights import identity, read_tensor
+from hybrid_rlhf.rewards.judge.judge_config import BASE
+from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
 from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles, Teacher
 from hybrid_rlhf.roles.sharing import ROLES, TRAINED, Layout, RolesConfig, Start, resolve
@@ -31,6 +33,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders
 from hybrid_rlhf.training.stage_config import OnPolicyConfig
 
+JUDGE = "judge"  # its adapter on the actor's base
 POLICIES = ("actor", "ref", "teacher")  # the roles that are language models
 
 
@@ -80,6 +83,25 @@ def _adapter_on(run: str, base: str) -> tuple[str | None, str]:
     return str(folder), ""
 
 
+def judge_base(config: OnPolicyConfig, actor: str) -> str | None:
+    """The folder of the actor's start, where reward.judge.model is computed on its weights: base, or an adapter on it.
+    None for every other judge. UserError where these weights are trained, moved or cut into parts, and for an adapter
+    of another base."""
+    name, folder = config.reward.judge.model, builders.model_folder(actor)
+    if name is None or (name != BASE and not is_adapter(name)):
+        return None
+    what = f"reward.judge.model {name} is computed on the policy's own weights"
+    check(bool(config.model.lora.r), f"{what}, which must stay as they are; give model.lora.r (such as 16), or the "
+                                     "folder of a model, which is then loaded")
+    check(layout_of(config, "actor").zero_stage != 3, f"{what}, and ZeRO 3 cuts them into parts; choose another stage")
+    check(not config.roles.actor.offload, f"{what}, which roles.actor.offload moves away; leave it out")
+    base = None if name == BASE else base_of(name)
+    check(base is None or base == folder or identity(base) == identity(folder),
+          f"reward.judge.model: the adapter {name} was made for {base}, and the policy starts from {folder}; give an "
+          "adapter of that, or the merged model")
+    return folder
+
+
 def check_roles(config: OnPolicyConfig, sources: Sources) -> tuple[dict[str, Start], Layout]:
     """Starts and layout, checked. Raises UserError for roles that cannot be built; reads at most single tensors."""
     starts = find_starts(sources, config.model, config.roles)
@@ -119,7 +141,7 @@ class Backbone:
     """One loaded model and the roles on it: adapters where there are any, and a head for each role that has one."""
 
     def __init__(self, group: tuple[str, ...], config: OnPolicyConfig, starts: dict[str, Start], layout: Layout,
-                 tokenizer) -> None:  # noqa: ANN001
+                 tokenizer, judge: LocalBackend | None = None) -> None:  # noqa: ANN001
         self.starts, self.kind, self.lora = starts, layout.kind, config.model.lora
         trained = [r for r in group if r in TRAINED]
         self.is_frozen = not trained or bool(self.lora.r) or (trained == ["critic"] and layout.kind == "head")
@@ -136,6 +158,8 @@ class Backbone:
         self.heads = {role: self._head(role) for role in group if role in ("critic", "reward")}
         for role in group:
             self._adapt(role, config.seed)
+        if judge and judge.adapter:
+            load_adapter(self.model, judge.adapter, JUDGE)
         without_dropout(self.model)
         self.adapters = Adapters(self.model) if hasattr(self.model, "_peft_wrapper") else None
         if self.is_frozen:
@@ -215,13 +239,14 @@ def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], config: On
 
 def build(config: OnPolicyConfig, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
           num_updates: Mapping[str, int], scale: Scale | None, reward_tokenizer=None,  # noqa: ANN001
-          takes_head: bool = True, is_mixed: bool = False) -> tuple[Roles, Reward | None]:
+          takes_head: bool = True, is_mixed: bool = False, judge: LocalBackend | None = None) -> tuple[Roles, Reward | None]:
     """The roles in their engines; actor and critic with an optimizer, dropout off everywhere.
 
     num_updates: of each trained role, over the run. scale: normalises scores, and the values of a critic with the
     reward model's head (None: neither). reward_tokenizer: the reward model's own, where it reads text. takes_head: as
     in on_policy.Method. is_mixed: whether the reward model's score is weighted, or one of several: a critic with its
-    head, or another model's, is then rescaled by the first scores.
+    head, or another model's, is then rescaled by the first scores. judge: one that is to be computed on the actor's
+    base, and is attached to it.
     """
     engines: dict[str, HybridEngine] = {}
     head = starts["reward"].head if "reward" in starts else None
@@ -232,7 +257,9 @@ def build(config: OnPolicyConfig, starts: dict[str, Start], layout: Layout, toke
     for group in layout.bases:
         role_tokenizer = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
         with explained(f"while loading the model of {' and '.join(group)}"):
-            base = Backbone(group, config, starts, layout, role_tokenizer)
+            base = Backbone(group, config, starts, layout, role_tokenizer, judge if "actor" in group else None)
+        if judge and "actor" in group:
+            judge.attach(base.model, base.turn(JUDGE))
         for role in group:
             if role in POLICIES:
                 tp = (config.roles.actor.tp or 1) if role == "actor" else 1

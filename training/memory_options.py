@@ -34,7 +34,7 @@ from hybrid_rlhf.memory_plan.table import show_times
 from hybrid_rlhf.models import load, shapes
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
-from hybrid_rlhf.rewards.judge.judge_config import PAIRWISE, RANKING, VERDICT
+from hybrid_rlhf.rewards.judge.judge_config import BASE, PAIRWISE, RANKING, VERDICT
 from hybrid_rlhf.rewards.judge.judge_prompts import open_prompts
 from hybrid_rlhf.rewards.judge.local_backend import MAX_TOKENS
 from hybrid_rlhf.rewards.model import BATCH_SIZE
@@ -53,7 +53,7 @@ from hybrid_rlhf.training import (
     step3_ppo,
     supervised,
 )
-from hybrid_rlhf.training.build_roles import find_starts, layout_of, load_config_for
+from hybrid_rlhf.training.build_roles import find_starts, judge_base, layout_of, load_config_for
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
 from hybrid_rlhf.training.stage_config import OnPolicyConfig
 
@@ -292,7 +292,7 @@ def _on_policy(config: OnPolicyConfig, start: ModelConfig | None) -> list[Role]:
                      teacher=teachers[0] if teachers and method.takes_head else None)]
     policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
     return [*policies, *teachers, *(role(r) for r in ("critic", "reward") if r in starts),
-            *_classifiers(config), *_judge(config)]
+            *_classifiers(config), *_judge(config, policies[0])]
 
 
 def _texts(config: OnPolicyConfig, name: str = "actor") -> tuple[int, int] | None:
@@ -330,13 +330,15 @@ def _classifiers(config: OnPolicyConfig) -> list[Role]:
             for path, model in zip(config.reward.model_list, models, strict=True)]
 
 
-def _judge(config: OnPolicyConfig) -> list[Role]:
-    """A judge that is loaded here. The length of a question in its tokens is estimated: the texts count as long as in
+def _judge(config: OnPolicyConfig, actor: Role) -> list[Role]:
+    """A judge that is loaded here, or computed on the actor's base. The length of a question in its tokens is estimated: the texts count as long as in
     the policy's tokens, the rubric and the template a token for every three characters."""
     judge, sampling = config.reward.judge, config.method.sampling
     if not judge.model:
         return []
-    model = ModelConfig(builders.model_folder(judge.model), dtype=judge.dtype, load_in_4bit=judge.load_in_4bit)
+    shared = judge_base(config, actor.model.model_name_or_path or actor.model.preset) is not None
+    model = replace(actor.model, lora=LoraConfig() if judge.model == BASE else actor.model.lora) if shared else (
+        ModelConfig(builders.model_folder(judge.model), dtype=judge.dtype, load_in_4bit=judge.load_in_4bit))
     shown = {PAIRWISE: 2, RANKING: sampling.num_samples}.get(judge.mode, 1)
     prompt = (config.data.max_prompt_length + shown * sampling.max_new_tokens
               + sum(len(part["content"]) for part in open_prompts(judge).chat("", [""] * shown)) // 3)
@@ -347,7 +349,7 @@ def _judge(config: OnPolicyConfig) -> list[Role]:
                             sequences=asked, phase="score") if writes else None
     rows = max(1, min(asked, MAX_TOKENS // length))
     return [Role("judge", model, length, rows, predicted=1, scores=not writes, scored=0 if writes else asked,
-                 generation=generation)]
+                 generation=generation, base=actor.base or actor.name if shared else None, is_shared=shared)]
 
 
 _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {

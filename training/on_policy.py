@@ -37,7 +37,7 @@ from hybrid_rlhf.training import (
     fixed_prompts,
     reward_sources,
 )
-from hybrid_rlhf.training.build_roles import Sources, build, check_roles, layout_of
+from hybrid_rlhf.training.build_roles import Sources, build, check_roles, judge_base, layout_of
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
 from hybrid_rlhf.training.stage_config import OnPolicyConfig
 from hybrid_rlhf.training.step2_reward import own_samples
@@ -256,7 +256,8 @@ def open_run(config: OnPolicyConfig) -> RunContext:
     num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
     with activity.slow("loading the models"):
         roles, reward = build(config, starts, layout, tokenizer, num_updates, scale, reader,
-                              method.takes_head, is_mixed=bool(others or config.reward.weights))
+                              method.takes_head, is_mixed=bool(others or config.reward.weights),
+                              judge=reward_sources.judge_on_base(others))
     roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
     source, scale = reward_sources.combine(config.reward, model_source, others, scale, tokenizer)
@@ -269,7 +270,8 @@ def _open_sources(config: OnPolicyConfig, environments: Environments | None) -> 
     method = config.method
     reward_sources.check_groups(config.reward, method.sampling.num_samples, f"{method.section}.sampling.num_samples")
     sources = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment,
-                                          environments, config.seed, is_needed=method.needs_reward)
+                                          environments, config.seed, is_needed=method.needs_reward,
+                                          judge_base=judge_base(config, find_actor(config)))
     reward_sources.print_step_rewards(sources, getattr(config, "ppo", None), environments)
     return sources
 

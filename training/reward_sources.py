@@ -19,6 +19,7 @@ from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions, parameters
 from hybrid_rlhf.rewards.judge import JudgeConfig, JudgeSource, open_judge
 from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, MAX_TOGETHER, RANKING
+from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
 from hybrid_rlhf.rewards.mixture import Mixture, Part, Scale
 from hybrid_rlhf.rewards.model import ClassifierSource, ModelSource
 from hybrid_rlhf.rewards.process_reward_model import OPTIONS, ProcessSource
@@ -98,10 +99,10 @@ class RewardConfig:
 
 def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
                  environment: EnvironmentConfig | None = None, environments: Environments | None = None, seed: int = 0,
-                 *, is_needed: bool = True) -> list[RewardSource]:
+                 *, is_needed: bool = True, judge_base: str | None = None) -> list[RewardSource]:
     """The sources beside the stage-2 model, the environment's own reward last. Raises UserError for what cannot be
     opened; reads no weights. raw: data.raw, whether models read string prompts as they are. seed: of the judge's
-    random choices. is_needed: whether the method needs a score."""
+    random choices. is_needed: whether the method needs a score. judge_base: as build_roles.judge_base gives it."""
     models = [_scorer(path, config, raw, environments is not None) for path in config.model_list]
     options = {name: value for name, value in config.options.items() if name not in [m.name for m in models]}
     sources: list[RewardSource] = [
@@ -109,7 +110,7 @@ def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
     if config.url is not None:
         sources.append(ServiceSource(config.url, "service", config.timeout, config.retries, config.batch_size))
     if config.judge.is_given:
-        sources.append(_judge(config.judge, seed))
+        sources.append(_judge(config.judge, seed, judge_base))
     if environment is not None and environments is not None:
         _check_isolation(environment, sources)
         reward = source_of(environments, environment.malformed_penalty)
@@ -170,8 +171,14 @@ def print_step_rewards(sources: list[RewardSource], ppo: PPOConfig | None, envir
                    f"steps, so that fewer steps pay better; give reward.options {{{divided[0]}: {{reduce: sum}}}}")
 
 
-def _judge(config: JudgeConfig, seed: int) -> JudgeSource:
-    return open_judge(replace(config, model=builders.model_folder(config.model)) if config.model else config, seed)
+def _judge(config: JudgeConfig, seed: int, base: str | None) -> JudgeSource:
+    return open_judge(replace(config, model=builders.model_folder(config.model)) if config.model else config, seed, base)
+
+
+def judge_on_base(sources: Sequence[RewardSource]) -> LocalBackend | None:
+    """The backend of a judge that is computed on the policy's weights, or None."""
+    backends = [source.asker.backend for source in sources if isinstance(source, JudgeSource)]
+    return next((b for b in backends if isinstance(b, LocalBackend) and b.is_shared), None)
 
 
 def check_groups(config: RewardConfig, num_samples: int, option: str) -> None:

@@ -14,7 +14,7 @@ from hybrid_rlhf.algorithms.policy import POLICY_LOSSES
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.config import Option, UserError, check, nearest, options_of
 from hybrid_rlhf.core.options import value_of, with_value
-from hybrid_rlhf.rewards.judge.judge_config import VERDICT, JudgeConfig
+from hybrid_rlhf.rewards.judge.judge_config import BASE, VERDICT, JudgeConfig
 from hybrid_rlhf.training.registry import PROMPTS_ONLY, READS, STAGES, variant_options
 
 _SECTIONS = {"online": "online_dpo", "stages": "all", "rejection": "rejection", "evaluate": "evaluate", "ppo": "ppo",
@@ -144,6 +144,8 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
          "it is for an address; give reward.judge.url in place of reward.judge.model"),
         (_of_judge("dtype", "load_in_4bit", "batch_size"), lambda c: c.reward.judge.model is not None,
          "it is for a model that is loaded here; give reward.judge.model in place of reward.judge.url"),
+        (_of_judge("dtype", "load_in_4bit"), lambda c: c.reward.judge.model != BASE,
+         f"reward.judge.model {BASE} is computed on the policy's weights, whose dtype it has; leave it out"),
         (_of_judge("retries", "max_new_tokens"), lambda c: c.reward.judge.score == VERDICT,
          "reward.judge.score is probability, and nothing is written; leave it out"),
         (("reward.isolate",), lambda c: getattr(c.reward, "functions", None),

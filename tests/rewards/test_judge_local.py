@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.models.lora import Adapters
 from hybrid_rlhf.rewards.judge import JudgeConfig, open_judge
 from hybrid_rlhf.rewards.judge.asking import Budget, Failure, correction
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend, other_tokens
+from tests.factories.adapters import base_with
 from tests.factories.chats import without_end
 from tests.factories.judges import in_order
 from tests.factories.tiny import TEXTS, chatml_tokenizer, save_tiny, tiny_causal_lm, tiny_scalar_model
@@ -101,6 +103,22 @@ def test_probabilities_are_the_products_over_a_word_s_tokens_by_hand(folder, wor
             wanted["1"] = wanted["1"] - wanted["10"]  # what goes on as 10 is no 1
         assert of_words == pytest.approx([float(wanted[w]) for w in words], rel=1e-4)
     assert any(len(tokenizer(word).input_ids) > 1 for word in words)
+
+
+def test_a_judge_attached_to_a_base_under_an_adapter_writes_what_a_load_of_its_own_writes(folder):
+    """Greedy, token for token: the policy's adapter is off while the judge writes, and on again for the policy."""
+    alone = in_order(backend(folder).complete(CHATS, 12, 0))
+    model = base_with("actor", seed=3, initializer_range=0.3, max_position_embeddings=1024)
+    adapters, judge = Adapters(model), backend(folder, is_shared=True)
+    judge.open()  # loads nothing
+    assert judge.engine is None
+    judge.attach(model, lambda: adapters.use(None))
+    assert in_order(judge.complete(CHATS, 12, 0)) == alone
+    want, got = (in_order(each.choose(CHATS, ("Yes", "No"))) for each in (backend(folder), judge))
+    assert got == [pytest.approx(row, rel=1e-5) for row in want]
+    of_policy = backend(folder, is_shared=True)
+    of_policy.attach(model, lambda: adapters.use("actor"))
+    assert in_order(of_policy.complete(CHATS, 12, 0)) != alone
 
 
 def test_a_thought_that_the_template_ends_before_each_reply_is_no_part_of_the_word(tmp_path):

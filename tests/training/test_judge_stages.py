@@ -10,10 +10,12 @@ import pytest
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import save_adapter
 from hybrid_rlhf.rewards.judge import JudgeConfig
 from hybrid_rlhf.roles.sharing import RoleConfig, RolesConfig
 from hybrid_rlhf.training import defaults, step3_ppo
 from hybrid_rlhf.training.reward_sources import RewardConfig
+from tests.factories.adapters import base_with
 from tests.factories.judges import judge_server, said
 from tests.factories.processes import ended, launch
 from tests.factories.stage_options import COMMON, WORDS, used
@@ -102,6 +104,60 @@ def test_a_judge_that_is_loaded_here_judges_any_stage_that_samples(place, stage,
     assert ("judge/order_changed" in row) == (stage == "online_dpo")
 
 
+def on_base(place: Path, out: str, *more: str) -> list[dict]:
+    """The figures of a run with adapters on the model of the folder judge."""
+    assert main(words(place, "grpo", out, "--model.model_name_or_path", f"{place}/judge", "--model.lora.r", "4",
+                      "--reward.judge.score", "probability", *more)) == 0
+    return figures(place, out)
+
+
+def test_a_judge_on_the_policy_s_base_gives_the_scores_of_one_that_is_loaded(place):
+    """The actor's adapter changes at every step, and the judge beside it does not."""
+    run = ["--roles.actor.learning_rate", "1e-1", "--train.max_steps", "3"]
+    shared = on_base(place, "on-base", *run, "--reward.judge.model", "base")
+    loaded = on_base(place, "loaded", *run, "--reward.judge.model", f"{place}/judge")
+    for name in ("reward", "rewards/judge/ok/std", "judge/word_mass", "kl", "entropy"):
+        assert [row[name] for row in shared] == pytest.approx([row[name] for row in loaded], rel=1e-5), name
+    assert shared[-1]["kl"] > 1e-4  # the policy has left its base
+
+
+def test_a_judge_that_is_an_adapter_on_the_policy_s_base_gives_its_merged_model_s_scores(place):
+    """The adapter is one of a finished run, which has exported the merged model too."""
+    on_base(place, "taught", "--roles.actor.learning_rate", "1e-1", "--reward.judge.model", "base")
+    on_adapter = on_base(place, "on-adapter", "--reward.judge.model", f"{place}/runs/taught/adapter")
+    merged = on_base(place, "merged", "--reward.judge.model", f"{place}/runs/taught")
+    for name in ("reward", "judge/word_mass"):
+        assert [row[name] for row in on_adapter] == pytest.approx([row[name] for row in merged], rel=1e-5), name
+    of_base = on_base(place, "of-base", "--reward.judge.model", "base")
+    assert of_base[0]["judge/word_mass"] != pytest.approx(merged[0]["judge/word_mass"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    ([], "which must stay as they are; give model.lora.r"),
+    (["--model.lora.r=4", "--roles.actor.zero_stage=3"], "ZeRO 3 cuts them into parts"),
+    (["--model.lora.r=4", "--roles.actor.offload=true"], "roles.actor.offload moves away"),
+    (["--model.lora.r=4", "--reward.judge.dtype=float32"], "whose dtype it has; leave it out"),
+])
+def test_a_judge_on_weights_that_change_or_move_is_refused(place, capfd, more, message):
+    assert main(words(place, "grpo", "refused", "--reward.judge.model", "base", *more)) == 2
+    assert message in capfd.readouterr().err.strip().splitlines()[-1]
+
+
+def test_an_adapter_of_another_base_is_refused_as_a_judge(place, capfd):
+    path, model = place / "runs" / "elsewhere", base_with("default")
+    model.config.name_or_path = f"{place}/judge"
+    save_adapter(model, path)
+    argv = words(place, "grpo", "refused", "--model.lora.r=4", "--reward.judge.model", str(path))
+    assert main(argv) == 2
+    assert "was made for" in capfd.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_judge_that_no_policy_is_under_is_refused(place, capfd):
+    assert main(["--stage", "evaluate", "--output_dir", f"{place}/runs/e", f"--evaluate.models=[{place}/base, {place}/judge]",
+                 f"--data.sources=[{{path: {place}/ppo.jsonl}}]", "--reward.judge.model", "base"]) == 2
+    assert "there is none here; give a folder (./base" in capfd.readouterr().err
+
+
 def test_a_judge_that_answers_nonsense_ends_the_run_in_one_line_before_anything_is_learnt(place, capfd):
     """A tiny random model writes no verdict, whatever it is asked."""
     assert main(words(place, "grpo", "nonsense", "--reward.judge.model", f"{place}/judge",
@@ -153,6 +209,13 @@ def test_the_plan_counts_a_judge_that_is_loaded_here_in_the_phase_that_scores(pl
     table = capfd.readouterr().out
     rows = [line for line in table.splitlines() if "judge" in line]
     assert any("weights" in line for line in rows) and any("KV cache" in line for line in rows)
+
+
+def test_the_plan_of_a_judge_on_the_policy_s_base_counts_its_weights_once(place, capfd):
+    argv = words(place, "grpo", "planned", "--model.lora.r", "4", "--reward.judge.model", "base", "--plan")
+    assert main(argv) == 0
+    rows = [line for line in capfd.readouterr().out.splitlines() if "judge" in line]
+    assert any("KV cache" in line for line in rows) and not any("weights" in line for line in rows)
 
 
 def test_a_server_s_key_given_in_place_of_its_name_is_not_shown(place, capfd):

@@ -13,6 +13,7 @@ MODES = (ABSOLUTE, PAIRWISE, RANKING)
 VERDICT, PROBABILITY = "verdict", "probability"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ON_FAILURE = ("mean", "skip", "stop")
+BASE = "base"  # in the place of a model: the policy's own, without its adapter
 MAX_TOGETHER = 26  # responses in one prompt: one letter each
 
 
@@ -21,7 +22,9 @@ class JudgeConfig:
     """A judge: a language model that reads a rubric and the responses.
 
     Attributes:
-        model: Folder, run or hub id of a chat model, which is loaded beside the others and has its own chat template.
+        model: Folder, run or hub id of a chat model, which is loaded beside the others and has its own chat template;
+            base for the model that the policy starts from, or the folder of an adapter on it: both are computed on the
+            policy's own weights, which model.lora.r keeps frozen, and load none.
         url: In place of model: an OpenAI-compatible address, such as http://localhost:8000/v1.
         api_model: Name of the model at url.
         api_key_env: Name of the environment variable that holds the key for url; never the key itself.

@@ -21,7 +21,15 @@ from hybrid_rlhf.data.turns import readable
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.judge.api_backend import ApiBackend
 from hybrid_rlhf.rewards.judge.asking import AnswerCache, Asker, Backend, Budget, Counts, Failure, Question
-from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, MAX_TOGETHER, PAIRWISE, PROBABILITY, RANKING, JudgeConfig
+from hybrid_rlhf.rewards.judge.judge_config import (
+    ABSOLUTE,
+    BASE,
+    MAX_TOGETHER,
+    PAIRWISE,
+    PROBABILITY,
+    RANKING,
+    JudgeConfig,
+)
 from hybrid_rlhf.rewards.judge.judge_prompts import (
     LETTERS,
     YES_NO,
@@ -316,10 +324,13 @@ _FATE = {"mean": "such a one gets the mean score of the others of its prompt, or
          "skip": "such a one has no score of the judge", "stop": "the run ends there"}
 
 
-def open_judge(config: JudgeConfig, seed: int = 0) -> JudgeSource:
+def open_judge(config: JudgeConfig, seed: int = 0, base: str | None = None) -> JudgeSource:
     """The judge of the settings. UserError for an unusable rubric, template, address or model; reads no weights before
-    `open`."""
+    `open`. base: the folder of the policy's own start, where config.model is computed on the policy's weights."""
     check(config.is_given, "no judge: give reward.judge.model or reward.judge.url")
+    check(config.model != BASE or base is not None,
+          f"reward.judge.model is {BASE}, the model that the policy starts from, and there is none here; give a folder "
+          f"(./{BASE}, if that is its name)")
     prompter = open_prompts(config)
     is_graded = (config.mode, config.score) == (ABSOLUTE, PROBABILITY)
     check(not (config.url and is_graded and any(item.kind != YES_NO for item in prompter.rubric.items)),
@@ -332,8 +343,9 @@ def open_judge(config: JudgeConfig, seed: int = 0) -> JudgeSource:
                              config.temperature, config.concurrency, config.timeout, config.http_retries,
                              reads_images=config.images)
     else:
-        backend = LocalBackend(str(config.model), budget, config.dtype, config.load_in_4bit, config.temperature,
-                               config.batch_size)
+        backend = LocalBackend(base or str(config.model), budget, config.dtype, config.load_in_4bit,
+                               config.temperature, config.batch_size, is_shared=base is not None,
+                               adapter=config.model if base is not None and config.model != BASE else None)
     asker = Asker(backend, AnswerCache(config.cache), config.max_new_tokens, config.retries, seed)
     return JudgeSource(asker, prompter, config, budget)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs_and
 from hybrid_rlhf.core.config import UserError, check
@@ -43,6 +44,9 @@ class LocalBackend:
     A chat's samples depend on the chat and the seed alone, not on the rest of the batch. A chat that exceeds the
     model's positions is a Failure. No weights are read before `open`. A model with a processor of images reads those of
     chats.
+
+    is_shared: the weights are those that the policy's adapter is on: `attach` gives them, and none are loaded.
+    adapter: with is_shared, the folder of the adapter that the judge has on them (None: it is the base itself).
     """
 
     path: str
@@ -51,6 +55,8 @@ class LocalBackend:
     load_in_4bit: bool = False
     temperature: float = 0.0
     batch_size: int = 16
+    is_shared: bool = False
+    adapter: str | None = None
     tokenizer: Any = field(default=None, init=False, repr=False)  # from `open` on, as the engine
     engine: Any = field(default=None, init=False, repr=False)
     reads_images: bool = field(default=False, init=False, repr=False)
@@ -62,25 +68,29 @@ class LocalBackend:
         check(not load.has_score(self.path), f"reward.judge.model: {self.path} is a sequence-classification model; "
                                              "give a chat model, or name it by reward.models")
         self.identity = ["local, words in all ways", self.path, fingerprint(self.path), self.dtype, self.load_in_4bit,
-                         self.temperature]
+                         self.temperature, *([fingerprint(self.adapter)] if self.adapter else [])]
 
     def open(self) -> None:
-        """Read tokenizer and weights, once."""
-        if self.engine is not None:
+        """Read tokenizer and weights, once. Does nothing where `attach` gives the weights."""
+        if self.engine is not None or self.is_shared:
             return
-        tokenizer = load_tokenizer(self.path)
-        check(bool(tokenizer.chat_template), f"reward.judge.model: the tokenizer of {self.path} has no chat template; "
-                                             "give a chat (instruct) model")
         with explained(f"while loading the judge {self.path}"):
             model = load.load_causal_lm(self._settings, device())
-        load.prepare(model, self._settings, len(tokenizer))
+        load.prepare(model, self._settings, len(load_tokenizer(self.path)))
         check_head(model)
         model.eval().requires_grad_(False)
-        self.reads_images = bool(towers(model)) and reader_of(tokenizer) is not None
-        self.tokenizer = tokenizer
-        self.engine = HybridEngine(PolicyModule(model), model, eos_ids=stop_ids(model, tokenizer), name="judge",
-                                   pad_id=tokenizer.pad_token_id, max_batch=self.batch_size)
+        self.attach(model)
         self.engine.module.eval()
+
+    def attach(self, model: nn.Module, turn: Callable[[], AbstractContextManager] = nullcontext) -> None:
+        """Judge by `model`, on which `turn` is the context that makes the judge's adapter, or none, the active one.
+        UserError for a tokenizer without a chat template."""
+        self.tokenizer = tokenizer = load_tokenizer(self.path)
+        check(bool(tokenizer.chat_template), f"reward.judge.model: the tokenizer of {self.path} has no chat template; "
+                                             "give a chat (instruct) model")
+        self.reads_images = bool(towers(model)) and reader_of(tokenizer) is not None
+        self.engine = HybridEngine(PolicyModule(model), model, eos_ids=stop_ids(model, tokenizer), name="judge",
+                                   pad_id=tokenizer.pad_token_id, max_batch=self.batch_size, adapter=turn)
 
     def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> Arriving[str]:
         self.open()
