@@ -77,7 +77,7 @@ crash: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py --page docs/results/faults.md
 
-.PHONY: demo test test-slow test-oldest test-newest lint install clean docs
+.PHONY: demo test test-slow test-oldest test-newest lint install clean site
 
 demo: $(STAMP)
 	$(BIN)/python train.py --stage all --seed $(SEED)
@@ -131,10 +131,11 @@ mutation: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutation]'
 	$(BIN)/python tests/mutation/run.py $(PARTS) --mutants $(or $(MUTANTS),150)
 
-# The API reference as HTML, from the docstrings, in outputs/api.
-docs: $(STAMP)
+# The documentation site with the API reference, in outputs/site; a warning or a broken link ends it with code 1.
+# SITE_URL and REPO_URL are the addresses that it will have. `.venv/bin/mkdocs serve` shows it while pages are edited.
+site: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/python docs/write_api.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 install: $(STAMP)
 

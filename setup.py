@@ -42,7 +42,7 @@ EXTRAS = {
     "gguf": ["gguf>=0.19"],
     "gym": ["reasoning-gym>=0.1.25"],
     "math": ["math-verify>=0.9", "antlr4-python3-runtime==4.13.2"],  # builtin:math_match
-    "docs": ["pdoc>=15.0"],  # make docs
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0", "mike>=2.1"],  # make site
     "fuzz": ["atheris>=3.0"],  # make fuzz; has no wheels for every Python
     "mutation": ["mutmut==3.8.*"],  # make mutation; tests/mutation/run.py reaches into it
 }

@@ -1,4 +1,4 @@
-"""A user's first model: README's commands on 60 rows of one's own, then a judge on questions that nobody trained on.
+"""A user's first model: the commands of docs/guide/first-steps.md on 60 rows of one's own, then a judge on questions that nobody trained on.
 
     python examples/first_model/run.py --model MODEL [--output_dir outputs/first_model] [--STAGE.OPTION VALUE ...]
 
@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ROWS = ("conversations.jsonl", "preferences.jsonl", "questions.jsonl", "held_out.jsonl", "judge.py")
-STAGES = {  # as README has them; my-model stands for MODEL
+STAGES = {  # as docs/guide/first-steps.md has them; my-model stands for MODEL
     "sft": "--stage sft --model.model_name_or_path my-model --data.sources conversations.jsonl "
            "--output_dir outputs/sft",
     "reward": "--stage reward --data.sources preferences.jsonl --output_dir outputs/reward",

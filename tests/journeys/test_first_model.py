@@ -1,4 +1,4 @@
-"""A user's first model: sixty rows in README's formats, README's commands, and a judge that no stage is paid by."""
+"""A user's first model: sixty rows in the guide's formats and commands, and a judge that no stage is paid by."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from tests.factories.tiny import save_tiny
-from tests.project.docs_blocks import ROOT, shell_blocks
+from tests.project.docs_blocks import FIRST_STEPS, ROOT, shell_blocks
 
 EXAMPLE = ROOT / "examples" / "first_model"
 
@@ -35,10 +35,10 @@ def test_the_judge_asks_for_the_capital_the_wish_and_one_short_sentence() -> Non
     assert good([[{"role": "assistant", "content": said[0]}]], capital=["Lima"]) == [1]
 
 
-def test_the_commands_are_those_of_the_readme() -> None:
-    in_readme = [c[1:] for b in shell_blocks() if b.page == "README.md" for c in b.commands]
+def test_the_commands_are_those_of_the_first_steps() -> None:
+    in_guide = [c[1:] for b in shell_blocks() if b.page == FIRST_STEPS for c in b.commands]
     for stage in ("sft", "reward", "ppo"):
-        assert shlex.split(load("run").STAGES[stage]) in in_readme, f"README no longer has the command of {stage}"
+        assert shlex.split(load("run").STAGES[stage]) in in_guide, f"the guide no longer has the command of {stage}"
 
 
 def test_an_option_goes_to_the_stage_that_it_names() -> None:

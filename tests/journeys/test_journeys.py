@@ -16,7 +16,7 @@ from hybrid_rlhf.inference.named_models import model_folder
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig
 from tests.factories.tiny import save_tiny, tiny_causal_lm
-from tests.project.docs_blocks import COLOURS, FRUITS, ROOT, shell_blocks
+from tests.project.docs_blocks import COLOURS, FIRST_STEPS, FRUITS, ROOT, shell_blocks
 
 TALKS = [(f"Name a {colour} fruit{end}", f"A {fruit}.") for end in (".", "!", " please.", ", please!", " now.", "?")
          for colour, fruit in zip(COLOURS, FRUITS, strict=True)]
@@ -25,7 +25,7 @@ LEARN = ["--train.max_steps", "120", "--train.per_device_train_batch_size", "10"
 
 def readme(*words: str) -> list[str]:
     """The README's command that trains and holds all of `words`."""
-    found = [c for b in shell_blocks() if b.page == "README.md" for c in b.commands
+    found = [c for b in shell_blocks() if b.page == FIRST_STEPS for c in b.commands
              if set(words) <= set(c) and "--check_signal" not in c]
     assert found, f"README has no command with {words}"
     return found[0]

@@ -13,13 +13,15 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")),
-         *(ROOT / "docs" / f"{name}.md" for name in ("guide", "coming-from", "design")), ROOT / "CONTRIBUTING.md"]
+FIRST_STEPS = "docs/guide/first-steps.md"  # whose commands are a user's first three stages
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "RELEASE", "MIGRATION")),
+         *sorted((ROOT / "docs" / "guide").glob("*.md")),
+         *(ROOT / "docs" / f"{name}.md" for name in ("index", "guide", "coming-from", "design"))]
 _FENCE = re.compile(r"(?:<!-- needs: (?P<needs>[\w|, ]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 
 
 class Block(NamedTuple):
-    """needs: "" or gpu, hub, hosts: what the commands need that a test has not; they are parsed only."""
+    """needs: "" or gpu, hub, hosts, docker: what the commands need that a test has not; they are parsed only."""
 
     page: str
     line: int

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hybrid_rlhf import cli
 from tests.factories.tiny import own_cache, tiny_causal_lm, tiny_tokenizer
@@ -58,6 +59,9 @@ def parse_command(words: list[str]) -> None:
         assert all(re.search(rf"^{w}:", (ROOT / "Makefile").read_text(), re.M) for w in rest if "=" not in w)
     elif program == "pip":
         parse_pip(rest)
+    elif program == "docker":
+        services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+        assert rest[0] == "compose" and {word for word in rest if word.startswith("studio")} <= set(services)
     elif program == "curl":
         from hybrid_rlhf.inference.server.protocol import read_chat, read_completion
 
@@ -102,8 +106,8 @@ def test_a_command_with_a_misspelt_option_would_be_noticed(place) -> None:
         parse_command(["python", "train.py", "--stage", "sft", "--data.source", "[]"])
 
 
-def test_what_a_block_needs_is_one_of_three_and_there_are_blocks_that_need_nothing() -> None:
-    assert {b.needs for b in SHELL} <= {"", "gpu", "hub", "hosts"}
+def test_what_a_block_needs_is_known_and_there_are_blocks_that_need_nothing() -> None:
+    assert {b.needs for b in SHELL} <= {"", "gpu", "hub", "hosts", "docker"}
     assert sum(not b.needs for b in SHELL) > 15
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf import cli
-from tests.project.docs_blocks import ROOT, documents_folder, shell_blocks
+from tests.project.docs_blocks import FIRST_STEPS, ROOT, documents_folder, shell_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def cut(argv: list[str]) -> list[str]:
 def place(tmp_path_factory):
     """The fixtures with finished runs in outputs/{sft,reward,ppo}, made by README's commands, and in outputs/demo."""
     with documents_folder(tmp_path_factory.mktemp("docs")) as folder:
-        readme = [w for b in RUNNABLE if b.page == "README.md" for w in b.commands if "--stage" in w]
+        readme = [w for b in RUNNABLE if b.page == FIRST_STEPS for w in b.commands if "--stage" in w]
         for words in readme:
             assert cli.main(cut(words[1:])) == 0, words
         dpo = [w for b in RUNNABLE for w in b.commands if "outputs/dpo" in w]

@@ -33,7 +33,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
     state[parameter]: master (16-bit parameters only; fp32 ones are their own), exp_avg and exp_avg_sq in fp32, step.
     The parameter is its master, rounded; `scatter` moves that at the start. Call `expect` before each backward pass:
-    where a minibatch has several, the gradients are summed in fp32, in state[parameter]['sum'], so that the split
+    where a minibatch has several, the gradients are summed in fp32, in `sum` of state[parameter], so that the split
     changes nothing but rounding. On a CPU the sums stay allocated, for clearing new memory for them takes longer than
     the step itself; on a card they are freed after the step, to make room for the next rollout. Each of several
     processes has the full state, and `reduce` sums their gradients.
