@@ -1,5 +1,5 @@
-"""What mkdocs.yml needs beside the pages of docs/: pages and files from the rest of the checkout, links to them, and the
-API reference, one page a package, from the docstrings. The modules are read and not imported: torch need not be there.
+"""What mkdocs.yml needs beside the pages of docs/: pages and files from the rest of the checkout, links to them, and
+the API reference, one page a package, from the docstrings. The modules are read, not imported: torch need not be there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def on_config(config):  # noqa: ANN001, ANN201 - mkdocs' own
         inside = "" if name == "hybrid_rlhf" else name
         shutil.copytree(ROOT / name, SOURCES / "hybrid_rlhf" / inside, ignore=shutil.ignore_patterns("__pycache__"))
     for section, folder in (("Measured", "results"), ("Reference", "reference")):
-        names = sorted({*reference()} if folder == "reference" else {path.stem for path in (DOCS / folder).glob("*.md")})
+        pages = reference() if folder == "reference" else (path.stem for path in (DOCS / folder).glob("*.md"))
+        names = sorted(set(pages))
         entry = next(entry for entry in config.nav if section in entry)
         entry[section] = [f"{folder}/README.md", *(f"{folder}/{name}.md" for name in names if name != "README")]
     return config
@@ -50,8 +51,8 @@ def on_files(files: Files, config) -> Files:  # noqa: ANN001
 
 
 def on_page_markdown(markdown: str, page, config, files: Files) -> str:  # noqa: ANN001
-    """Links to files of the checkout lead to their place in the site. What GitHub reads in another way: code in tables is
-    without its backslashes, and a list that follows a line of text gets the empty line that it needs here."""
+    """Links to files of the checkout lead to their place in the site. What GitHub reads in another way: code in tables
+    is without its backslashes, and a list that follows a line of text gets the empty line that it needs here."""
     here = page.file.src_uri
     source = DOCS / here if (DOCS / here).exists() else ROOT / here
 
@@ -109,5 +110,6 @@ def reference() -> dict[str, str]:
             blocks.append(f"::: {dotted}\n")
         pages[package.name] = f"# hybrid_rlhf.{package.name}\n\n" + "\n".join(blocks)
         rows.append(f"| [{package.name}]({package.name}.md) | {_summary(package / '__init__.py')} |")
-    pages["README"] = "# API reference\n\nFrom the docstrings, one page a package.\n\n| | |\n|---|---|\n" + "\n".join(rows)
+    pages["README"] = "\n".join([
+        "# API reference\n\nFrom the docstrings, one page a package.\n", "| | |", "|---|---|", *rows])
     return pages

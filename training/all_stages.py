@@ -42,6 +42,7 @@ from hybrid_rlhf.training import (
     step3_ppo,
     unread_options,
 )
+from hybrid_rlhf.training.build_roles import judge_base
 from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.scored_answers import CHECKERS, is_right, judge, open_actor, respond
 from hybrid_rlhf.training.step2_reward import RewardModelConfig
@@ -277,8 +278,9 @@ def measure(config: Config, configs: dict, folder: str) -> tuple[dict[str, float
 def side_by_side(answers: dict[str, list[dict]]) -> list[dict]:
     """One row per prompt, one column per model: its answer and the answer's score."""
     first = next(iter(answers.values()), [])
-    return [{name: row[name] for name in ("prompt", "images") if name in row} | {name: f"{rows[i]['completion']}\n(score {rows[i]['score']:.2f})"
-                                         for name, rows in answers.items()} for i, row in enumerate(first)]
+    return [{name: row[name] for name in ("prompt", "images") if name in row}
+            | {name: f"{rows[i]['completion']}\n(score {rows[i]['score']:.2f})" for name, rows in answers.items()}
+            for i, row in enumerate(first)]
 
 
 def _model(config: Config, folder: str) -> ModelConfig:

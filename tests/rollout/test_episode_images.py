@@ -58,7 +58,7 @@ def prompts_of(tokenizer, rows) -> Prompts:
 def test_turns_behind_images_are_the_model_s_own(kind, temperature):
     path = folder(kind)
     model, tokenizer = image_text_model(kind), load_tokenizer(path)
-    actor, player = actor_of(model, tokenizer, max_batch=2)
+    actor, _ = actor_of(model, tokenizer, max_batch=2)
     rows = [("what", FILES[:1]), ("this and", FILES[1:]), ("text alone", ()), ("what", FILES[1:2])]
     with actor.inference():
         rollout = actor.generate(prompts_of(tokenizer, rows), SamplingConfig(60, temperature), seed=1)

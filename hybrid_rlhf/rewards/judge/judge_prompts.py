@@ -189,10 +189,10 @@ def shown(text: Text) -> str:
     """
     if isinstance(text, str):
         return text
-    text = without_images(text)
-    if [m["role"] for m in text] == ["assistant"] and not text[0].get("tool_calls"):
-        return text[0]["content"]
-    return "\n".join("\n    ".join(readable([message]).splitlines()) for message in text)
+    turns = list(without_images(text))
+    if [m["role"] for m in turns] == ["assistant"] and not turns[0].get("tool_calls"):
+        return turns[0]["content"]
+    return "\n".join("\n    ".join(readable([message]).splitlines()) for message in turns)
 
 
 def as_parts(chat: Chat) -> Chat:

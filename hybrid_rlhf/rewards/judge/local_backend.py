@@ -79,10 +79,9 @@ class LocalBackend:
         load.prepare(model, self._settings, len(load_tokenizer(self.path)))
         check_head(model)
         model.eval().requires_grad_(False)
-        self.attach(model)
-        self.engine.module.eval()
+        self.attach(model).module.eval()
 
-    def attach(self, model: nn.Module, turn: Callable[[], AbstractContextManager] = nullcontext) -> None:
+    def attach(self, model: nn.Module, turn: Callable[[], AbstractContextManager] = nullcontext) -> HybridEngine:
         """Judge by `model`, on which `turn` is the context that makes the judge's adapter, or none, the active one.
         UserError for a tokenizer without a chat template."""
         self.tokenizer = tokenizer = load_tokenizer(self.path)
@@ -91,6 +90,7 @@ class LocalBackend:
         self.reads_images = bool(towers(model)) and reader_of(tokenizer) is not None
         self.engine = HybridEngine(PolicyModule(model), model, eos_ids=stop_ids(model, tokenizer), name="judge",
                                    pad_id=tokenizer.pad_token_id, max_batch=self.batch_size, adapter=turn)
+        return self.engine
 
     def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> Arriving[str]:
         self.open()
@@ -99,7 +99,7 @@ class LocalBackend:
         if not rows:
             return
         sampling = SamplingConfig(max_new_tokens=max_new_tokens, temperature=self.temperature)
-        numbers = [int(key_of(keyed(chats[i]))[:7], 16) for i in rows]  # seeds of the draws: those of a chat in any batch
+        numbers = [int(key_of(keyed(chats[i]))[:7], 16) for i in rows]  # of the draws: those of a chat in any batch
         with explained("while the judge writes"), self.engine.inference():
             samples = self.engine.generate(list(rows.values()), sampling, seed, numbers=numbers,
                                            images=[sources_in(chats[i]) for i in rows])
