@@ -275,8 +275,9 @@ def measure(config: Config, configs: dict, folder: str) -> tuple[dict[str, float
 def side_by_side(answers: dict[str, list[dict]]) -> list[dict]:
     """One row per prompt, one column per model: its answer and the answer's score."""
     first = next(iter(answers.values()), [])
-    return [{name: row[name] for name in ("prompt", "images") if name in row} | {name: f"{rows[i]['completion']}\n(score {rows[i]['score']:.2f})"
-                                         for name, rows in answers.items()} for i, row in enumerate(first)]
+    return [{name: row[name] for name in ("prompt", "images") if name in row}
+            | {name: f"{rows[i]['completion']}\n(score {rows[i]['score']:.2f})" for name, rows in answers.items()}
+            for i, row in enumerate(first)]
 
 
 def _model(config: Config, folder: str) -> ModelConfig:

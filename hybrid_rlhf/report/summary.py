@@ -145,8 +145,9 @@ class RunSummary:
         prompts, again = ([row.get("prompt") for row in rows] for rows in (before, after))
         if not before or prompts != again or None in prompts:
             return [(f"Samples at the {when} (step {rows[0]['step']})",
-                     [{"prompt": row.get("prompt"), **_pictured(row), "response": _ended(row), "score": row.get("score")}
-                      for row in rows]) for when, rows in (("start", before), ("end", after)) if rows]
+                     [{"prompt": row.get("prompt"), **_pictured(row), "response": _ended(row),
+                       "score": row.get("score")} for row in rows])
+                    for when, rows in (("start", before), ("end", after)) if rows]
         both = [(f"step {rows[0]['step']}", rows) for rows in (before, after)]
         if "side" in before[0]:  # a reward model: the same responses, other scores
             return [("The same responses, scored before and after", [

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.divergence import TeacherTargets
-from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics

@@ -64,7 +64,8 @@ class EpisodePlayer:
                 capacity = max(len(play.ids) for play in plays) + sampling.max_new_tokens
                 with before_update():
                     turns = engine.open_turns(len(plays), capacity, sampling, keep_candidates)
-                    asked = [engine.prompt(play.ids, images) for play, images in zip(plays, prompts.images, strict=True)]
+                    asked = [engine.prompt(*each) for each in zip([play.ids for play in plays], prompts.images,
+                                                                  strict=True)]
                 EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, asked, seed)
         rollout = _rollout(plays, prompts, engine.pad_id, sampling)
         if keep_candidates and sampling.is_truncated:
@@ -215,7 +216,8 @@ class EpisodeTurns:
     sampling: SamplingConfig
 
     def run(self, plays: Sequence[Play], asked: Sequence[list[int]], seed: int) -> None:
-        """asked: the prompts as the engine has them (HybridEngine.prompt). Raises UserError if an environment's step or get_reward fails, or the template refuses its messages."""
+        """asked: the prompts as the engine has them (HybridEngine.prompt). Raises UserError if an environment's step or
+        get_reward fails, or the template refuses its messages."""
         by_number = {play.number: play for play in plays}
         for play, ids in zip(plays, asked, strict=True):
             play.episode.seed, play.episode.number = seed, play.number
@@ -260,7 +262,9 @@ class EpisodeTurns:
             play.to_call, play.answers = list(message["tool_calls"]), []
             self._call(play)
         elif kind.has_step:
-            self._ask(play, "step", partial(play.instance.step, in_parts([*play.asked, *episode.messages])))
+            messages = in_parts([*play.asked, *episode.messages])
+            assert isinstance(messages, list)
+            self._ask(play, "step", partial(play.instance.step, messages))
         else:
             self._end(play, DONE)
 

@@ -113,7 +113,8 @@ def compare(runs: RunList, histories: Histories, ids: str) -> dict:
     folders = [runs.outputs / row["id"] for row in rows]
     settings = [flat((read_json(folder / RECORD) or {}).get("config") or {}) for folder in folders]
     metrics = [name for folder in folders for name in histories.metrics(folder, lambda metrics: metrics.names)]
-    return {"runs": rows, "differ": differing(settings), "prompts": side_by_side([with_pictures(newest_answers(folder)) for folder in folders]),
+    answers = [with_pictures(newest_answers(folder)) for folder in folders]
+    return {"runs": rows, "differ": differing(settings), "prompts": side_by_side(answers),
             "metrics": described(dict.fromkeys(metrics))}
 
 

@@ -101,7 +101,7 @@ def test_images_count_against_the_price_that_a_call_may_have(server, tmp_path):
 
 
 def test_a_model_here_is_told_apart_by_whether_it_reads_images(tmp_path, capsys):
-    with pytest.raises(UserError, match="reward.judge.images is for reward.judge.url"):
+    with pytest.raises(UserError, match=r"reward\.judge\.images is for reward\.judge\.url"):
         JudgeConfig(model="m", images=True)
     plain = open_judge(JudgeConfig(model=save_tiny(tmp_path / "plain", max_position_embeddings=2048), rubric=ONE,
                                    dtype="float32", max_new_tokens=2, on_failure="skip", retries=0))

@@ -89,7 +89,7 @@ class LocalBackend:
         if not rows:
             return
         sampling = SamplingConfig(max_new_tokens=max_new_tokens, temperature=self.temperature)
-        numbers = [int(key_of(keyed(chats[i]))[:7], 16) for i in rows]  # seeds of the draws: those of a chat in any batch
+        numbers = [int(key_of(keyed(chats[i]))[:7], 16) for i in rows]  # seeds of the draws: of a chat in any batch
         with explained("while the judge writes"), self.engine.inference():
             samples = self.engine.generate(list(rows.values()), sampling, seed, numbers=numbers,
                                            images=[sources_in(chats[i]) for i in rows])
