@@ -9,18 +9,19 @@ import base64
 import hashlib
 import os
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybrid_rlhf.core.errors import UserError
+from hybrid_rlhf.core.errors import UserError, escape_control
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 2**20  # of an image as models read it, unless options say otherwise
-THUMBNAIL = 128  # pixels of the longer side, for people
+THUMBNAIL, MAX_SHOWN = 128, 8  # for people: pixels of the longer side; images of one prompt
 MAX_FILE_PIXELS = 100_000_000  # of a file; a larger one could fill the memory (Pillow warns at 89 million)
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")  # none that starts a program (EPS)
 
@@ -96,6 +97,17 @@ def png_of(value: Any) -> bytes | None:
     file = BytesIO()
     value.convert("RGB").save(file, "PNG")
     return file.getvalue()
+
+
+def thumbnails(paths: Sequence[object]) -> list[tuple[str, str | None]]:
+    """Name and `thumbnail` of each of the first MAX_SHOWN images; None beside the name of one that cannot be read, and
+    beside how many more there are."""
+    shown = []
+    for path in map(str, paths[:MAX_SHOWN]):
+        name, url = escape_control(os.path.basename(path)), thumbnail(path)
+        shown.append((name if url else f"{name} (cannot be read)", url))
+    more = len(paths) - MAX_SHOWN
+    return shown + [(f"and {more} more", None)] * (more > 0)
 
 
 def thumbnail(path: str) -> str | None:

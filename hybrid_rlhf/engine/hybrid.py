@@ -313,7 +313,7 @@ class HybridEngine(Generic[ModuleT]):
         return self._conversation.run(prompt, sampling, stops, seed)
 
     def prompt(self, ids: list[int], images: Sequence[ImageRef]) -> list[int]:
-        """A prompt with images as requests of `open_turns` have it. UserError for a model that cannot read them."""
+        """A prompt with images as requests of `open_turns` have it. UserError for a model that reads none there."""
         if images:
             check_reads_images(self._runner, self.ranks)
         return self._runner.images.numbered(ids, images)

@@ -155,8 +155,8 @@ class CellProgress:
         figures = [] if is_over else [(_FAINT, text) for text in (
             time_shares(self._values), memory_by_role(self._values)) if text]
         name = "" if is_over else f"{self.stage} "
-        parts = (self._bar(), self._table(rows), _lines(lines), pictures(images), _notes(figures), _notes(notes))
-        return (f"<div>{''.join(parts)}</div>",
+        shown = _lines(lines) + pictures(images)
+        return (f"<div>{self._bar()}{self._table(rows)}{shown}{_notes(figures)}{_notes(notes)}</div>",
                 "\n".join([name + self._status(), *self._text_rows(rows), *(text for _, text in notes)]))
 
     def _status(self) -> str:

@@ -12,8 +12,7 @@ from html import escape
 from pathlib import Path
 
 from hybrid_rlhf.algorithms.reward_signal import RewardSignal, figures, verdict
-from hybrid_rlhf.core.errors import escape_control
-from hybrid_rlhf.core.image_files import thumbnail
+from hybrid_rlhf.core.image_files import thumbnails
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.report.alarms import Alarm, answered, find
 from hybrid_rlhf.report.metric_names import meaning, shown
@@ -23,7 +22,6 @@ from hybrid_rlhf.report.terminal import duration, last_line, last_turn, number, 
 REPORT, PAGE, METRICS = "report.md", "report.html", "metrics.jsonl"
 SAMPLES, ANSWERS = "samples.jsonl", "answers.jsonl"
 NUM_SHOWN = 4  # samples
-MAX_IMAGES = 8  # of one sample
 FEW_CALLS, MANY_FAILED = 0.02, 0.5  # shares
 WIDTH = 160  # columns of a cell at most
 
@@ -368,11 +366,6 @@ def _html_cell(value: object, name: str) -> str:
 
 
 def pictures(paths: Sequence[object]) -> str:
-    """Small images of files as HTML, at most MAX_IMAGES; of one that cannot be read, the name."""
-    shown = []
-    for path in paths[:MAX_IMAGES]:
-        name, url = escape(escape_control(os.path.basename(str(path)))), thumbnail(str(path))
-        shown.append(f'<img alt="{name}" title="{name}" src="{url}">' if url else
-                     f'<span class="quiet">{name} (cannot be read)</span> ')
-    more = len(paths) - MAX_IMAGES
-    return "".join(shown) + (f'<span class="quiet">and {more} more</span>' if more > 0 else "")
+    """Images of files as HTML (`thumbnails`)."""
+    return "".join(f'<img alt="{escape(name)}" title="{escape(name)}" src="{url}">' if url else
+                   f'<span class="quiet">{escape(name)}</span> ' for name, url in thumbnails(paths))

@@ -64,9 +64,15 @@ class EpisodePlayer:
                 capacity = max(len(play.ids) for play in plays) + sampling.max_new_tokens
                 with before_update():
                     turns = engine.open_turns(len(plays), capacity, sampling, keep_candidates)
+<<<<<<< HEAD
                     asked = [engine.prompt(play.ids, images)
                              for play, images in zip(plays, prompts.images, strict=True)]
                 EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, asked, seed)
+=======
+                    for play, images in zip(plays, prompts.images, strict=True):
+                        play.numbered = engine.prompt(play.ids, images) if images else play.ids
+                EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, seed)
+>>>>>>> h/v2
         rollout = _rollout(plays, prompts, engine.pad_id, sampling)
         if keep_candidates and sampling.is_truncated:
             rollout.kept = KeptSets.of_rows([play.kept for play in plays])
@@ -184,15 +190,17 @@ _PREFIX = 64  # tokens before a turn: a generation prompt may open a thought
 
 @dataclass
 class Play:
-    """An episode in progress. number: of its draws, with the seed. asked: the prompt's messages; ids: its tokens; text:
-    the same for people. tokens, is_sampled, logprobs: of the response so far; kept: the candidate tokens of each
-    sampled one, if they are recorded; request: its last turn. to_call: calls of that turn still to be made; answers:
-    the messages of those before. awaited: the call of the environment that runs."""
+    """An episode in progress. number: of its draws, with the seed. asked: the prompt's messages; ids: its tokens;
+    numbered: as the engine has them (HybridEngine.prompt); text: for people. tokens, is_sampled, logprobs: of the
+    response so far; kept: the candidate tokens of each sampled one, if they are recorded; request: its last turn.
+    to_call: calls of that turn still to be made; answers: the messages of those before. awaited: the call of the
+    environment that runs."""
 
     number: int
     instance: Instance
     asked: list[dict] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    numbered: list[int] = field(default_factory=list)
     text: str = ""
     episode: Episode = field(default_factory=Episode)
     tokens: list[int] = field(default_factory=list)
@@ -215,13 +223,18 @@ class EpisodeTurns:
     pool: CallPool
     sampling: SamplingConfig
 
+<<<<<<< HEAD
     def run(self, plays: Sequence[Play], asked: Sequence[list[int]], seed: int) -> None:
         """asked: the prompts as the engine has them (HybridEngine.prompt). Raises UserError if an environment's step or
         get_reward fails, or the template refuses its messages."""
+=======
+    def run(self, plays: Sequence[Play], seed: int) -> None:
+        """Raises UserError if an environment's step or get_reward fails, or the template refuses its messages."""
+>>>>>>> h/v2
         by_number = {play.number: play for play in plays}
-        for play, ids in zip(plays, asked, strict=True):
+        for play in plays:
             play.episode.seed, play.episode.number = seed, play.number
-            self.turns.submit(Request(play.number, ids, self._limit(play), seed, may_go_on=True))
+            self.turns.submit(Request(play.number, play.numbered or play.ids, self._limit(play), seed, may_go_on=True))
         while self.turns.is_busy or self.pool.num_waiting:
             ended = self.turns.step() if self.turns.is_busy else ()
             with before_update():
@@ -262,7 +275,12 @@ class EpisodeTurns:
             play.to_call, play.answers = list(message["tool_calls"]), []
             self._call(play)
         elif kind.has_step:
+<<<<<<< HEAD
             messages = cast("list[dict]", in_parts([*play.asked, *episode.messages]))
+=======
+            messages = in_parts([*play.asked, *episode.messages])
+            assert isinstance(messages, list)
+>>>>>>> h/v2
             self._ask(play, "step", partial(play.instance.step, messages))
         else:
             self._end(play, DONE)

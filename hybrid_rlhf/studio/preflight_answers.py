@@ -169,10 +169,9 @@ def preview(asked: dict) -> dict:
                        for look in stages for name, number in counts(look.data.report)],
             "dropped": [{"why": label(look.stage, why), "rows": number}
                         for look in stages for why, number in dropped(look.data.report)],
-            "examples": [{"title": row.title, "images": pictures(row.images),
-                          "parts": [{"text": _cut(piece.text, MAX_PART), "is_trained": piece.is_trained}
-                                    for piece in row.pieces]}
-                         for look in stages for row in look.rows]}
+            "examples": [{"title": row.title, "images": pictures(row.images), "parts": [
+                             {"text": _cut(piece.text, MAX_PART), "is_trained": piece.is_trained}
+                             for piece in row.pieces]} for look in stages for row in look.rows]}
 
 
 # -- the plan of memory and time -------------------------------------------------------------------------------------

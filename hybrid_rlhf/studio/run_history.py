@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import threading
 from array import array
@@ -13,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from hybrid_rlhf.core.errors import escape_control
-from hybrid_rlhf.core.image_files import thumbnail
+from hybrid_rlhf.core.image_files import thumbnails
 from hybrid_rlhf.report.alarms import Alarm, answered, find
 from hybrid_rlhf.studio.run_files import ANSWERS, METRICS, SAMPLES, GrowingLines, last_rows, row_of
 
@@ -22,7 +20,6 @@ MAX_RUNS = 8  # whose metrics are kept in memory
 ALARM_READ = 16 * 2**20  # bytes of metrics read in one search for alarms; the next one continues
 MAX_ROWS = 2048  # rows searched for alarms; a longer run is averaged over neighbours
 MAX_ANSWERS, MAX_TEXT = 200, 20_000  # of one request; characters of a prompt or answer
-MAX_IMAGES = 8  # of a prompt
 MAX_STEP_BYTES = 16 * 2**20  # of the samples of one step
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')  # beginning of a row of samples
 _TURN = re.compile(r"^\[([^\[\]\n]{1,64})\] ", re.MULTILINE)  # turns of an episode (rollout/episode_record.py)
@@ -266,14 +263,9 @@ def with_pictures(rows: Sequence[dict]) -> list[dict]:
 
 
 def pictures(paths: Sequence[object]) -> list[dict]:
-    """Images for the page, [{"name", "url"}]: small and encoded anew, as data; of a file that cannot be read the url is
-    None. The files are those that a run or rows of data name: a request names none."""
-    images = []
-    for path in map(str, paths[:MAX_IMAGES]):
-        name, url = escape_control(os.path.basename(path)), thumbnail(path)
-        images.append({"name": name if url else f"{name} (cannot be read)", "url": url})
-    more = len(paths) - MAX_IMAGES
-    return images + [{"name": f"and {more} more", "url": None}] * (more > 0)
+    """Images for the page, [{"name", "url"}], as `thumbnails` has them: small and encoded anew. The files are those
+    that a run or rows of data name: a request names none."""
+    return [{"name": name, "url": url} for name, url in thumbnails(paths)]
 
 
 def shown(row: dict) -> dict:

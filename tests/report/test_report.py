@@ -203,5 +203,5 @@ def test_of_many_images_a_report_shows_some_and_says_how_many_more(tmp_path):
 
     Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
     page = summary.pictures([str(tmp_path / "one.png")] * 11)
-    assert page.count("<img") == 8 and page.endswith("and 3 more</span>")
+    assert page.count("<img") == 8 and page.endswith("and 3 more</span> ")
     assert "<img" not in summary.pictures([str(tmp_path), "\0", 5])  # a folder; names that no file has

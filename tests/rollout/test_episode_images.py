@@ -38,11 +38,13 @@ class Talk:
         return f"more <|image_pad|> {self.num}", self.num == 3, 0.0
 
 
-def actor_of(model, tokenizer, **settings) -> tuple[Actor, EpisodePlayer]:
-    engine = HybridEngine(PolicyModule(model), model, pad_id=0, eos_ids=[tokenizer.eos_token_id], **settings)
+def actor_of(model, tokenizer, **settings) -> Actor:
+    """Six of seven tokens end a turn, so that those of a random model end."""
+    stops = [token for token in range(model.config.get_text_config().vocab_size) if token % 7]
+    engine = HybridEngine(PolicyModule(model), model, pad_id=0, eos_ids=stops, **settings)
     own = Environments([environment_of("Talk", Talk, {}, "here")], False)
-    player = EpisodePlayer(own, EnvironmentConfig(factory="f.py:Talk", max_new_tokens_per_turn=5), tokenizer)
-    return Actor(engine, tokenizer, 4096, episodes=player), player
+    player = EpisodePlayer(own, EnvironmentConfig(factory="f.py:Talk", max_new_tokens_per_turn=12), tokenizer)
+    return Actor(engine, tokenizer, 4096, episodes=player)
 
 
 def prompts_of(tokenizer, rows) -> Prompts:
@@ -58,10 +60,11 @@ def prompts_of(tokenizer, rows) -> Prompts:
 def test_turns_behind_images_are_the_model_s_own(kind, temperature):
     path = folder(kind)
     model, tokenizer = image_text_model(kind), load_tokenizer(path)
-    actor, _ = actor_of(model, tokenizer, max_batch=2)
+    actor = actor_of(model, tokenizer, max_batch=2)
+    sampling = SamplingConfig(max_new_tokens=150, temperature=temperature)
     rows = [("what", FILES[:1]), ("this and", FILES[1:]), ("text alone", ()), ("what", FILES[1:2])]
     with actor.inference():
-        rollout = actor.generate(prompts_of(tokenizer, rows), SamplingConfig(60, temperature), seed=1)
+        rollout = actor.generate(prompts_of(tokenizer, rows), sampling, seed=1)
     processor, never = load_reader(path)._processor, load_reader(path).never
     for i, (text, images) in enumerate(rows):
         parts = [*[{"type": "image"}] * len(images), {"type": "text", "text": f"{text} Go!"}]
@@ -80,11 +83,10 @@ def test_turns_behind_images_are_the_model_s_own(kind, temperature):
                 inputs[name] = torch.cat([inputs[name], torch.zeros_like(said[None])], 1)
         with torch.no_grad():
             logits = model(**inputs).logits[0, len(ids) - 1 : -1].float()
-        if images:
-            assert not set(said.tolist()) & set(never)
-            logits[:, sorted(never)] = -torch.inf
         sampled = rollout.action_mask[i][rollout.response_mask[i]]
+        assert not images or not set(said[sampled].tolist()) & set(never)
         if temperature == 0:
+            logits[:, sorted(never) if images else []] = -torch.inf
             assert logits[sampled].argmax(-1).tolist() == said[sampled].tolist()
         else:
             ours = rollout.sampled_logprobs[i][rollout.response_mask[i]][sampled]
@@ -99,19 +101,19 @@ def test_turns_behind_images_are_the_model_s_own(kind, temperature):
 
 def test_the_training_forward_gives_the_log_probabilities_that_were_sampled():
     tokenizer = load_tokenizer(folder("qwen3_vl"))
-    actor, _ = actor_of(image_text_model("qwen3_vl"), tokenizer)
+    actor = actor_of(image_text_model("qwen3_vl"), tokenizer)
     with actor.inference():
-        rollout = actor.generate(prompts_of(tokenizer, [("what", FILES[:1]), ("so", FILES[:2])]), SamplingConfig(60), 0)
+        prompts = prompts_of(tokenizer, [("what", FILES[:1]), ("so", FILES[:2])])
+        rollout = actor.generate(prompts, SamplingConfig(max_new_tokens=150), 0)
     mask = rollout.action_mask
     never = sorted(load_reader(folder("qwen3_vl")).never)
     assert not set(rollout.response_ids[mask].tolist()) & set(never)
-    # the sampler shares the probability of the tokens of images, which it never draws, among the others
-    assert_close(actor.logprobs(rollout)[mask], rollout.sampled_logprobs[mask], atol=2e-2, rtol=2e-2)
+    assert_close(actor.logprobs(rollout)[mask], rollout.sampled_logprobs[mask], atol=2e-4, rtol=2e-4)
 
 
 def test_a_model_that_reads_no_images_is_one_line():
     tokenizer = chatml_tokenizer()
-    actor, _ = actor_of(tiny_causal_lm(), tokenizer)
+    actor = actor_of(tiny_causal_lm(), tokenizer)
     row = {"prompt": [[{"role": "user", "content": "hi"}]], "images": [FILES[:1]]}
     with actor.inference(), pytest.raises(UserError, match="reads no images"):
-        actor.generate(Prompts([[1, 5]], ["hi"], row, [FILES[:1]]), SamplingConfig(8), 0)
+        actor.generate(Prompts([[1, 5]], ["hi"], row, [FILES[:1]]), SamplingConfig(max_new_tokens=8), 0)

@@ -15,6 +15,7 @@ from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.studio.goals import STUDIO_GOALS
 from hybrid_rlhf.studio.preflight_answers import plain
 from hybrid_rlhf.training.registry import STAGES
+from tests.factories import vision
 from tests.factories.asked_new_run import ASKS, answers, post, rows_of
 from tests.factories.tiny import save_tiny
 
@@ -238,6 +239,26 @@ def test_a_preview_marks_what_is_trained_and_says_why_rows_are_dropped(client, p
     first = [part for example in found["examples"] for part in example["parts"] if part["is_trained"]]
     assert "red<|im_end|>" in [part["text"] for part in first]
     assert not any("\x1b" in part["text"] for part in first)
+
+
+def test_a_preview_shows_the_pictures_of_rows_and_rows_without_their_files_are_told(client, tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (32, 24), "red").save(tmp_path / "red.png")
+    row = {"prompt": [{"role": "user", "content": "hello what"}], "completion": [
+        {"role": "assistant", "content": "this"}], "images": ["red.png"]}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    found = post(client, "preview", stage="sft", settings={
+        "data.sources": str(tmp_path / "rows.jsonl"), "model.model_name_or_path": vision.folder("qwen3_vl"),
+        "data.eval_fraction": 0.0})
+    (image,) = found["examples"][0]["images"]
+    assert image["name"] == "red.png" and image["url"].startswith("data:image/jpeg;base64,")
+    assert "[image " in "".join(part["text"] for part in found["examples"][0]["parts"])
+    assert "dropped" not in post(client, "data", path=str(tmp_path / "rows.jsonl"), stage="sft")["why"]
+    (tmp_path / "uploads").mkdir()  # an upload is a copy without what lies beside it
+    (tmp_path / "rows.jsonl").rename(tmp_path / "uploads" / "rows.jsonl")
+    why = post(client, "data", path=str(tmp_path / "uploads" / "rows.jsonl"), stage="sft")["why"]
+    assert "row 1 would be dropped (an image whose file is missing; give the path of the rows on this machine" in why
 
 
 def test_a_column_that_a_built_in_reward_needs_is_missed_before_the_run(client, place):

@@ -127,8 +127,8 @@ class ApiBackend:
 
     def _choice(self, chat: Chat, fields: dict[str, object]) -> dict[str, Any]:
         """The one choice of the answer to a chat; its tokens go to the budget."""
-        body = {"model": self.model, "messages": as_parts(chat), "temperature": self.temperature, **fields,
-                **self.options}
+        body = {"model": self.model, "messages": as_parts(chat), "temperature": self.temperature}
+        body = body | fields | self.options
         answer = post(self._address, {name: value for name, value in body.items() if value is not None}, self.timeout,
                       {"Authorization": f"Bearer {self._key}"} if self._key else {})
         choices = answer.get("choices") if isinstance(answer, dict) else None

@@ -187,12 +187,12 @@ def shown(text: Text) -> str:
 
     Further lines of a turn are indented, so that a policy cannot fake a tool result.
     """
-    if isinstance(text, str):
-        return text
-    turns = list(without_images(text))
-    if [m["role"] for m in turns] == ["assistant"] and not turns[0].get("tool_calls"):
-        return turns[0]["content"]
-    return "\n".join("\n    ".join(readable([message]).splitlines()) for message in turns)
+    messages = without_images(text)
+    if isinstance(messages, str):
+        return messages
+    if [m["role"] for m in messages] == ["assistant"] and not messages[0].get("tool_calls"):
+        return messages[0]["content"]
+    return "\n".join("\n    ".join(readable([message]).splitlines()) for message in messages)
 
 
 def as_parts(chat: Chat) -> Chat:
