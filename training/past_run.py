@@ -139,7 +139,7 @@ def open_past(folder: Path, config: OnPolicyConfig) -> Past:
     if sources.reward and not roles.reward.model_name_or_path:
         roles = replace(roles, reward=replace(roles.reward, model_name_or_path=sources.reward))
     past = Past(folder, record, replace(config, model=model, roles=roles), forked_at(folder))
-    check(past.metrics, f"replay: {folder} has no step on record ({METRICS})")
+    check(past.metrics, f"replay: {folder} has no step on record ({METRICS}); choose a run that has taken one")
     return past
 
 

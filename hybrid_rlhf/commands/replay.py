@@ -180,7 +180,7 @@ def _rescore(path: Path, out: Path, source: FunctionSource, options: argparse.Na
     from hybrid_rlhf.training import past_run
 
     rows = next(past_run.read_rollouts(path), (0, []))[1]
-    check(rows, f"replay: {path} has no samples")
+    check(rows, f"replay: {path} has no samples; choose a run that has taken a step")
     try:
         source.check_columns([name for name in rows[0].get("columns", {}) if name != "prompt"])
     except UserError as error:
@@ -202,7 +202,7 @@ def _fork(run: Path, out: Path, step: int, words: list[str], command: str) -> in
 
     past, stage, config = _open(run, [*words, "--output_dir", str(out)])
     last = max(past.metrics)
-    check(1 <= step <= last, f"replay: --fork {step}: {run} has steps 1 to {last}")
+    check(1 <= step <= last, f"replay: --fork {step}: {run} has steps 1 to {last}; give one of them")
     check(not is_run(out) or past_run.forked_at(out) == step, f"replay: {out} holds another run; give another "
                                                            "--output_dir")
     with own_files.fresh_folder(out.parent) as folder:
@@ -255,6 +255,6 @@ def _compare(run: Path, other: Path) -> int:
     for count, (step, here, there) in enumerate(both, 1):  # noqa: B007 - the number of steps is printed
         if token := past_run.first_token(step, here, there):
             break
-    check(count, f"replay: {run} and {other} have no step in common")
+    check(count, f"replay: {run} and {other} have no step in common; give two that both have rollouts of one")
     print(_where(token, str(run), str(other), run / "model", f"in the {count} steps that both have"))
     return 0
