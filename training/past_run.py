@@ -77,27 +77,32 @@ class Past:
     forked: int = 0
 
     @cached_property
-    def metrics(self) -> dict[int, dict]:
-        """Step -> its row of metrics.jsonl, with those of an evaluation after it."""
-        rows: dict[int, dict] = {}
-        for row in read_history(self.folder / METRICS):
-            rows.setdefault(row["step"], {}).update(row)
-        return {step: row for step, row in rows.items() if any(not name.startswith("eval/") for name in row)}
+    def metrics(self) -> dict[tuple[str, int], dict]:
+        """(event, step) -> its row of metrics.jsonl; the events are step_end and evaluate."""
+        path = self.folder / METRICS
+        return {("evaluate" if any(map(_is_held_out, row)) else "step_end", row["step"]): row
+                for row in (read_history(path) if path.exists() else [])}
 
     @cached_property
     def samples(self) -> dict[int, list[dict]]:
-        path = self.folder / SAMPLES
-        rows = read_history(path) if path.exists() else []
-        return {step: list(part) for step, part in groupby(rows, key=lambda row: row["step"])}
+        return dict(read_rollouts(self.folder / SAMPLES))
 
-    def start(self, step: int) -> Path | None:
-        """The newest complete checkpoint of at most `step` steps; None: the run's beginning."""
+    @property
+    def last(self) -> int:
+        """The last step on record; 0 for none."""
+        return max((step for event, step in self.metrics if event == "step_end"), default=0)
+
+    def start(self, step: int | None) -> Path | None:
+        """The newest complete checkpoint of at most `step` steps; None: the run's beginning. step None: the beginning,
+        or the earliest checkpoint of a run that went on from another one."""
         paths = [path for path in checkpoint.steps(self.folder / resume.FOLDER)
-                 if self.forked <= checkpoint.number(path) <= step and checkpoint.damage(path) is None
-                 and resume.made_by(path)]
+                 if checkpoint.number(path) >= self.forked and (step is None or checkpoint.number(path) <= step)
+                 and checkpoint.damage(path) is None and resume.made_by(path)]
         check(paths or not self.forked,
-              f"{self.folder} went on from step {self.forked} of another run, and no checkpoint of it is left from "
-              f"step {self.forked} to {step}; its rollouts are in {self.folder / ROLLOUTS}")
+              f"{self.folder} went on from step {self.forked} of another run, and has no checkpoint of that step; its "
+              f"rollouts are in {self.folder / ROLLOUTS}")
+        if step is None:
+            return paths[0] if self.forked else None
         return paths[-1] if paths else None
 
     def changes(self) -> list[str]:
@@ -139,7 +144,7 @@ def open_past(folder: Path, config: OnPolicyConfig) -> Past:
     if sources.reward and not roles.reward.model_name_or_path:
         roles = replace(roles, reward=replace(roles.reward, model_name_or_path=sources.reward))
     past = Past(folder, record, replace(config, model=model, roles=roles), forked_at(folder))
-    check(past.metrics, f"replay: {folder} has no step on record ({METRICS}); choose a run that has taken one")
+    check(past.last, f"replay: {folder} has no step on record ({METRICS}); choose a run that has taken one")
     return past
 
 
@@ -156,8 +161,9 @@ class Watch:
     """Follows a run, and leaves it after step `last` (None: never), or where `take`, which gets each step's rollout as
     rows, has enough.
 
-    past: the run whose record each step is compared with. saves: whether the last step leaves a checkpoint. first:
-    the first step taken, num_compared: values compared so far. differs: the first that is another one.
+    past: the run whose record the steps, and evaluations between them, are compared with. saves: whether the last step
+    leaves a checkpoint. first: the first step taken, step: the last one. num_compared: values compared so far. differs:
+    the first that is another one.
     """
 
     take: Take
@@ -176,38 +182,33 @@ class Watch:
         if event == "begin":
             self._trainer, self.first = facts["trainer"], step + 1
             self.begin(step)
-        elif event == "evaluate":
-            self._compare(step, {k: v for k, v in facts["values"].items() if k.startswith("eval/")})
+        if event in ("step_end", "evaluate") and self.past and not self.differs:
+            self._compare(self.past, event, step, facts["values"])
         if event == "step_end":
             self.step = step
-            self._compare(step, facts["values"])
-            is_enough = self.take(step, rows_of(step, last_rollout(self._trainer)))
-            awaits = step == self.last and not is_enough and (self.saves or self._has_evaluation(step))
-            if not awaits and (is_enough or step == self.last):
+            if self.take(step, rows_of(step, last_rollout(self._trainer))) or (step == self.last and not self.saves):
                 raise Done
-            return Asked(save=awaits and self.saves, evaluate=awaits and self._has_evaluation(step))
-        if event == ("save" if self.saves else "evaluate") and step == self.last:
+        if event == "save" and step == self.last:
             raise Done
-        return Asked()
+        return Asked(save=event == "step_end" and step == self.last)
 
-    def _has_evaluation(self, step: int) -> bool:
-        return self.past is not None and any(name.startswith("eval/") for name in self.past.metrics.get(step, {}))
-
-    def _compare(self, step: int, values: Mapping[str, float]) -> None:
+    def _compare(self, past: Past, event: str, step: int, values: Mapping[str, float]) -> None:
         """Compare metrics and, of a logged step, samples with those on record."""
-        if self.past is None or self.differs:
-            return
-        now, before = json.loads(to_json(values)), self.past.metrics.get(step, {})
-        is_evaluation = all(name.startswith("eval/") for name in now)
-        names = [name for name in {**before, **now} if name != "step" and is_repeatable(name)
-                 and name.startswith("eval/") == is_evaluation and not (is_evaluation and name not in before)]
-        pairs = [(name, before.get(name, "nothing"), now.get(name, "nothing")) for name in names]
-        if not is_evaluation and step in self.past.samples:
+        before = past.metrics.get((event, step), {})
+        now = {k: v for k, v in json.loads(to_json(values)).items() if _is_held_out(k) == (event == "evaluate")}
+        if event == "evaluate" and not before:
+            return  # it was told to evaluate at other steps then
+        pairs = [(name, before.get(name), now.get(name)) for name in before | now if name != "step"
+                 and is_repeatable(name)]
+        if event == "step_end" and step in past.samples:
             rows = json.loads(to_json([{"step": step, **row} for row in self._trainer.samples()]))
-            pairs += [(f"sample {i + 1}", old, new) for i, (old, new) in enumerate(
-                zip(self.past.samples[step], rows, strict=False))]
+            pairs += [(f"sample {i + 1}", *pair) for i, pair in enumerate(zip_longest(past.samples[step], rows))]
         self.differs = next((Differs(step, *pair) for pair in pairs if pair[1] != pair[2]), None)
         self.num_compared += len(pairs)
+
+
+def _is_held_out(name: str) -> bool:
+    return name.startswith("eval/")
 
 
 def again(past: Past, run: Run, folder: Path, start: Path | None, watch: Watch) -> list[str]:
@@ -304,7 +305,7 @@ def first_difference(past: Past, run: Run, other: Path, folder: Path, start: Pat
         tokens.extend([token] if token else [])
         return bool(tokens) or there is None
 
-    watch, begins = Watch(take, max(past.metrics), past), forked_at(other.parent)
+    watch, begins = Watch(take, past.last, past), forked_at(other.parent)
     again(past, run, folder, start or past.start(begins), watch)
     return (tokens[0] if tokens else None), watch
 

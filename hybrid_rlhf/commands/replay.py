@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core import own_files
-from hybrid_rlhf.core.config import UserError, check, command_flags
+from hybrid_rlhf.core.config import check, command_flags
 from hybrid_rlhf.core.errors import INTERRUPTED
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.report.summary import SAMPLES
@@ -35,7 +35,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     flags.add_argument("--reward", metavar="FILE.py:NAME", help="also score all rollouts by this function")
     flags.add_argument("--recorded", action="store_true",
                        help="with --reward: only score the samples on record, a few a logged step; trains nothing")
-    flags.add_argument("--from", dest="first", type=int, default=0, metavar="STEP",
+    flags.add_argument("--from", dest="first", type=int, metavar="STEP",
                        help="begin at the newest checkpoint of at most so many steps; default: at the beginning")
     flags.add_argument("--to", type=int, metavar="STEP", help="the last step that is taken again")
     flags.add_argument("--fork", type=int, metavar="STEP",
@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _carry_out(options: argparse.Namespace, rest: list[str], command: str) -> int:
+    from hybrid_rlhf.rewards.functions import open_functions
     from hybrid_rlhf.training.past_run import ROLLOUTS
 
     run = Path(options.run)
@@ -83,7 +84,8 @@ def _carry_out(options: argparse.Namespace, rest: list[str], command: str) -> in
     check(out.resolve() != run.resolve(), "replay: --output_dir is RUN itself, which stays as it is; give another one")
     if options.fork is not None:
         return _fork(run, out, options.fork, rest, command)
-    source, code, kept = _source(options.reward) if options.reward else None, 0, run / ROLLOUTS  # of a fork
+    source = open_functions([options.reward], {}, 60.0)[0] if options.reward else None
+    code, kept = 0, run / ROLLOUTS  # of a fork
     if not options.recorded and (source is None or not kept.exists()):
         code, kept = _replay(run, out, options, is_needed=source is None), out / ROLLOUTS
     if source is not None:
@@ -133,10 +135,10 @@ def _replay(run: Path, out: Path, options: argparse.Namespace, *, is_needed: boo
         print(f"the rollouts are those in {out / ROLLOUTS}: {known['compared']}", file=sys.stderr)
         return 0
     past, stage, _ = _open(run)
-    last = min(options.to or max(past.metrics), max(past.metrics))
-    start = past.start(max(options.first, past.forked))
-    check(options.first < last, f"replay: --from {options.first}: the last step to take again is {last}; give an "
-                                "earlier one")
+    last = min(options.to or past.last, past.last)
+    start = past.start(options.first)
+    check(start is None or int(start.name.split("-")[1]) < last,
+          f"replay: {start} is of the last step, and none is left to take again; give an earlier --from")
     out.mkdir(parents=True, exist_ok=True)
     made.unlink(missing_ok=True)
     file = RolloutFile(out / ROLLOUTS)
@@ -164,15 +166,6 @@ def _print_comparison(lines: list[str], watch: Watch) -> str:
     return text
 
 
-def _source(text: str) -> FunctionSource:
-    from hybrid_rlhf.rewards.functions import open_functions
-
-    try:
-        return open_functions([text], {}, 60.0)[0]
-    except UserError as error:
-        raise UserError(str(error).replace("reward.functions", "replay: --reward")) from error
-
-
 def _rescore(path: Path, out: Path, source: FunctionSource, options: argparse.Namespace) -> None:
     """Score the responses in `path`, and write and print both curves."""
     from hybrid_rlhf.report import rescored
@@ -181,10 +174,7 @@ def _rescore(path: Path, out: Path, source: FunctionSource, options: argparse.Na
 
     rows = next(past_run.read_rollouts(path), (0, []))[1]
     check(rows, f"replay: {path} has no samples; choose a run that has taken a step")
-    try:
-        source.check_columns([name for name in rows[0].get("columns", {}) if name != "prompt"])
-    except UserError as error:
-        raise UserError(str(error).replace("reward.functions", "replay: --reward")) from error
+    source.check_columns([name for name in rows[0].get("columns", {}) if name != "prompt"])
     check(not options.recorded or "completion_ids" not in parameters(source.function)[0],
           f"replay: {source.name} takes completion_ids, and samples on record are texts; leave out --recorded")
     history = past_run.rescored(past_run.read_rollouts(path), source)
@@ -201,7 +191,7 @@ def _fork(run: Path, out: Path, step: int, words: list[str], command: str) -> in
     from hybrid_rlhf.training import past_run
 
     past, stage, config = _open(run, [*words, "--output_dir", str(out)])
-    last = max(past.metrics)
+    last = past.last
     check(1 <= step <= last, f"replay: --fork {step}: {run} has steps 1 to {last}; give one of them")
     check(not is_run(out) or past_run.forked_at(out) == step, f"replay: {out} holds another run; give another "
                                                            "--output_dir")

@@ -113,8 +113,8 @@ MEANINGS: dict[str, str] = {
     "memory/*": "most memory in use during this part (in metrics.jsonl: bytes)",
 }
 # measured on the machine, or counts of what is kept between runs: another value in an equal run
-UNREPEATED = ("time/*", "memory/*", "engine/tokens_per_second", "*micro_batch_tokens", "judge/calls", "judge/cost",
-              "judge/cached")
+UNREPEATED = ("time/*", "memory/*", "engine/tokens_per_second", "engine/kv_bytes", "*micro_batch_tokens",
+              "judge/calls", "judge/cost", "judge/cached")
 BYTES = ("engine/kv_bytes", "engine/kept_bytes", "memory/*")  # shown as MiB and GiB
 
 

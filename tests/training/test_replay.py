@@ -9,10 +9,14 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.report.rescored import began
 from hybrid_rlhf.report.summary import summarize
+from hybrid_rlhf.rewards.functions import FunctionSource
+from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout.episode_record import Episode
 from hybrid_rlhf.run.reporter import Asked, watched_by
 from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.training import past_run
@@ -192,6 +196,28 @@ def test_a_fork_is_a_run_whose_setting_is_changed_at_that_step(place, tmp_path, 
     assert f"after step {step}, with ppo.kl_coef 0.7 (was 0.04)" in page and differs in page
     assert main(["replay", str(out), "--against", str(out)]) == 0
     assert f"differs from {out} in the {6 - step} steps" in capsys.readouterr().out
+    assert main(["replay", str(out), "--output_dir", str(tmp_path / "again")]) == 0
+    assert "steps 5 to 6 are the same again" in capsys.readouterr().out  # of its checkpoints 4 and 6 are left
+
+
+def test_rows_of_a_file_are_the_rollout_that_a_function_is_given() -> None:
+    """One of text, with a column, and one of episodes, which come back as their messages."""
+    def last_word(completions, answer, completion_ids, **_):
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        return [None if a is None else len(t) + len(ids) / 10 for t, a, ids in zip(texts, answer, completion_ids,
+                                                                                   strict=True)]
+
+    turns = [[{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"},
+              {"role": "assistant", "content": "ccc"}], [{"role": "assistant", "content": "dd"}]]
+    for episodes in ([], [Episode(messages=each) for each in turns]):
+        rollout = Rollout.from_responses(Prompts([[1], [2]], ["p", "q"], {"answer": ["x", None]}), [[5, 6], [7]],
+                                         [True, False], 0, ["ccc", "dd"])
+        rollout.scores, rollout.episodes = torch.tensor([1.5, float("nan")]), episodes
+        rows = json.loads(json.dumps(past_run.rows_of(3, rollout)))
+        assert [row["completion"] for row in rows] == (turns if episodes else ["ccc", "dd"])
+        (point,) = past_run.rescored([(3, rows)], FunctionSource("f", last_word))
+        assert point == {"step": 3, "reward": 1.5, "reward_std": 0.0, "other": pytest.approx(3.2), "other_std": 0.0,
+                         "responses": 2}
 
 
 def rollout(step: int, *responses: list[int], prompt: tuple = (1, 2)) -> list[dict]:
