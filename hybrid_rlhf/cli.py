@@ -25,7 +25,8 @@ SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # options of 
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat.repl", "doctor": "hybrid_rlhf.commands.doctor",
             "qualify": "hybrid_rlhf.commands.qualify", "init": "hybrid_rlhf.commands.init",
             "export": "hybrid_rlhf.commands.export", "label": "hybrid_rlhf.commands.label",
-            "serve": "hybrid_rlhf.inference.server.serve", "studio": "hybrid_rlhf.studio.command"}
+            "serve": "hybrid_rlhf.inference.server.serve", "studio": "hybrid_rlhf.studio.command",
+            "replay": "hybrid_rlhf.commands.replay"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
        {prog} chat --model DIR
@@ -33,6 +34,7 @@ USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value 
        {prog} studio [--outputs DIR]
        {prog} label --data FILE [--model DIR] --judge.model DIR --output FILE
        {prog} export --model DIR --output_dir DIR [--gguf f16] [--ollama]
+       {prog} replay RUN [--reward FILE.py:NAME] [--fork STEP --dotted.key value ...]
        {prog} init
        {prog} doctor
        {prog} qualify
@@ -187,7 +189,7 @@ def _train(argv: list[str]) -> int:
         config, code = _plan(config, switches)
         if code or switches["plan"]:
             return code
-    _prepare_device(is_bounded=switches["memory"] is not None)
+    prepare_device(is_bounded=switches["memory"] is not None)
     if card and (warning := _other_card(card)):
         print(warning, file=sys.stderr)
     if switches["check_signal"]:
@@ -251,7 +253,7 @@ def _plan(config: object, switches: dict) -> tuple[object, int]:
     return carry_out(config, memory=memory, only_plan=switches["plan"], cards=cards)
 
 
-def _prepare_device(*, is_bounded: bool) -> None:
+def prepare_device(*, is_bounded: bool) -> None:
     """Set how this process allocates and frees memory. On a CPU with --memory, saving memory counts for more than the
     time that the system takes to map blocks again. With a card, the computer's memory is for loading and offloading,
     and freed blocks go back."""

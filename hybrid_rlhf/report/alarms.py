@@ -135,15 +135,25 @@ def hacking(history: History) -> list[Alarm]:
 
 def _against(reward: Series, name: str, second: Series, spread: Series) -> list[Alarm]:
     """The alarm if `second` has fallen from its best while the training score kept rising."""
-    size, last = second.size, len(second.values) - second.size
-    best = max(range(last + 1), key=second.around)
-    before = reward.around(min(best, len(reward.values) - size))
-    fall = second.around(best) - second.end
-    if fall <= max(NUM_ERRORS * second.error(), MIN_FALL * spread.start) or reward.end - before <= 2 * reward.error():
+    size, best = second.size, turning(reward, second, spread.start)
+    if best is None:
         return []
+    before = reward.around(min(best, len(reward.values) - size))
     where = "at the start" if best < size else f"around step {second.steps[best + size // 2]}"
     return [Alarm("reward hacking", f"the training score rose from {before:.3g} to {reward.end:.3g} while {name} fell "
                                     f"from {second.around(best):.3g} {where} to {second.end:.3g}: {_FOOLED}")]
+
+
+def turning(reward: Series, second: Series, spread: float) -> int | None:
+    """Index of the first of those `second.size` steps in a row whose mean of `second` is the highest, if `second` fell
+    from there to the end (by more than NUM_ERRORS standard errors, and MIN_FALL of `spread`, the standard deviation of
+    its scores) while `reward` rose (by more than two standard errors); else None."""
+    last = len(second.values) - second.size
+    best = max(range(last + 1), key=second.around)
+    fall = second.around(best) - second.end
+    rise = reward.end - reward.around(min(best, len(reward.values) - second.size))
+    is_fooled = fall > max(NUM_ERRORS * second.error(), MIN_FALL * spread) and rise > 2 * reward.error()
+    return best if is_fooled else None
 
 
 def _unfollowed(history: History, reward: Series, name: str, second: Series, spread: Series) -> list[Alarm]:

@@ -112,6 +112,9 @@ MEANINGS: dict[str, str] = {
     "time/*": "seconds of this part of the step",
     "memory/*": "most memory in use during this part (in metrics.jsonl: bytes)",
 }
+# measured on the machine, or counts of what is kept between runs: another value in an equal run
+UNREPEATED = ("time/*", "memory/*", "engine/tokens_per_second", "engine/kv_bytes", "*micro_batch_tokens",
+              "judge/calls", "judge/cost", "judge/cached")
 BYTES = ("engine/kv_bytes", "engine/kept_bytes", "memory/*")  # shown as MiB and GiB
 
 
@@ -119,6 +122,11 @@ def meaning(name: str) -> str:
     """The meaning of a metric, held out (eval/...) or not; empty for one that a reward source or a script added."""
     plain = name.removeprefix("eval/")
     return next((text for pattern, text in MEANINGS.items() if fnmatchcase(plain, pattern)), "")
+
+
+def is_repeatable(name: str) -> bool:
+    """Whether the same run has the same value again."""
+    return not any(fnmatchcase(name.removeprefix("eval/"), pattern) for pattern in UNREPEATED)
 
 
 def shown(name: str, value: float | None) -> float | str:

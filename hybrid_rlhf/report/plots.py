@@ -69,6 +69,30 @@ def draw(history: Sequence[dict], folder: str | Path) -> list[Path]:
     return drawn
 
 
+def draw_two(history: Sequence[dict], first: tuple[str, str], second: tuple[str, str], mark: int | None,
+             path: Path) -> None:
+    """Write a PNG of two metrics, each (its name in the rows of `history`, its label) with an axis of its own, and a
+    line at step `mark`. Raises ImportError where matplotlib is not installed, OSError on a full disk."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(_SIZE[0] * 1.2, _SIZE[1]), dpi=_DPI)
+    left = figure.add_axes((0.1, 0.14, 0.8, 0.76))
+    for axes, (name, label), colour in ((left, first, COLOURS[0]), (left.twinx(), second, COLOURS[1])):
+        rows = [row for row in history if row.get(name) is not None]
+        steps, values = [row["step"] for row in rows], [row[name] for row in rows]
+        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, smooth(values), color=colour, linewidth=1.6)
+        axes.set_ylabel(label, fontsize=9, color=colour)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top"]].set_visible(False)
+    left.set_xlabel("step", fontsize=8)
+    if mark is not None:
+        left.axvline(mark, color=COLOURS[-1], linestyle="--", linewidth=1)
+        left.set_title(f"hacking began around step {mark}", loc="left", fontsize=10, fontweight="bold")
+    with replacing(path) as (beside,):
+        figure.savefig(beside, format="png")
+
+
 def lines_of(history: Sequence[dict], subject: Subject) -> dict[str, tuple[list[int], list[float]]]:
     """metric -> (steps, values) of the metrics of a subject, without those that are 0 throughout or equal to another
     (with one reward source: the reward)."""

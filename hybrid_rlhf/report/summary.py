@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from hybrid_rlhf.report.terminal import duration, last_line, last_turn, number, 
 
 REPORT, PAGE, METRICS = "report.md", "report.html", "metrics.jsonl"
 SAMPLES, ANSWERS = "samples.jsonl", "answers.jsonl"
+FORK = "fork.json"  # of a run that went on from a step of another one: of, step, changed, differs
 NUM_SHOWN = 4  # samples
 FEW_CALLS, MANY_FAILED = 0.02, 0.5  # shares
 WIDTH = 160  # columns of a cell at most
@@ -64,10 +65,11 @@ def summarize(folder: Path, stage: str, warn: Callable[[str], None] = lambda _te
         pictures, why = [], f"No plots: {words}."
         warn(f"cannot draw {folder / PLOTS}: {words}")
     samples, answers = (read_history(path) if (path := folder / name).exists() else [] for name in (SAMPLES, ANSWERS))
-    record = json.loads((folder / "run.json").read_text(encoding="utf-8")) if (folder / "run.json").exists() else {}
+    record, fork = (json.loads(path.read_text(encoding="utf-8")) if (path := folder / name).exists() else {}
+                    for name in ("run.json", FORK))
     before, after = before_and_after(samples, answers)
     alarms = find(history) + (answered(after) if answers else [])
-    return RunSummary(stage, alarms, history, pictures, why, before, after, record)
+    return RunSummary(stage, alarms, history, pictures, why, before, after, record, fork)
 
 
 def before_and_after(samples: list[dict], answers: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -110,7 +112,8 @@ class RunSummary:
     """Contents of a run's report.
 
     history: rows of metrics.jsonl. pictures: PNG files; no_pictures: why there are none. before, after: samples, of the
-    same prompts if the run has fixed ones. record: the contents of run.json. state: how far the run got, if it failed.
+    same prompts if the run has fixed ones. record, fork: contents of run.json and fork.json. state: how far the run
+    got, if it failed.
     """
 
     stage: str
@@ -121,12 +124,23 @@ class RunSummary:
     before: list[dict]
     after: list[dict]
     record: dict
+    fork: dict = field(default_factory=dict)
     state: str = ""
 
     @property
     def header(self) -> list[str]:
         """The run's first lines: data, model, settings, steps."""
         return (self.record.get("facts") or {}).get("header") or []
+
+    @property
+    def fork_lines(self) -> list[str]:
+        """What the run went on from and with what, and where the rollouts differ first; empty where it began anew."""
+        if not self.fork:
+            return []
+        changed = ", ".join(f"{name} {new} (was {old})" for name, (old, new) in self.fork["changed"].items())
+        differs = self.fork.get("differs") or ""
+        return [f"Goes on from {self.fork['of']} after step {self.fork['step']}, with {changed}.",
+                *([f"{differs[0].upper()}{differs[1:]}."] if differs else [])]
 
     @property
     def last_step(self) -> dict | None:
@@ -228,7 +242,8 @@ def markdown(run: RunSummary) -> str:
     """The report as Markdown."""
     lines = [f"# Report of stage {run.stage}", "", *([f"**{cell(run.state, 600)}**", ""] if run.state else []),
              *(f"- {cell(line, 400)}" for line in run.header)]
-    lines += [""] * bool(run.header) + [f"{line}\n" for line in first_lines(run.history)]
+    lines += [""] * bool(run.header) + [f"{cell(line, 600)}\n" for line in run.fork_lines]
+    lines += [f"{line}\n" for line in first_lines(run.history)]
     lines += ["## Alarms", "", *alarm_lines(run.alarms), "", "## Curves", ""]
     lines += [f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in run.pictures] or [
         run.no_pictures or "Nothing to draw."]
@@ -326,7 +341,7 @@ def _section(run: RunSummary, heading: str) -> str:
     steps += f" in {duration(run.record['seconds'])}" if run.record.get("seconds") else ""
     parts += [f'<p class="alarm"><strong>{escape(run.state)}</strong></p>'] if run.state else []
     parts.append(f'<p class="quiet">{"<br>".join(map(escape, [*run.header, steps]))}</p>')
-    parts += [f"<p>{escape(line)}</p>" for line in first_lines(run.history)]
+    parts += [f"<p>{escape(line)}</p>" for line in (*run.fork_lines, *first_lines(run.history))]
     parts += [f'<p class="alarm"><strong>{escape(a.name)}</strong>: {escape(a.text)}</p>' for a in run.alarms] or [
         '<p class="quiet">None of the alarms went off.</p>']
     parts.append(f'<p>{escape(run.no_pictures)}</p>' if run.no_pictures else

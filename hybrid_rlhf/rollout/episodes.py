@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,15 +64,9 @@ class EpisodePlayer:
                 capacity = max(len(play.ids) for play in plays) + sampling.max_new_tokens
                 with before_update():
                     turns = engine.open_turns(len(plays), capacity, sampling, keep_candidates)
-<<<<<<< HEAD
-                    asked = [engine.prompt(play.ids, images)
-                             for play, images in zip(plays, prompts.images, strict=True)]
-                EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, asked, seed)
-=======
                     for play, images in zip(plays, prompts.images, strict=True):
                         play.numbered = engine.prompt(play.ids, images) if images else play.ids
                 EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, seed)
->>>>>>> h/v2
         rollout = _rollout(plays, prompts, engine.pad_id, sampling)
         if keep_candidates and sampling.is_truncated:
             rollout.kept = KeptSets.of_rows([play.kept for play in plays])
@@ -223,14 +217,8 @@ class EpisodeTurns:
     pool: CallPool
     sampling: SamplingConfig
 
-<<<<<<< HEAD
-    def run(self, plays: Sequence[Play], asked: Sequence[list[int]], seed: int) -> None:
-        """asked: the prompts as the engine has them (HybridEngine.prompt). Raises UserError if an environment's step or
-        get_reward fails, or the template refuses its messages."""
-=======
     def run(self, plays: Sequence[Play], seed: int) -> None:
         """Raises UserError if an environment's step or get_reward fails, or the template refuses its messages."""
->>>>>>> h/v2
         by_number = {play.number: play for play in plays}
         for play in plays:
             play.episode.seed, play.episode.number = seed, play.number
@@ -275,12 +263,8 @@ class EpisodeTurns:
             play.to_call, play.answers = list(message["tool_calls"]), []
             self._call(play)
         elif kind.has_step:
-<<<<<<< HEAD
-            messages = cast("list[dict]", in_parts([*play.asked, *episode.messages]))
-=======
             messages = in_parts([*play.asked, *episode.messages])
             assert isinstance(messages, list)
->>>>>>> h/v2
             self._ask(play, "step", partial(play.instance.step, messages))
         else:
             self._end(play, DONE)

@@ -152,6 +152,26 @@ def copy_files(checkpoint: Path, folder: Path) -> None:
             _sync(folder / path.name)
 
 
+def copy_changed(path: Path, folder: Path, changes: Mapping[tuple[str, ...], object]) -> Path:
+    """Copy the complete checkpoint of one process in `path` to folder/NAME, tensors by a hard link where that can be,
+    with other values of its state; changes: the keys that lead to a value (without tensors) -> the new one. Returns the
+    copy. Raises OSError where the disk refuses, KeyError for keys that are not there."""
+    rest, manifest = (json.loads((path / name).read_text(encoding="utf-8")) for name in (REST, MANIFEST))
+    for keys, value in changes.items():
+        place = rest
+        for key in keys[:-1]:
+            place = place["dict"][key]
+        place["dict"][keys[-1]] = split(value, "", {})
+    beside, raw = _make_room(folder), json.dumps(rest).encode()
+    copy_files(path, beside)
+    manifest["files"][REST] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    own_files.write_file(beside / REST, raw)  # a new file: the old one is linked
+    own_files.write_file(beside / MANIFEST, json.dumps(manifest | {"sha256": _sum_of(manifest)}, indent=1))
+    _sync(beside)
+    _replace(beside, folder / path.name)
+    return folder / path.name
+
+
 def clear(folder: str | Path, *, after: int = -1) -> None:
     """Remove the checkpoints in `folder` of steps after `after`; other files stay."""
     for path in steps(folder):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -211,14 +211,15 @@ def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
         raise
     if (free := free_host_bytes()) is not None and device().type == "cpu":
         metrics.add(FREE, free)
-    rollout = _last_rollout(saver.trainer)
+    rollout = last_rollout(saver.trainer)
     tokens = reporter.progress.pace.tokens or getattr(rollout, "num_tokens", 0)
     metrics = metrics.add("time/step", time.perf_counter() - began).over_ranks().compute()
     read = int(sum_over_ranks(torch.tensor(float(tokens), dtype=torch.double)))
     return metrics | {"num_tokens": saver.values.get("num_tokens", 0) + read}
 
 
-def _last_rollout(trainer: Trainer) -> object:
+def last_rollout(trainer: Trainer) -> Any:
+    """The rollout of the last step; None for a trainer that samples none."""
     return getattr(getattr(trainer, "sampler", trainer), "last_rollout", None)
 
 
@@ -226,7 +227,7 @@ def _with_batch(error: NotFinite, saver: Saver, batch: object, saved: Path | Non
     """Save the batch that led to the error; returns the error with its path, and that of the last good checkpoint."""
     before = f"; the last checkpoint from before is {saved}" if saved else ""
     try:
-        folder = keep_batch(saver.record.output_dir, batch=batch, rollout=_last_rollout(saver.trainer))
+        folder = keep_batch(saver.record.output_dir, batch=batch, rollout=last_rollout(saver.trainer))
     except OSError as refusal:
         return NotFinite(f"{error}; the batch could not be saved: {refusal.strerror}{before}")
     return NotFinite(f"{error}; the last batch is in {folder}{before}")

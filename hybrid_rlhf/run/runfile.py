@@ -97,10 +97,10 @@ class RunRecord:
 
     def close(self, status: str, error: str | None = None) -> None:
         """Record that the run ended with `status`, write the record and release the lock."""
-        self.status, self.error, self.finished = status, error, _now()
+        self.status, self.error, self.finished = status, error, now()
         if self._clock:
-            now = time.monotonic()
-            self.seconds, self._clock = round(self.seconds + now - self._clock, 3), now
+            clock = time.monotonic()
+            self.seconds, self._clock = round(self.seconds + clock - self._clock, 3), clock
         try:
             self.write()
         finally:
@@ -189,12 +189,12 @@ def _resume(record: RunRecord, path: Path, settings: dict, command: str) -> RunR
     others = process_count.note(facts, settings)
     if others:
         print_main(others)
-    other = [f"{k} {v}, not {facts['versions'][k]}" for k, v in _versions().items() if facts["versions"].get(k, v) != v]
+    other = [f"{k} {v}, not {facts['versions'][k]}" for k, v in versions().items() if facts["versions"].get(k, v) != v]
     if other:
         print_main(f"warning: the checkpoint was made with another release ({'; '.join(other)}): the run may differ "
                    "from an uninterrupted one")
     record.status, record.error, record.finished, record.command = "running", None, None, command
-    record.config, record.versions, record.resumes_from, record._clock = settings, _versions(), path, time.monotonic()
+    record.config, record.versions, record.resumes_from, record._clock = settings, versions(), path, time.monotonic()
     if is_main():
         claim(Path(record.output_dir), SETTINGS_FILE)
         own_files.clear_unfinished(Path(record.output_dir))
@@ -226,7 +226,7 @@ def _existing(folder: Path) -> RunRecord | None:
 
 def _begin(folder: Path, stage: str, settings: dict, command: str) -> RunRecord:
     """A new record in `folder`. run.json is written right after the lock, and marks the folder as ours."""
-    record = RunRecord(str(folder), stage, command=command, config=settings, started=_now(), versions=_versions(),
+    record = RunRecord(str(folder), stage, command=command, config=settings, started=now(), versions=versions(),
                        code=code_of(settings))
     record._clock = time.monotonic()
     if is_main():
@@ -258,7 +258,8 @@ def _write_settings(folder: Path, settings: dict) -> None:
     (folder / SETTINGS_FILE).write_text(to_yaml(settings), encoding="utf-8")  # not replaced: the lock is on it
 
 
-def _now() -> str:
+def now() -> str:
+    """UTC, ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -332,14 +333,15 @@ def template_hash(tokenizer) -> str:  # noqa: ANN001
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _versions() -> dict[str, str]:
-    versions = {"hybrid_rlhf": __version__, "python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """The releases that a run depends on, by name."""
+    releases = {"hybrid_rlhf": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers", "deepspeed", "peft", "datasets"):
         try:
-            versions[name] = version(name)
+            releases[name] = version(name)
         except PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+            releases[name] = "not installed"
+    return releases
 
 
 # -- lock of a folder --------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from hybrid_rlhf.studio.studio import read_json
 
 FACTS, SETTINGS, OUTPUT, PROCESS = "job.json", "settings.yaml", "out.log", "process.json"
 STOP, STOP_NOW, END = "stop", "stop_now", "end.json"
-MAKES_RUNS = ("train", "evaluate")  # kinds of jobs, beside signal and export
+MAKES_RUNS = ("train", "evaluate")  # kinds of jobs, beside signal, export and replay
 ENDED = ("done", "failed", "stopped", "lost")
 MAX_OUTPUT = 2**16  # bytes of the output in one answer
 IS_NUMBER = re.compile(r"[0-9]{6,12}")

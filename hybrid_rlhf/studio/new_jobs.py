@@ -6,6 +6,7 @@ A request becomes a job's command line and settings file. They are only data her
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
@@ -29,12 +30,13 @@ _EVALUATED = ("data.sources", "data.max_prompt_length", "data.raw", "data.split"
 _SCORED_BY, _REWARD_MODEL = ("reward", "environment"), "roles.reward.model_name_or_path"
 # options with code or addresses, also in mappings and lists; builtin:NAME is the library's
 _TRUSTED = ("reward.functions", "environment.tools", "environment.factory", "reward.judge.url", "reward.url")
+_OPTION = re.compile(r"(--)?[a-z_0-9]+(\.[a-z_0-9]+)+|(--)?seed")  # that a fork may change
 _PERMISSIONS = ("trust_remote_code", "trust_pickled_weights")
 
 
 def routes(studio: Studio, jobs: Jobs) -> list[Route]:
     """The routes of the queue."""
-    add = {"train": _train, "signal": _check_signal, "evaluate": _evaluate, "export": _export}
+    add = {"train": _train, "signal": _check_signal, "evaluate": _evaluate, "export": _export, "replay": _replay}
 
     def post(_query: dict, body: dict) -> dict:
         with jobs.alone():
@@ -86,6 +88,29 @@ def _export(studio: Studio, jobs: Jobs, body: dict) -> dict:
     if any(job.facts["name"] == name and job.state in ("queued", "running") for job in jobs.all()):
         raise Refused(409, f"an export called {name} waits or runs already; choose another name", "name")
     return jobs.add("export", f"export of {run}", words, run=run, name=name)
+
+
+def _replay(studio: Studio, jobs: Jobs, body: dict) -> dict:
+    """Take a run's steps again and score its rollouts by another reward; or, with a step, make a new run that goes on
+    from there with other settings."""
+    run, step = body["run"], body.get("step")
+    folder = studio.folder(run)
+    stage, settings = own_settings(folder)
+    if not jobs.is_own(run):
+        _check_confirmed(body, yaml.safe_load(settings))
+    if step is None:
+        return jobs.add("replay", f"replay of {run}", ["replay", str(folder), f"--reward={body['reward']}"], run=run,
+                        folder=jobs.folder_of(run))
+    words = body["settings"].split()
+    if len(words) % 2 or not all(_OPTION.fullmatch(name) for name in words[::2]):
+        raise Refused(400, "settings are names and values, such as ppo.kl_coef 0.1", "settings")
+    target = f"{run}_fork_{int(step)}"
+    place = new_folder(studio, target)
+    _check_free(jobs, target)
+    changed = [f"--{name.lstrip('-')}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
+    return jobs.add("train", f"{stage}: {target}", ["replay", str(folder), "--fork", str(int(step)), "--output_dir",
+                                                    str(place), *changed], stage=stage, run=target,
+                    folder=jobs.folder_of(run))
 
 
 def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:

@@ -139,7 +139,7 @@ def test_the_c_library_keeps_what_is_freed_only_where_a_cpu_computes(system, car
     for name in ("keep_freed_blocks", "give_back_freed_blocks"):
         monkeypatch.setattr(memory, name, lambda name=name: called.append(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_card)
-    cli._prepare_device(is_bounded=is_bounded)
+    cli.prepare_device(is_bounded=is_bounded)
     assert called == expected
 
 

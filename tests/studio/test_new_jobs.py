@@ -213,6 +213,30 @@ def test_a_strangers_run_is_resumed_after_a_word_of_confirmation_only(monkeypatc
         assert client.post("/api/run/resume", json={"id": "theirs", "is_confirmed": True}).status_code == 200
 
 
+def test_a_replay_and_a_fork_become_commands_on_the_run(monkeypatch, tmp_path):
+    use_quick_launcher(monkeypatch, tmp_path)
+    outputs = (tmp_path / "outputs").resolve()
+    make_run(outputs, "demo/ppo", "ppo", steps=2, settings={"reward.functions": ["f.py:s"]})
+
+    def words(number: str) -> list[str]:
+        return json.loads((outputs / ".studio/jobs" / number / "job.json").read_text())["words"][2:]
+
+    with queue_client(outputs, is_open=False) as client:
+        def ask(**body):
+            return client.post("/api/jobs", json={"kind": "replay", "run": "demo/ppo", "is_confirmed": True, **body})
+
+        assert ask(reward="--fork", is_confirmed=False).json()["option"] == "is_confirmed"
+        assert ask(reward="r.py:aim").json()["run"] == "demo/ppo"
+        assert words("000001") == ["replay", f"{outputs}/demo/ppo", "--reward=r.py:aim"]
+        row = ask(step=3, settings="ppo.kl_coef 0.1 --seed 2").json()
+        assert (row["kind"], row["stage"], row["run"]) == ("train", "ppo", "demo/ppo_fork_3")
+        assert words("000002") == ["replay", f"{outputs}/demo/ppo", "--fork", "3", "--output_dir",
+                                   f"{outputs}/demo/ppo_fork_3", "--ppo.kl_coef=0.1", "--seed=2"]
+        assert ask(step=3, settings="ppo.kl_coef 0.2").status_code == 409  # it waits already
+        for settings in ("ppo.kl_coef", "output_dir /x", "--against y", "a b"):
+            assert ask(step=4, settings=settings).json()["option"] == "settings", settings
+
+
 def test_a_module_in_the_current_folder_is_not_taken_for_the_library(tmp_path):
     (tmp_path / "hybrid_rlhf").mkdir()
     (tmp_path / "hybrid_rlhf" / "__init__.py").write_text("raise SystemExit('stranger')")

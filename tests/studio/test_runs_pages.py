@@ -543,3 +543,26 @@ def test_ten_tabs_are_open_and_each_loads(opened, outputs):
                 browser.switch_to.window(handle)
                 browser.close()
         browser.switch_to.window(first)
+
+
+def test_a_run_that_samples_is_replayed_and_forked_from_its_page(opened, outputs, queue):
+    make_run(outputs, "sft", "sft", 3)
+    run = make_run(outputs, "grpo", "grpo", 3)
+    append(run.folder / "metrics.jsonl", [{"step": 4, "reward": 1.0, "completions/mean_length": 5.0}])
+    queue.add("000001", "done", kind="replay", run="grpo")
+    queue.output = "hacking began around step 3"
+    page = opened("#/run/grpo")
+    fold = until(page, lambda: next(f for f in page.find_elements("css selector", "details")
+                                    if f.is_displayed() and f.text.startswith("Replay, or go on")))
+    fold.find_element("css selector", "summary").click()
+    for name, text in (("reward", "f.py:aim"), ("step", "2"), ("settings", "ppo.kl_coef 0.1")):
+        find(page, f"#replay-{name}").send_keys(text)
+    for button in fold.find_elements("css selector", ".line button"):
+        if button.text in ("Replay with another reward", "Go on from this step"):
+            button.click()
+    until(page, lambda: len(queue.asked) == 2, 10)
+    assert queue.asked == [("/api/jobs", {"kind": "replay", "run": "grpo", **body}) for body in (
+        {"reward": "f.py:aim"}, {"step": 2, "settings": "ppo.kl_coef 0.1"})]
+    page.get(page.current_url.split("#")[0] + "#/run/sft")
+    until(page, lambda: "sft" in find(page, "h1").text and find(page, "progress") and not any(
+        f.is_displayed() for f in page.find_elements("css selector", "details") if "Replay, or" in f.text))

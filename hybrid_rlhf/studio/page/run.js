@@ -7,6 +7,7 @@ import {
 import {address, age, breakable, bytes, count, duration, moment} from "./format.js";
 import {hasFailed, isOpen, jobText, makeJob, makeJobOutput} from "./jobs.js";
 import {inWords} from "./run_words.js";
+import {makeReplay} from "./replay.js";
 import {makeSamples} from "./samples.js";
 import {get, on, paced, post, postConfirmed} from "./server.js";
 
@@ -68,6 +69,7 @@ function showRun(root, id, record) {
   view.curves = makeCurves([{id, label: "", place: 0}], record.row.stage);
   view.samples = makeSamples(id);
   view.details = makeDetails();
+  view.replay = makeReplay(id);
   build(view, root);
   update(view);
   view.load = paced(() => refresh(view), {fail: (fault) => put(view.fault, fault.message), wait: 1000});
@@ -76,7 +78,7 @@ function showRun(root, id, record) {
   view.load();
   jobs();
   return all(on("run", (news) => news.id === id && grown()), on("runs", view.load), on("jobs", jobs),
-    on("open", all(grown, jobs)), view.load.end, jobs.end, view.curves.end, view.samples.end,
+    on("open", all(grown, jobs)), view.load.end, jobs.end, view.curves.end, view.samples.end, view.replay.end,
     () => view.output?.end());
 }
 
@@ -112,7 +114,7 @@ function build(view, root) {
     view.family, make("div.buttons", {}, view.stop, view.resume, view.talk,
       link("Compare", `#/compare/${address(id)}`), view.fresh, view.export, view.report),
     view.message, view.fault, view.notes, view.waiting, view.outputPlace, view.samples.answers, view.words,
-    view.curves.node, view.samples.node, view.details.node, keeping(view));
+    view.curves.node, view.samples.node, view.details.node, view.replay.node, keeping(view));
 }
 
 // Another name for the run, or its end; asked again where that breaks something.
@@ -190,6 +192,7 @@ function update(view) {
   view.resume.hidden = !CAN_RESUME.includes(row.status);
   view.talk.hidden = NO_CHAT.includes(row.stage) || !(row.has_model || record.checkpoints.length);
   view.curves.node.hidden = !record.metrics.length;
+  view.replay.node.hidden = !record.metrics.some(({name}) => name === "completions/mean_length"); // it samples
   view.export.hidden = view.fresh.hidden = !row.has_model;
   view.report.hidden = !record.has_report;
   put(view.stop, view.hasAskedToStop ? "End at once" : "Stop with a checkpoint");
