@@ -94,7 +94,8 @@ def _summary(path: Path) -> str:
 
 def reference() -> dict[str, str]:
     """Page -> Markdown: what `from hybrid_rlhf import` gives, a page for each package, and a table of them."""
-    classes = re.findall(r"^class (\w+)\(Training\)", (ROOT / "hybrid_rlhf" / "api.py").read_text(encoding="utf-8"), re.M)
+    source = (ROOT / "hybrid_rlhf" / "api.py").read_text(encoding="utf-8")
+    classes = re.findall(r"^class (\w+)\(Training\)", source, re.M)
     trainers = "\n".join(f"::: hybrid_rlhf.api.{name}\n" for name in ("Training", *classes))
     pages = {"python": f"# From Python\n\n`from hybrid_rlhf import SFTTrainer`; [how](../guide/from-python.md).\n\n"
                          f"{trainers}\n::: hybrid_rlhf.core.config.UserError\n"}
