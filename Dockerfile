@@ -17,7 +17,7 @@ COPY hybrid_rlhf /src/hybrid_rlhf
 COPY training /src/training
 COPY inference /src/inference
 WORKDIR /src
-RUN PIP_EXTRA_INDEX_URL="${TORCH}" pip install --no-cache-dir --constraint constraints.txt ".[report,quantize,serve,gguf,vision]" \
+RUN PIP_EXTRA_INDEX_URL="${TORCH}" pip install --no-cache-dir --constraint constraints.txt ".[quantize,gguf,vision,report]" \
  && rm -rf build ./*.egg-info
 
 # Ubuntu's image has a user of id 1000 already.

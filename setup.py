@@ -50,6 +50,7 @@ EXTRAS["test"] = [
     "pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.170", "ruff>=0.17", "mypy>=2.4",
     "trl==1.16.*",  # the oracle of the first-step losses
     "vaderSentiment>=3.3.2",  # an example's judge, never a reward
+    *EXTRAS["docs"],  # tests/project/test_site.py builds the site
     'triton>=3.6; platform_system == "Linux"',  # its interpreter runs the CUDA kernels; CUDA builds of torch bring it
     "setuptools>=77", "wheel>=0.45",  # the packaging tests build without network
     "nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4",  # run the example notebook

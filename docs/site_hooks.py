@@ -1,5 +1,5 @@
-"""What mkdocs.yml needs beside the pages of docs/: pages and files from the rest of the checkout, links to them, and
-the API reference, one page a package, from the docstrings. The modules are read, not imported: torch need not be there.
+"""What mkdocs.yml needs beside the pages of docs/: pages and files of the rest of the checkout, links to them, and the
+API reference, one page a package, from the docstrings. Modules are read and not imported: torch need not be there.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _TABLE_CODE = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
 
 
 def on_config(config):  # noqa: ANN001, ANN201 - mkdocs' own
-    """A copy of the package as it is installed, with training and inference in it, as setup.py maps them."""
+    """A copy of the package as it is installed, with training and inference in it, as setup.py maps them; and the
+    pages of results/ and of the reference in the navigation."""
     shutil.rmtree(SOURCES, ignore_errors=True)
     for name in ("hybrid_rlhf", "training", "inference"):
         inside = "" if name == "hybrid_rlhf" else name
         shutil.copytree(ROOT / name, SOURCES / "hybrid_rlhf" / inside, ignore=shutil.ignore_patterns("__pycache__"))
     for section, folder in (("Measured", "results"), ("Reference", "reference")):
-        pages = reference() if folder == "reference" else (path.stem for path in (DOCS / folder).glob("*.md"))
-        names = sorted(set(pages))
+        pages = reference() if folder == "reference" else [path.stem for path in (DOCS / folder).glob("*.md")]
         entry = next(entry for entry in config.nav if section in entry)
-        entry[section] = [f"{folder}/README.md", *(f"{folder}/{name}.md" for name in names if name != "README")]
+        entry[section] = [f"{folder}/README.md", *(f"{folder}/{name}.md" for name in sorted(pages) if name != "README")]
     return config
 
 
@@ -54,6 +54,8 @@ def on_page_markdown(markdown: str, page, config, files: Files) -> str:  # noqa:
     """Links to files of the checkout lead to their place in the site. What GitHub reads in another way: code in tables
     is without its backslashes, and a list that follows a line of text gets the empty line that it needs here."""
     here = page.file.src_uri
+    if here == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]  # its table is wide
     source = DOCS / here if (DOCS / here).exists() else ROOT / here
 
     def link(match: re.Match) -> str:
@@ -91,25 +93,20 @@ def _summary(path: Path) -> str:
 
 
 def reference() -> dict[str, str]:
-    """Page -> Markdown: the trainers, a page for each package, and a table of them."""
-    import ast
-
-    start = ast.parse((ROOT / "hybrid_rlhf" / "__init__.py").read_text(encoding="utf-8"))
-    named = {node.targets[0].id: ast.literal_eval(node.value) for node in start.body if isinstance(node, ast.Assign)
-             and isinstance(node.targets[0], ast.Name) and node.targets[0].id in ("_FROM_PYTHON", "_CONFIGS")}
-    trainers = "\n".join(f"::: hybrid_rlhf.api.{name}\n" for name in ("Training", *named["_FROM_PYTHON"][:-1]))
-    pages = {"trainers": f"# Trainers\n\n`from hybrid_rlhf import SFTTrainer`; [how](../guide/from-python.md).\n\n"
+    """Page -> Markdown: what `from hybrid_rlhf import` gives, a page for each package, and a table of them."""
+    source = (ROOT / "hybrid_rlhf" / "api.py").read_text(encoding="utf-8")
+    classes = re.findall(r"^class (\w+)\(Training\)", source, re.M)
+    trainers = "\n".join(f"::: hybrid_rlhf.api.{name}\n" for name in ("Training", *classes))
+    pages = {"python": f"# From Python\n\n`from hybrid_rlhf import SFTTrainer`; [how](../guide/from-python.md).\n\n"
                          f"{trainers}\n::: hybrid_rlhf.core.config.UserError\n"}
-    rows = ["| [trainers](trainers.md) | from Python: the trainer classes |"]
+    rows = ["| [from Python](python.md) | `from hybrid_rlhf import ...`: the trainer classes |"]
     for package in sorted(path for path in (SOURCES / "hybrid_rlhf").iterdir() if (path / "__init__.py").exists()):
         modules = [path for path in sorted(package.rglob("*.py"), key=lambda path: (path.name != "__init__.py", path))
                    if "__pycache__" not in path.parts and not path.name.startswith("__main")]
-        blocks = []
-        for path in modules:
-            dotted = ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
-            blocks.append(f"::: {dotted}\n")
-        pages[package.name] = f"# hybrid_rlhf.{package.name}\n\n" + "\n".join(blocks)
+        names = (".".join(path.relative_to(SOURCES).with_suffix("").parts) for path in modules)
+        blocks = (f"::: {name.removesuffix('.__init__')}\n" for name in names)
+        pages[package.name] = "\n".join([f"# hybrid_rlhf.{package.name}\n", *blocks])
         rows.append(f"| [{package.name}]({package.name}.md) | {_summary(package / '__init__.py')} |")
-    pages["README"] = "\n".join([
-        "# API reference\n\nFrom the docstrings, one page a package.\n", "| | |", "|---|---|", *rows])
+    rows = ["# API reference", "", "From the docstrings, one page a package.", "", "| | |", "|---|---|", *rows]
+    pages["README"] = "\n".join(rows)
     return pages

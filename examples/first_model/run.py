@@ -1,5 +1,4 @@
-"""A user's first model: the commands of docs/guide/first-steps.md on 60 rows of one's own, then a judge on questions
-that nobody trained on.
+"""A user's first model: the commands of docs/guide/first-steps.md on 60 rows, then a judge on questions of no row.
 
     python examples/first_model/run.py --model MODEL [--output_dir outputs/first_model] [--STAGE.OPTION VALUE ...]
 

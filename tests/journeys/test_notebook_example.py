@@ -1,4 +1,5 @@
-"""The example notebook learns what it says, in a real kernel; a cell can be interrupted and run again."""
+"""The example notebooks, in a real kernel: one learns what it says, the others begin with an install; a cell can be
+interrupted and run again."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from tests.factories.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "notebook.ipynb"
+HOSTED = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 MOST_LINES = 60  # of a cell's output
 
 
@@ -61,10 +63,34 @@ def environment(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
 
 
-def test_the_notebook_is_kept_without_outputs() -> None:
-    cells = [cell for cell in json.loads(EXAMPLE.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert len(cells) > 8
+@pytest.mark.parametrize("path", [EXAMPLE, *HOSTED], ids=lambda path: path.stem)
+def test_a_notebook_is_kept_without_outputs(path) -> None:
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 4
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("path", HOSTED, ids=lambda path: path.stem)
+def test_a_hosted_notebook_runs_on_a_cpu_with_little_output(path, tmp_path) -> None:
+    """With a tiny model and three steps in place of its own."""
+    import nbformat
+
+    save_tiny(tmp_path / "base", max_position_embeddings=512)
+    notebook = nbformat.read(path, as_version=4)
+    cell = next(cell for cell in notebook.cells if cell["id"] == "settings")
+    names = [line.split(" = ")[0] for line in cell.source.splitlines()]
+    assert names == ["MODEL", "STEPS"]
+    cell.source = 'MODEL, STEPS = "base", 3'
+    done = Executed(notebook, tmp_path)
+    assert done.text("install") == ("no card: a small model on the CPU\n--preset cpu: "
+                                    "{'model.lora.r': 16, 'engine.micro_batch_tokens': 1024}\n")
+    run = json.loads((tmp_path / "outputs" / path.stem / "run.json").read_text())
+    assert run["step"] == 3 and (tmp_path / "outputs" / "my-model" / "model.safetensors").exists()
+    for name, outputs in done.outputs.items():
+        assert len(done.text(name).splitlines()) <= MOST_LINES, name
+        assert not any(output.get("name") == "stderr" for output in outputs), done.text(name)
 
 
 @pytest.mark.slow

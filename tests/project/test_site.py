@@ -75,7 +75,7 @@ def test_every_link_of_the_site_leads_to_a_file_and_a_place_in_it(site) -> None:
             there = there / "index.html" if there.is_dir() else there
             if not there.exists() or (there in pages and unquote(parts.fragment) not in pages[there].ids):
                 dead.append(f"{path.relative_to(site)}: {link}")
-    assert len(pages) > 100 and sum(len(page.links) for page in pages.values()) > 5000
+    assert len(pages) > 90 and sum(len(page.links) for page in pages.values()) > 5000
     assert dead == []
 
 
@@ -88,8 +88,10 @@ def test_the_site_loads_nothing_from_elsewhere_and_its_search_knows_options_and_
     documents = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
     text = "\n".join(document["text"] for document in documents)
     assert "ppo.kl_coef" in text and "GRPOTrainer" in text and "calculator" in text
-    reference = (site / "reference" / "rewards" / "index.html").read_text(encoding="utf-8")
-    assert "BadAnswer" in reference and "(B,)" in reference
+    for page, words in (("rewards", ("BadAnswer", "(B,)")), ("training", ("hybrid_rlhf.training.step3_ppo",)),
+                        ("python", ("GRPOTrainer", "UserError")), ("trainers", ("PPOTrainer",))):
+        reference = (site / "reference" / page / "index.html").read_text(encoding="utf-8")
+        assert all(word in reference for word in words), page
 
 
 @pytest.mark.slow
