@@ -15,7 +15,7 @@ H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1382, 10),
-    "hybrid_rlhf/commands": (1908, 9),
+    "hybrid_rlhf/commands": (1907, 9),
     "hybrid_rlhf/core": (3211, 20),
     "hybrid_rlhf/data": (4399, 18),
     "hybrid_rlhf/engine": (6706, 43),
@@ -33,9 +33,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5307, 29),
     "inference": (3753, 26),
-    "tests": (60731, 353),
+    "tests": (60747, 353),
     "benchmarks": (7813, 53),
-    ENTRY_POINTS: (2196, 11),
+    ENTRY_POINTS: (2207, 11),
 }
 
 
