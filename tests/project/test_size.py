@@ -20,7 +20,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/data": (4399, 18),
     "hybrid_rlhf/engine": (6706, 43),
     "hybrid_rlhf/environments": (1858, 9),
-    "hybrid_rlhf/export": (913, 6),
+    "hybrid_rlhf/export": (1083, 6),
     "hybrid_rlhf/kernels": (6009, 31),
     "hybrid_rlhf/memory_plan": (1972, 11),
     "hybrid_rlhf/models": (5968, 31),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5307, 29),
     "inference": (3753, 26),
-    "tests": (60747, 353),
+    "tests": (60906, 353),
     "benchmarks": (7813, 53),
     ENTRY_POINTS: (2207, 11),
 }
