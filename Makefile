@@ -115,6 +115,26 @@ $(NEWEST)/.installed: setup.py
 	$(NEWEST)/bin/uv pip install --python $(NEWEST)/bin/python --resolution highest --refresh -e '.[test]'
 	@touch $@
 
+# sdist and wheel in dist/, as they are published.
+.PHONY: wheel test-wheel
+wheel:
+	$(PYTHON) -m venv .venv-build
+	.venv-build/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	rm -rf dist
+	.venv-build/bin/python -m build --outdir dist .
+	.venv-build/bin/python -m twine check --strict dist/*
+
+# The fast tests with dist's wheel and the newest releases that it admits: an empty environment, a folder without our sources.
+FROM_WHEEL := .venv-wheel
+test-wheel:
+	$(PYTHON) -m venv --clear $(FROM_WHEEL)
+	$(FROM_WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(FROM_WHEEL)/bin/uv pip install --python $(FROM_WHEEL)/bin/python --resolution highest --refresh "$$(ls dist/*.whl)[test]"
+	rm -rf build/outside && mkdir -p build/outside
+	git ls-files | grep -vE '^(hybrid_rlhf|training|inference)/' | tar -c -T - | tar -x -C build/outside
+	cd build/outside && PATH="$(CURDIR)/$(FROM_WHEEL)/bin:$$PATH" python -m pytest -n $(WORKERS) --dist loadfile \
+	  -m "not slow and not gpu" --ignore=tests/project $(PYTEST_ARGS)
+
 lint: $(STAMP)
 	@failed=0; $(BIN)/python -m ruff check . || failed=1; $(BIN)/python -m mypy || failed=1; exit $$failed
 
@@ -147,5 +167,5 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist mutants *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(FROM_WHEEL) .venv-build build dist mutants *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

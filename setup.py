@@ -32,13 +32,14 @@ RUNTIME = [
     "pyyaml>=6.0.3",
     "ninja>=1.13",
     "websocket-client>=1.8",  # builtin:openenv
+    "matplotlib>=3.11",  # the report's curves
+    "fastapi>=0.165", "uvicorn>=0.54", "httpx>=0.28", "psutil>=7.0",  # server and studio: small beside torch
 ]
 EXTRAS = {
     "vision": ["pillow>=12.0"],  # images; torchvision that fits torch is used where it is there
     "quantize": ["bitsandbytes>=0.50.2"],
-    "report": ["matplotlib>=3.11", "tensorboard>=2.21"],
-    # httpx: the studio's way to its chat; psutil: its processes
-    "serve": ["fastapi>=0.165", "uvicorn>=0.54", "httpx>=0.28", "psutil>=7.0"],
+    "report": ["tensorboard>=2.21"],
+    "serve": [],  # all of it is installed anyway: the name stays for older commands
     "gguf": ["gguf>=0.19"],
     "gym": ["reasoning-gym>=0.1.25"],
     "math": ["math-verify>=0.9", "antlr4-python3-runtime==4.13.2"],  # builtin:math_match
@@ -55,7 +56,7 @@ EXTRAS["test"] = [
     "setuptools>=77", "wheel>=0.45",  # the packaging tests build without network
     "nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4",  # run the example notebook
     "selenium>=4.51",  # drives Chromium, where that is installed, over the server's page
-    *EXTRAS["quantize"], *EXTRAS["report"], *EXTRAS["serve"], *EXTRAS["gguf"], *EXTRAS["math"], *EXTRAS["vision"],
+    *EXTRAS["quantize"], *EXTRAS["report"], *EXTRAS["gguf"], *EXTRAS["math"], *EXTRAS["vision"],
 ]
 
 
@@ -81,6 +82,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    keywords=["rlhf", "ppo", "grpo", "dpo", "sft", "reward model", "fine-tuning", "language models"],
     python_requires=">=3.11",
     packages=packages(),
     package_dir={f"hybrid_rlhf.{folder}": folder for folder in AT_THE_TOP},
@@ -89,9 +91,13 @@ setup(
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hybrid-rlhf = hybrid_rlhf.cli:main"]},
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.11",
-        "Operating System :: POSIX",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)),
+        "Programming Language :: C++",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     zip_safe=False,

@@ -28,7 +28,8 @@ COMMANDS = {"chat": "hybrid_rlhf.inference.chat.repl", "doctor": "hybrid_rlhf.co
             "serve": "hybrid_rlhf.inference.server.serve", "studio": "hybrid_rlhf.studio.command",
             "replay": "hybrid_rlhf.commands.replay"}
 
-USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
+USAGE = """usage: {prog} demo
+       {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
        {prog} chat --model DIR
        {prog} serve --model DIR [--reward_model DIR] [--port 8000]
        {prog} studio [--outputs DIR]
@@ -43,6 +44,7 @@ USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value 
 Stages:
 {stages}
 
+demo trains the embedded task through all three stages in a few minutes, without network.
 The first word may be a stage's name: {prog} sft is {prog} --stage sft, and --model DIR is short for
 --model.model_name_or_path DIR. {prog} --stage STAGE --help lists every option of a stage with its default.
 --preview prints three rendered examples of its data; --print_config its complete settings; --plan the memory that it
@@ -328,9 +330,12 @@ def _other_card(name: str) -> str | None:
 
 
 def _take_stage(argv: list[str], prog: str) -> tuple[str | None, list[str]]:
-    """The value of --stage (--stage=X too, or the first word) and the other arguments; prints the usage where it alone
+    """The value of --stage (--stage=X too, or the first word; demo is all) and the other arguments; prints the usage where it alone
     is asked for."""
     rest, name = [], None
+    if argv and argv[0] == "demo":
+        argv = ["all", *argv[1:]]
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # its models gain nothing from a second; torch comes later
     words = iter(["--stage", *argv] if argv and argv[0] in STAGES else argv)
     for word in words:
         if word == "--stage":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import re
 
 import pytest
@@ -73,6 +74,16 @@ def test_help_of_all_stages_has_the_schedule_of_each(capsys) -> None:
     for name in ("--stages.sft.max_steps", "--stages.reward.learning_rate", "--stages.ppo.max_steps", "--ppo.kl_coef",
                  "--roles.actor.learning_rate", "--compare.longer_sft", "--run_stages"):
         assert name in text
+
+
+def test_demo_is_all_stages_on_one_thread_unless_told_otherwise(monkeypatch, capsys) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    text = printed(capsys, "demo", "--seed", "7", "--print_config")
+    assert yaml.safe_load(text) == yaml.safe_load(printed(capsys, "--stage", "all", "--seed", "7", "--print_config"))
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    printed(capsys, "demo", "--print_config")
+    assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])

@@ -59,7 +59,7 @@ def summarize(folder: Path, stage: str, warn: Callable[[str], None] = lambda _te
     try:
         pictures, why = draw(history, folder), ""
     except ImportError:
-        pictures, why = [], "No plots: matplotlib is not installed (pip install 'hybrid-rlhf[report]')."
+        pictures, why = [], "No plots: matplotlib is not installed (pip install matplotlib)."
     except Exception as error:  # errors in matplotlib, its fonts and caches
         words = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(str(error), 200)}"
         pictures, why = [], f"No plots: {words}."

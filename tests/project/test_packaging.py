@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def test_make_installs_once_and_again_only_when_the_pins_changed(tmp_path):
 def source(tmp_path_factory) -> Path:
     """A copy of the sources, so that building leaves nothing in the checkout."""
     copy = tmp_path_factory.mktemp("source")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, copy)
     for room in ROOMS:
         shutil.copytree(ROOT / room, copy / room, ignore=shutil.ignore_patterns("__pycache__"))
@@ -147,11 +148,15 @@ def assert_the_command_works(folder: Path, elsewhere: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_plain_install_adds_one_name_and_every_file_and_its_command_works_anywhere(source, tmp_path):
+def test_an_install_from_the_sdist_adds_one_name_and_every_file_and_works_anywhere(source, tmp_path):
     python = environment(tmp_path / "env")
     before = {p.name for p in site_packages(tmp_path / "env").iterdir()}
+    subprocess.run([sys.executable, "setup.py", "--quiet", "sdist", "-d", str(tmp_path)], cwd=source, check=True)
+    archive = next(tmp_path.glob("*.tar.gz"))
+    with tarfile.open(archive) as packed:
+        assert not [name for name in packed.getnames() if "/tests" in name]
     subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w",
-                    str(tmp_path), str(source)], check=True)
+                    str(tmp_path), str(archive)], check=True)
     wheel = next(tmp_path.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -15,12 +15,12 @@ H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1382, 10),
-    "hybrid_rlhf/commands": (2158, 10),
+    "hybrid_rlhf/commands": (2157, 10),
     "hybrid_rlhf/core": (3269, 20),
     "hybrid_rlhf/data": (4406, 18),
     "hybrid_rlhf/engine": (6712, 43),
     "hybrid_rlhf/environments": (1858, 9),
-    "hybrid_rlhf/export": (913, 6),
+    "hybrid_rlhf/export": (1083, 6),
     "hybrid_rlhf/kernels": (6009, 31),
     "hybrid_rlhf/memory_plan": (1972, 11),
     "hybrid_rlhf/models": (5968, 31),
@@ -33,9 +33,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5769, 30),
     "inference": (3867, 26),
-    "tests": (61749, 356),
+    "tests": (61952, 356),
     "benchmarks": (7813, 53),
-    ENTRY_POINTS: (2198, 11),
+    ENTRY_POINTS: (2210, 11),
 }
 
 
