@@ -20,6 +20,7 @@ from tests.factories.studio_jobs import (
     notes,
     queue_client,
     start,
+    stop_all,
     until,
     use_quick_launcher,
 )
@@ -198,6 +199,7 @@ def launching(tmp_path, monkeypatch):
     (tmp_path / "outputs").mkdir()
     with queue_client(tmp_path / "outputs") as found:
         yield found
+        stop_all(found)
 
 
 @pytest.fixture

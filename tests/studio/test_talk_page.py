@@ -13,7 +13,17 @@ from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
 from hybrid_rlhf.studio import chat_process
-from tests.factories.browser import ALL_IMPACTS, axe_faults, find, narrow, needs_axe, needs_browser, texts, until
+from tests.factories.browser import (
+    ALL_IMPACTS,
+    axe_faults,
+    find,
+    narrow,
+    needs_axe,
+    needs_browser,
+    retype,
+    texts,
+    until,
+)
 from tests.factories.studio_runs import make_run
 from tests.factories.studio_server import running_studio
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
@@ -70,8 +80,7 @@ def told(page, text: str) -> None:
 def fill(page, selector: str, text: str) -> None:
     if not find(page, selector).is_displayed():
         find(page, "#settings summary").click()
-    find(page, selector).clear()
-    find(page, selector).send_keys(text + "\t")
+    retype(find(page, selector), text + "\t")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
-from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, texts, until
+from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, retype, texts, until
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 from tests.inference.server.tiny_server import chat, content, running
 
@@ -40,8 +40,7 @@ def page(browser, served):
 def fill(browser, selector: str, text: str) -> None:
     if not find(browser, selector).is_displayed():
         find(browser, "summary").click()
-    find(browser, selector).clear()
-    find(browser, selector).send_keys(text)
+    retype(find(browser, selector), text)
 
 
 def choose(browser, selector: str, name: str) -> None:
