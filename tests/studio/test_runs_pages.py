@@ -267,6 +267,7 @@ def test_refusals_stand_beside_the_buttons_in_the_servers_words(opened, outputs,
     make_run(outputs, "b", "sft", 5, "stopped")
     queue.refusal = "a was started elsewhere, and is stopped there (Ctrl-C)"
     page = opened("#/run/a")
+    until(page, lambda: find(page, ".buttons button").is_displayed())
     find(page, ".buttons button").click()
     until(page, lambda: queue.refusal in texts(page, ".fault"))
     queue.refusal = None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
 from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, retype, texts, until
@@ -84,9 +87,11 @@ def test_two_models_answer_side_by_side_each_with_a_score(page):
     assert left["x"] < right["x"]
 
 
-def test_stop_keeps_what_was_written_and_escape_stops_too(page, served):
+def test_stop_keeps_what_was_written_and_escape_stops_too(page, served, monkeypatch):
     from selenium.webdriver.common.keys import Keys
 
+    step = Serving.step  # slower: an answer is not through before a slow browser stops it
+    monkeypatch.setattr(Serving, "step", lambda self: (time.sleep(0.01), step(self))[1])
     for stop in (lambda: find(page, "#stop").click(), lambda: find(page, "#message").send_keys(Keys.ESCAPE)):
         fill(page, "#max_tokens", "8000")
         fill(page, "#temperature", "0")  # a random model that is greedy never comes to an end
