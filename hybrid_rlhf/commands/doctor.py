@@ -25,7 +25,8 @@ from hybrid_rlhf.kernels.build import cache_folder
 MISSING = 3  # exit code: something that every run needs is missing
 FEW_GIB = {"memory": 4, "disk": 10}  # below these a line is a warning: the demo runs, a 1B model does not
 # Purpose of each extra of setup.py.
-EXTRAS = {"quantize": "4- and 8-bit bases and optimizers", "report": "TensorBoard", "gguf": "export for llama.cpp and Ollama"}
+EXTRAS = {"quantize": "4- and 8-bit bases and optimizers", "report": "TensorBoard",
+          "gguf": "export for llama.cpp and Ollama"}
 
 
 @dataclass(frozen=True)

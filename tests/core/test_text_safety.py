@@ -7,9 +7,9 @@ import gc
 import os
 import pty
 import resource
+import select
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -102,8 +102,11 @@ def test_at_a_real_terminal_control_c_stops_an_answer_and_then_only_hints(tmp_pa
     os.write(terminal, b"\x03")
     expect(b"(stopped)")
     expect(b"you: ")
-    time.sleep(0.5)  # the prompt is printed a moment before readline waits; a signal between the two is lost to it
-    os.write(terminal, b"\x03")
+    while b"leaves" not in seen:  # the prompt is printed a moment before readline waits, to which a signal between the
+        if select.select([terminal], [], [], 1)[0]:  # two is lost: it is typed again
+            seen += os.read(terminal, 4096)
+        else:
+            os.write(terminal, b"\x03")
     expect(b"/exit or Ctrl-D leaves")
     expect(b"you: ")
     os.write(terminal, b"\x04")

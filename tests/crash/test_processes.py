@@ -106,7 +106,7 @@ def test_processes_whose_launcher_is_killed_save_and_end(tmp_path):
 def test_when_one_process_is_killed_the_other_says_so_and_ends(tmp_path, which):
     launcher, numbers = begun(tmp_path)
     os.kill(numbers[which], signal.SIGKILL)
-    assert wait_for(lambda: not any(map(is_there, numbers)), 10)
+    assert wait_for(lambda: not any(map(is_there, numbers)), 30)  # alone it would train for 40
     said = [line for line in launcher.communicate(timeout=60)[1].splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and f"process {which} has died" in said[0]
     assert (record(tmp_path)["status"], record(tmp_path)["error"]) == ("failed", said[0])

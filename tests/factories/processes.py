@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -13,9 +15,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    """A port that is bound later, by another process: one that Linux gives to nobody who asks for any."""
+    while True:
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            return str(free.getsockname()[1])
 
 
 def launch(*command: str, folder: Path = ROOT) -> subprocess.Popen:

@@ -156,6 +156,13 @@ def ended(client, number: str, seconds: float = 30) -> dict:  # noqa: ANN001
     return until(lambda: (job := look(client, number))["state"] not in ("queued", "running") and job, seconds)
 
 
+def stop_all(client) -> None:  # noqa: ANN001
+    """What a test that has failed left behind, whose processes would go on without the studio."""
+    for job in client.get("/api/jobs").json()["jobs"]:
+        if job["state"] in ("queued", "running"):
+            client.post("/api/job/stop", json={"id": job["id"]})
+
+
 def notes(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

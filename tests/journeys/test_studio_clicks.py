@@ -11,6 +11,7 @@ import pytest
 
 from hybrid_rlhf.studio import example
 from tests.factories.browser import find, needs_browser, texts, until
+from tests.factories.studio_jobs import stop_all
 from tests.factories.studio_runs import make_run
 from tests.factories.studio_server import running_studio
 from tests.factories.tiny import chatml_tokenizer, save_tiny
@@ -76,8 +77,7 @@ def studio(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, running_studio(tmp_path_factory.mktemp("home") / "outputs") as found:
         patch.setattr(example, "small_model", lambda: None)  # the toy, on each machine
         yield found
-        for job in found.client.get("/api/jobs").json()["jobs"]:
-            found.client.post("/api/job/stop", json={"id": job["id"]})
+        stop_all(found.client)
 
 
 @pytest.fixture

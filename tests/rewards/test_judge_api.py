@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -47,10 +48,10 @@ def test_each_response_is_a_chat_completion_and_answers_come_back_in_order(serve
 
 
 def test_requests_go_out_so_many_at_a_time_and_no_more(server):
-    server.answers = [(200, lambda body: time.sleep(0.1) or YES)]
-    began = time.monotonic()
-    judge(server, concurrency=4).grade(["p"] * 8, [f"x{i}" for i in range(8)])
-    assert server.busy == 4 and time.monotonic() - began < 0.7
+    four = threading.Barrier(4)  # none is answered before four are there
+    server.answers = [(200, lambda body: (four.wait(30), YES)[1])]
+    judge(server, concurrency=4, timeout=60.0).grade(["p"] * 8, [f"x{i}" for i in range(8)])
+    assert server.busy == 4 and len(server.asked) == 8
 
 
 def test_the_same_question_is_asked_once_and_never_again(server):
@@ -104,8 +105,8 @@ def test_a_busy_address_is_asked_again(server, status, headers):
 
 
 def test_a_half_answer_and_one_too_late_are_asked_for_again(server):
-    server.answers = [(200, lambda _: time.sleep(1) or YES), (200, YES)]
-    assert judge(server, timeout=0.2).grade(["p"], ["x"])[0].score == 1 and len(server.asked) == 2
+    server.answers = [(200, lambda _: time.sleep(4) or YES), (200, YES)]
+    assert judge(server, timeout=1.0).grade(["p"], ["x"])[0].score == 1 and len(server.asked) == 2
     server.asked.clear()
     server.answers, server.tells_length = [(200, b"{")], 100
     assert judge(server, http_retries=1).grade(["p"], ["x"]) == [None] and len(server.asked) == 2
@@ -160,10 +161,10 @@ def test_an_address_where_nobody_is_ends_the_run_in_one_line():
 
 
 def test_an_address_that_never_answers_costs_its_timeouts_and_is_counted(server):
-    server.answers = [(200, lambda _: time.sleep(3))]
+    server.answers = [(200, lambda _: time.sleep(30))]
     began = time.monotonic()
     assert judge(server, timeout=0.1, http_retries=1).grade(["p"] * 3, ["x", "y", "z"]) == [None] * 3
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
 
 
 def test_the_key_goes_into_the_header_and_nowhere_else(server, monkeypatch, tmp_path, capsys):

@@ -4,6 +4,7 @@ gives for the same conversation, and what becomes of tools and environments that
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from itertools import chain
 
@@ -138,12 +139,15 @@ def test_an_episode_ends_by_its_turns_its_tokens_or_for_want_of_room(tokenizer):
 
 def test_nobody_waits_for_somebody_elses_tool(tokenizer):
     """Two episodes of which one waits for its tool: the other has made all of its calls before that answers."""
-    calls = []
+    calls, is_through = [], threading.Event()
 
     def noted(a: int, b: int) -> int:
         calls.append(a)
-        time.sleep(2.0 if a == 12 else 0.0)
+        if a == 12:
+            is_through.wait(60)
         calls.append(-a)
+        if calls.count(-5) == 2:
+            is_through.set()
         return a * b
 
     noted.__doc__, noted.__annotations__, noted.__name__ = times.__doc__, times.__annotations__, "times"

@@ -20,6 +20,7 @@ from tests.factories.studio_jobs import (
     notes,
     queue_client,
     start,
+    stop_all,
     until,
     use_quick_launcher,
 )
@@ -65,12 +66,13 @@ def test_starts_at_once_are_jobs_that_run_one_at_a_time_in_order(client, tmp_pat
 
 
 def test_of_two_starts_of_one_run_at_once_one_is_refused(client):
-    body = {"kind": "train", "stage": "sft", "run": "a", "settings": {"seconds": 1}}
+    body = {"kind": "train", "stage": "sft", "run": "a", "settings": {"seconds": 60}}
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda _: client.post("/api/jobs", json=body), range(2)))
     assert sorted(each.status_code for each in answers) == [200, 409]
     for run in ("a", "a/b"):  # inside of a run that waits
         assert client.post("/api/jobs", json={**body, "run": run}).status_code == 409
+    stop_all(client)
 
 
 def test_places_count_what_waits(client):
@@ -85,19 +87,21 @@ def test_places_count_what_waits(client):
 
 
 def test_a_job_that_waits_is_dropped(client, tmp_path):
-    first = start(client, "a", seconds=0.5)
+    first = start(client, "a", gate=str(tmp_path / "gate"))
     second = start(client, "b", notes=str(tmp_path / "notes"))
     answer = client.post("/api/job/stop", json={"id": second["id"]}).json()
     assert (answer["state"], answer["rc"], answer["started"]) == ("stopped", None, None)
     third = start(client, "b", seconds=0)  # its name is free again
+    (tmp_path / "gate").touch()
     assert ended(client, third["id"])["state"] == "done" and ended(client, first["id"])["state"] == "done"
     assert notes(tmp_path / "notes") == []
     assert client.post("/api/job/stop", json={"id": second["id"]}).status_code == 409
 
 
-def test_one_stop_is_one_sigterm_and_a_second_in_a_hurry_is_none(client, tmp_path):
+def test_one_stop_is_one_sigterm_and_a_second_in_a_hurry_is_none(client, tmp_path, monkeypatch):
     job = start(client, "a", seconds=60, ignores=1, notes=str(tmp_path / "notes"))
     until(lambda: notes(tmp_path / "notes"))
+    monkeypatch.setattr(job_module, "DOUBLE_CLICK_SECONDS", 600)
     for _ in range(3):  # who clicks twice
         assert client.post("/api/job/stop", json={"id": job["id"]}).json()["state"] == "running"
     until(lambda: len(notes(tmp_path / "notes")) == 2)
@@ -198,6 +202,7 @@ def launching(tmp_path, monkeypatch):
     (tmp_path / "outputs").mkdir()
     with queue_client(tmp_path / "outputs") as found:
         yield found
+        stop_all(found)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from tests.factories.browser import (
     narrow,
     needs_axe,
     needs_browser,
+    retype,
     texts,
     until,
 )
@@ -286,6 +287,7 @@ def test_refusals_stand_beside_the_buttons_in_the_servers_words(opened, outputs,
     make_run(outputs, "b", "sft", 5, "stopped")
     queue.refusal = "a was started elsewhere, and is stopped there (Ctrl-C)"
     page = opened("#/run/a")
+    until(page, lambda: find(page, ".buttons button").is_displayed())
     find(page, ".buttons button").click()
     until(page, lambda: queue.refusal in texts(page, ".fault"))
     queue.refusal = None
@@ -313,16 +315,13 @@ def test_a_run_is_renamed_and_deleted_once_a_person_has_confirmed_what_breaks(op
                                       if e.text == "Rename or delete"))
     rename.click()
     name = find(page, "#rename")
-    name.clear()
-    name.send_keys("demo/sft")
+    retype(name, "demo/sft")
     button(page, "Rename").click()
     until(page, lambda: any("demo/sft already" in text for text in texts(page, ".fault")))
-    name.clear()
-    name.send_keys("best one")
+    retype(name, "best one")
     button(page, "Rename").click()
     until(page, lambda: any("a run's name has letters" in text for text in texts(page, ".fault")))
-    name.clear()
-    name.send_keys("best")
+    retype(name, "best")
     button(page, "Rename").click()
     until(page, lambda: find(page, "h1").text == "best")
     assert (outputs / "best/model").is_dir() and not (outputs / "demo/ppo").exists()

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.factories.browser import find, needs_browser, texts, until
+from tests.factories.browser import find, needs_browser, retype, texts, until
+from tests.factories.studio_jobs import stop_all
 from tests.factories.studio_server import running_studio
 from tests.factories.tiny import chatml_tokenizer, save_tiny
 
@@ -18,6 +19,7 @@ STEPS = 1500  # seconds enough to be stopped in
 def studio(tmp_path_factory):
     with running_studio(tmp_path_factory.mktemp("whole") / "outputs") as found:
         yield found
+        stop_all(found.client)
 
 
 @pytest.fixture
@@ -46,9 +48,7 @@ def button(browser, text: str):
 
 
 def fill(browser, selector: str, text: str) -> None:
-    found = until(browser, lambda: find(browser, selector))
-    found.clear()
-    found.send_keys(text)
+    retype(until(browser, lambda: find(browser, selector)), text)
 
 
 def begin(browser, studio, model: str, rows: str, name: str, steps: int) -> None:

@@ -18,7 +18,17 @@ from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
 from hybrid_rlhf.studio import chat_process
 from tests.factories import vision
-from tests.factories.browser import ALL_IMPACTS, axe_faults, find, narrow, needs_axe, needs_browser, texts, until
+from tests.factories.browser import (
+    ALL_IMPACTS,
+    axe_faults,
+    find,
+    narrow,
+    needs_axe,
+    needs_browser,
+    retype,
+    texts,
+    until,
+)
 from tests.factories.studio_runs import make_run
 from tests.factories.studio_server import running_studio
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
@@ -75,8 +85,7 @@ def told(page, text: str) -> None:
 def fill(page, selector: str, text: str) -> None:
     if not find(page, selector).is_displayed():
         find(page, "#settings summary").click()
-    find(page, selector).clear()
-    find(page, selector).send_keys(text + "\t")
+    retype(find(page, selector), text + "\t")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +149,7 @@ def page(browser, studio):
 
 
 def test_it_says_what_goes_on_until_the_models_are_there_or_why_not(page, script, studio, monkeypatch):
-    monkeypatch.setenv("STARTS", "2.5")
+    monkeypatch.setenv("STARTS", "4")
     options = texts(page, "#talk-model-1 option")
     assert set(options) == {"nothing", "demo/sft", "demo/ppo", "new (running: it has no checkpoint yet)"}
     assert find(page, "#talk-state").text == "No model is open."
@@ -155,7 +164,7 @@ def test_it_says_what_goes_on_until_the_models_are_there_or_why_not(page, script
     choose(page, "#talk-model-1", "demo/sft")
     find(page, "#talk-open").click()
     until(page, lambda: find(page, "#talk-state").text == "Opening: loading demo-sft ...")
-    until(page, lambda: find(page, ".opening span").text in ("1 s", "2 s"))
+    until(page, lambda: find(page, ".opening span").text in ("1 s", "2 s", "3 s"))
     until(page, lambda: find(page, "#talk-state").text == "Open: demo/sft.")
     assert find(page, ".chat").is_displayed() and not find(page, "#talk-open").is_displayed()
     assert page.switch_to.active_element.text == "Models"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
+import time
 from pathlib import Path
 
 import pytest
 
+from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
 from tests.factories import vision
-from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, texts, until
+from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, retype, texts, until
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 from tests.inference.server.tiny_server import chat, content, running
 
@@ -44,8 +46,7 @@ def page(browser, served):
 def fill(browser, selector: str, text: str) -> None:
     if not find(browser, selector).is_displayed():
         find(browser, "summary").click()
-    find(browser, selector).clear()
-    find(browser, selector).send_keys(text)
+    retype(find(browser, selector), text)
 
 
 def choose(browser, selector: str, name: str) -> None:
@@ -89,9 +90,11 @@ def test_two_models_answer_side_by_side_each_with_a_score(page):
     assert left["x"] < right["x"]
 
 
-def test_stop_keeps_what_was_written_and_escape_stops_too(page, served):
+def test_stop_keeps_what_was_written_and_escape_stops_too(page, served, monkeypatch):
     from selenium.webdriver.common.keys import Keys
 
+    step = Serving.step  # slower: an answer is not through before a slow browser stops it
+    monkeypatch.setattr(Serving, "step", lambda self: (time.sleep(0.01), step(self))[1])
     for stop in (lambda: find(page, "#stop").click(), lambda: find(page, "#message").send_keys(Keys.ESCAPE)):
         fill(page, "#max_tokens", "8000")
         fill(page, "#temperature", "0")  # a random model that is greedy never comes to an end

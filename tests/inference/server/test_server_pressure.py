@@ -23,6 +23,7 @@ from server import crowd, make_model, served
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat as encoding
 from hybrid_rlhf.engine.decode.request import Request
+from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server import worker
 from hybrid_rlhf.inference.server.served_model import Limits
@@ -46,13 +47,20 @@ def _open_stream(port: int, **settings) -> socket.socket:
 ENDLESS = dict(min_tokens=5000, max_tokens=5000)
 
 
+@pytest.fixture
+def unhurried(monkeypatch):
+    """Decode steps that take 5 ms at least, so that 5,000 tokens take 25 s: no test is slower than such an answer."""
+    step = Serving.step
+    monkeypatch.setattr(Serving, "step", lambda self: (time.sleep(0.005), step(self))[1])
+
+
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory):
     """A model with room for long answers."""
     return save_tiny(tmp_path_factory.mktemp("endless"), max_position_embeddings=8192)
 
 
-def test_a_full_queue_is_429_and_a_client_that_leaves_frees_its_place(endless):
+def test_a_full_queue_is_429_and_a_client_that_leaves_frees_its_place(endless, unhurried):
     limits = Limits(max_queue=1, max_new_tokens=5000)
     with running({"a": endless}, num_slots=2, capacity=6000, limits=limits) as found:
         open_ones = [_open_stream(found.port, **ENDLESS) for _ in range(3)]
@@ -65,16 +73,17 @@ def test_a_full_queue_is_429_and_a_client_that_leaves_frees_its_place(endless):
         assert chat(found.url, max_tokens=2).status_code == 200
 
 
-def test_a_whole_answer_is_dropped_too_when_its_client_leaves_or_its_time_is_up(endless):
-    limits = Limits(max_new_tokens=5000, request_seconds=0.7)
-    with running({"a": endless}, capacity=6000, limits=limits) as found:
+def test_a_whole_answer_is_dropped_too_when_its_client_leaves_or_its_time_is_up(endless, unhurried):
+    with running({"a": endless}, capacity=6000, limits=Limits(max_new_tokens=5000)) as found:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{found.url}/v1/chat/completions", json=asked(**ENDLESS), timeout=0.2)
-        assert until(lambda: not found.models[0].lane.jobs, 0.4)
+            httpx.post(f"{found.url}/v1/chat/completions", json=asked(**ENDLESS), timeout=1)
+        assert until(lambda: not found.models[0].lane.jobs, 20)  # whole it would take longer
+    limits = Limits(max_new_tokens=5000, request_seconds=3)
+    with running({"a": endless}, capacity=6000, limits=limits) as found:
         late = chat(found.url, **ENDLESS)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
         stream = _open_stream(found.port, **ENDLESS)
-        stream.settimeout(10)
+        stream.settimeout(30)
         text = b""
         while part := stream.recv(65536):
             text += part
@@ -107,7 +116,7 @@ def test_what_is_no_http_is_refused_and_logs_no_traceback(endless, capfd):
 
 def _rest(connection: socket.socket) -> bytes:
     """All that comes until the server closes."""
-    connection.settimeout(10)
+    connection.settimeout(30)
     text = b""
     try:
         while part := connection.recv(65536):
@@ -175,20 +184,20 @@ def test_a_step_that_fails_fails_its_answers_and_no_others_after(endless, monkey
         assert chat(served.url, max_tokens=3).status_code == 200  # over a new cache
 
 
-def test_stopping_ends_open_answers(endless):
+def test_stopping_ends_open_answers(endless, unhurried):
     with running({"a": endless}, capacity=6000, limits=Limits(max_new_tokens=5000)) as found:
         answers: list[httpx.Response] = []
         client = threading.Thread(target=lambda: answers.append(chat(found.url, **ENDLESS)))
         client.start()
         assert until(lambda: found.models[0].lane.jobs)
         found.worker.stop()
-        client.join(10)
+        client.join(60)
         assert answers[0].status_code == 503
         assert httpx.get(f"{found.url}/health").status_code == 503
         assert chat(found.url).status_code == 503
 
 
-def test_who_is_still_answered_when_the_server_stops_is_told_so_without_a_traceback(endless, capfd):
+def test_who_is_still_answered_when_the_server_stops_is_told_so_without_a_traceback(endless, unhurried, capfd):
     with running({"a": endless}, capacity=6000, limits=Limits(max_new_tokens=5000), patience=1) as found:
         stream, whole = _open_stream(found.port, **ENDLESS), []
         client = threading.Thread(target=lambda: whole.append(chat(found.url, **ENDLESS)))
@@ -196,7 +205,7 @@ def test_who_is_still_answered_when_the_server_stops_is_told_so_without_a_traceb
         assert until(lambda: len(found.models[0].lane.jobs) == 2)
         found.server.should_exit = True
         assert b'"type": "server_error"' in _rest(stream).rpartition(b"data: ")[2]
-        client.join(10)
+        client.join(60)
         assert (whole[0].status_code, whole[0].json()["error"]["type"]) == (503, "server_error")
     assert "Traceback" not in capfd.readouterr().err
 
