@@ -40,6 +40,7 @@ from hybrid_rlhf.training import (
     step3_ppo,
     unread_options,
 )
+from hybrid_rlhf.training.build_roles import judge_base
 from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.scored_answers import CHECKERS, is_right, judge, open_actor, respond
 from hybrid_rlhf.training.step2_reward import RewardModelConfig

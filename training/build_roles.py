@@ -239,7 +239,8 @@ def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], config: On
 
 def build(config: OnPolicyConfig, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
           num_updates: Mapping[str, int], scale: Scale | None, reward_tokenizer=None,  # noqa: ANN001
-          takes_head: bool = True, is_mixed: bool = False, judge: LocalBackend | None = None) -> tuple[Roles, Reward | None]:
+          takes_head: bool = True, is_mixed: bool = False,
+          judge: LocalBackend | None = None) -> tuple[Roles, Reward | None]:
     """The roles in their engines; actor and critic with an optimizer, dropout off everywhere.
 
     num_updates: of each trained role, over the run. scale: normalises scores, and the values of a critic with the

@@ -331,8 +331,9 @@ def _classifiers(config: OnPolicyConfig) -> list[Role]:
 
 
 def _judge(config: OnPolicyConfig, actor: Role) -> list[Role]:
-    """A judge that is loaded here, or computed on the actor's base. The length of a question in its tokens is estimated: the texts count as long as in
-    the policy's tokens, the rubric and the template a token for every three characters."""
+    """A judge that is loaded here, or computed on the actor's base. The length of a question in its tokens is
+    estimated: the texts count as long as in the policy's tokens, the rubric and the template a token for every three
+    characters."""
     judge, sampling = config.reward.judge, config.method.sampling
     if not judge.model:
         return []

@@ -172,7 +172,8 @@ def print_step_rewards(sources: list[RewardSource], ppo: PPOConfig | None, envir
 
 
 def _judge(config: JudgeConfig, seed: int, base: str | None) -> JudgeSource:
-    return open_judge(replace(config, model=builders.model_folder(config.model)) if config.model else config, seed, base)
+    folder = builders.model_folder(config.model) if config.model else None
+    return open_judge(replace(config, model=folder), seed, base)
 
 
 def judge_on_base(sources: Sequence[RewardSource]) -> LocalBackend | None:

@@ -153,7 +153,8 @@ def test_an_adapter_of_another_base_is_refused_as_a_judge(place, capfd):
 
 
 def test_a_judge_that_no_policy_is_under_is_refused(place, capfd):
-    assert main(["--stage", "evaluate", "--output_dir", f"{place}/runs/e", f"--evaluate.models=[{place}/base, {place}/judge]",
+    assert main(["--stage", "evaluate", "--output_dir", f"{place}/runs/e",
+                 f"--evaluate.models=[{place}/base, {place}/judge]",
                  f"--data.sources=[{{path: {place}/ppo.jsonl}}]", "--reward.judge.model", "base"]) == 2
     assert "there is none here; give a folder (./base" in capfd.readouterr().err
 
