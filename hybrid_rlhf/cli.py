@@ -330,8 +330,8 @@ def _other_card(name: str) -> str | None:
 
 
 def _take_stage(argv: list[str], prog: str) -> tuple[str | None, list[str]]:
-    """The value of --stage (--stage=X too, or the first word; demo is all) and the other arguments; prints the usage where it
-    alone is asked for."""
+    """The value of --stage (--stage=X too, or the first word; demo is all) and the other arguments; prints the usage
+    where it alone is asked for."""
     rest, name = [], None
     if argv and argv[0] == "demo":
         argv = ["all", *argv[1:]]

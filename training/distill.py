@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import rank, world_size
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.roles import Teacher
 from hybrid_rlhf.trainers.distillation import DistillConfig, DistillTrainer
 from hybrid_rlhf.training import on_policy, unread_options
 from hybrid_rlhf.training.registry import DEMONSTRATIONS, READS
@@ -41,7 +43,8 @@ class Config(OnPolicyConfig):
             distill.sampling, "distill", distill.num_epochs * distill.num_minibatches, _minibatch_size(self),
             needs_ref=self.roles.ref.model_name_or_path is not None, has_entropy=True, reads=READS["distill"],
             also_reads=(DEMONSTRATIONS,) if distill.lmbda < 1 else (), needs_reward=False, needs_teacher=True,
-            takes_head=distill.kind is not None and not distill.top_k, keep_candidates=distill.kind is None)
+            keeps_average=distill.teacher_ema is not None, takes_head=distill.kind is not None and not distill.top_k,
+            keep_candidates=distill.kind is None)
 
 
 def _minibatch_size(config: Config) -> int:
@@ -54,7 +57,18 @@ previews = on_policy.previews
 
 def _trainer(opened: on_policy.RunContext) -> DistillTrainer:
     return DistillTrainer(opened.roles, opened.source, opened.config.distill, seed=opened.config.seed,
-                          demonstrations=_demonstrations(opened))
+                          demonstrations=_demonstrations(opened), own=_own_teacher(opened))
+
+
+def _own_teacher(opened: on_policy.RunContext) -> Teacher | None:
+    """The teacher that is the average of the student; UserError where that is not of an adapter alone: the student's
+    update would apply its own head to the teacher's states."""
+    config, actor = opened.config, opened.roles.actor
+    if config.distill.teacher_ema is None:
+        return None
+    check(bool(config.model.lora.r), "distill.teacher_ema averages an adapter; give model.lora.r (such as 16)")
+    tokens = config.roles.teacher.micro_batch_tokens or actor.max_tokens
+    return Teacher(actor.engine, tokens, on_policy.teacher_prompt(config, opened.tokenizer))
 
 
 def _demonstrations(opened: on_policy.RunContext) -> Loader | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core import activity
-from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.distributed import main_first, print_main
 from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.data import collate, datasets
@@ -26,7 +26,7 @@ from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.roles.sharing import TRAINED, Layout, Start
-from hybrid_rlhf.roles.teacher import WHOLE_HEAD, check_top_k
+from hybrid_rlhf.roles.teacher import SELF, WHOLE_HEAD, TeacherPrompt, check_top_k
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import Leaving, Trainer, fit, on_record
 from hybrid_rlhf.training import (
@@ -134,9 +134,19 @@ def _find_teacher(config: OnPolicyConfig, actor: str) -> str | None:
     """The teacher's run or model; UserError where there is none, or it has other tokens than the actor."""
     if not config.method.needs_teacher:
         return None
-    path = config.roles.teacher.model_name_or_path
+    path, prompt = config.roles.teacher.model_name_or_path, config.distill.teacher_prompt
+    check(path != SELF or prompt is not None,
+          f"roles.teacher.model_name_or_path is {SELF}, which knows what the student knows; give distill.teacher_prompt"
+          ', what it reads beside the question, such as "{{ prompt }} The answer is {{ answer }}."')
+    check(prompt is None or not config.environment.is_given,
+          "distill.teacher_prompt takes the place of a user's message, and an environment writes the prompts; leave "
+          "one of them out")
+    if path == SELF:
+        return None if getattr(config.distill, "teacher_ema", None) is not None else actor
+    check(getattr(config.distill, "teacher_ema", None) is None,
+          f"distill.teacher_ema averages the student, and roles.teacher.model_name_or_path is {path}; choose {SELF}")
     check(path is not None, "no teacher: give roles.teacher.model_name_or_path (a model or run with the student's "
-                            "tokenizer)")
+                            f"tokenizer, or {SELF})")
     path = builders.parent_run(path, config.output_dir, "sft", "roles.teacher.model_name_or_path")
     builders.check_vocabulary(actor, path, config.data, (config.method.reads, *config.method.also_reads),
                               config.model.tokenizer_name_or_path,
@@ -144,6 +154,12 @@ def _find_teacher(config: OnPolicyConfig, actor: str) -> str | None:
     teacher = load.configuration(replace(config.model, preset=None, model_name_or_path=builders.model_folder(path)))
     check_top_k(config.distill.top_k, teacher.get_text_config().vocab_size)
     return path
+
+
+def teacher_prompt(config: OnPolicyConfig, tokenizer) -> TeacherPrompt | None:  # noqa: ANN001
+    """What the method's teacher reads in the place of the student's prompts; None: the same."""
+    template = config.distill.teacher_prompt if hasattr(config, "distill") else None
+    return TeacherPrompt(template, tokenizer, config.data.raw) if template is not None else None
 
 
 def actor_model(config: OnPolicyConfig, sources: Sources) -> ModelConfig:
@@ -246,6 +262,7 @@ def open_run(config: OnPolicyConfig) -> RunContext:
     extra = {"environments": None} if environments and not config.environment.isolate else {}
     reward_sources.check_columns(others, {**data.train[0], **extra}, bool(environments))
     reward_sources.leave_unread(data.report, others, environments)
+    _check_teacher_prompt(teacher_prompt(config, tokenizer), data)
     if environments is not None:
         episodes_setup.check_rows(environments, data, tokenizer, model, longest, lengths_of)
     loader = builders.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
@@ -258,11 +275,23 @@ def open_run(config: OnPolicyConfig) -> RunContext:
         roles, reward = build(config, starts, layout, tokenizer, num_updates, scale, reader,
                               method.takes_head, is_mixed=bool(others or config.reward.weights),
                               judge=reward_sources.judge_on_base(others))
+    if roles.teacher:
+        roles.teacher.prompt = teacher_prompt(config, tokenizer)
     roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
     source, scale = reward_sources.combine(config.reward, model_source, others, scale, tokenizer)
     return RunContext(config, tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup,
                       _reward_line(sources.reward, bool(others)))
+
+
+def _check_teacher_prompt(prompt: TeacherPrompt | None, data: datasets.StageData) -> None:
+    """UserError for a template that reads a column which the data lacks; the others count as read in the report."""
+    if prompt is not None:
+        columns, known = prompt.columns(), [c for c in data.train[0] if c not in ("prompt_ids", "text")]
+        for name in sorted(columns):
+            check(name in known, f"distill.teacher_prompt: there is no column {name}{nearest(name, known)}; there are "
+                                 f"{', '.join(known)}")
+        data.report["unread"] = {c: n for c, n in data.report.get("unread", {}).items() if c not in columns}
 
 
 def _open_sources(config: OnPolicyConfig, environments: Environments | None) -> list[RewardSource]:
@@ -289,7 +318,7 @@ def _check_lengths(config: OnPolicyConfig, sources: Sources, model: ModelConfig)
 def _check_whole_head(config: OnPolicyConfig, layout: Layout) -> None:
     """UserError where the actor's update needs the teacher's full head, and ZeRO 3 shards its weights: by its own
     settings, or those of the role that trains on the same base."""
-    if config.method.needs_teacher and config.method.takes_head:
+    if any("teacher" in group for group in layout.bases) and config.method.takes_head:
         owner = next((role for role in layout.group("teacher") if role in TRAINED), "teacher")
         check(layout_of(config, owner).zero_stage != 3, WHOLE_HEAD)
 

@@ -163,7 +163,8 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
          "there are only labels, and no models that answer; give evaluate.models, or leave it out")],
     "rejection": [(("roles.ref",), lambda c: c.rejection.measure_kl, "rejection.measure_kl is false; leave it out")],
     "distill": [
-        (("roles.teacher", "distill.divergence", "distill.beta", "distill.temperature", "distill.top_k"), _has_teacher,
+        (("roles.teacher", "distill.divergence", "distill.beta", "distill.temperature", "distill.top_k",
+          "distill.teacher_prompt"), _has_teacher,
          "distill.coef is 0, so there is no teacher; give one, such as 0.1"),
         (("distill.beta",), lambda c: c.distill.divergence == "jsd", "it is for distill.divergence jsd"),
         (("distill.temperature", "distill.top_k"), lambda c: c.distill.divergence != "policy_gradient",

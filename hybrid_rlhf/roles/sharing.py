@@ -74,7 +74,8 @@ class RolesConfig:
         reward: The reward model; without a model, the finished reward run beside output_dir, or none where `reward`
             names other sources.
         teacher: The policy that distillation moves the actor towards; it reads the actor's tokens. A model of its own,
-            or a run trained by LoRA on the actor's own base, which is then that adapter on the base that is shared.
+            self (the model that the actor starts from, which reads distill.teacher_prompt), or a run trained by LoRA on
+            the actor's own base, which is then that adapter on the base that is shared.
     """
 
     share_base: bool | str = one_of("auto", SHARING)

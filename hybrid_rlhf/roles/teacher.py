@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,23 +12,116 @@ from torch import Tensor
 
 from hybrid_rlhf.algorithms.divergence import Divergence, TeacherTargets
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
-from hybrid_rlhf.core.errors import check
+from hybrid_rlhf.core.errors import UserError, check
 from hybrid_rlhf.core.tensors import SequenceBatch, predicted
+from hybrid_rlhf.data.chat import Text, as_turn, encode_prompt
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models.backbone import causal_part, own_head, text_backbone
+from hybrid_rlhf.models.load import max_positions
+from hybrid_rlhf.models.tokenizer import Tokenizer
 from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.roles.scoring import per_action, score
 from hybrid_rlhf.rollout import Rollout
 
+SELF = "self"  # in the place of a teacher's model: that which the student starts from
 WHOLE_HEAD = ("roles.teacher: its weights are cut into parts (ZeRO 3), and a divergence over the whole vocabulary "
               "needs its whole head; give distill.top_k (such as 64), or roles.teacher.zero_stage 0")
+
+
+_OURS = ("prompt", "response", "score", "feedback", "best", "best_score")  # of a template, beside the row's columns
+
+
+@dataclass(frozen=True)
+class TeacherPrompt:
+    """What a teacher reads in the place of the last user message, and the student does not: the answer, a hint, or what
+    came of the response (on-policy self-distillation: OPSD, arXiv 2601.18734; SDFT, 2601.19897; SDPO, 2601.20802).
+
+    template: jinja over the row's columns and: prompt (the message), response, score (None: it has none), feedback (the
+    judge's remark), best and best_score (another response to the same prompt, that of the highest score; best is empty
+    and best_score None where no other has one). raw: data.raw.
+    """
+
+    template: str
+    tokenizer: Tokenizer
+    raw: bool = False
+
+    def columns(self) -> set[str]:
+        """The columns of the data that the template reads."""
+        from jinja2 import TemplateSyntaxError, meta
+
+        try:
+            return meta.find_undeclared_variables(_sandbox().parse(self.template)) - set(_OURS)
+        except TemplateSyntaxError as error:
+            raise UserError(f"{_TEMPLATE} line {error.lineno}: {error.message}; fix the template") from error
+
+    def of(self, rollout: Rollout) -> Rollout:
+        """The rollout with the teacher's prompts before the same responses, so that its actions stay where they are."""
+        prompts, others = rollout.prompts, _best_others(rollout)
+        asked = prompts.columns.get("prompt") or prompts.texts
+        ids = []
+        for i, text in enumerate(asked):
+            best = others[i]
+            values = {name: column[i] for name, column in prompts.columns.items()} | {
+                "response": rollout.completions[i], "score": _score_of(rollout, i),
+                "feedback": rollout.remarks[i] if rollout.remarks else "",
+                "best": "" if best is None else rollout.completions[best],
+                "best_score": None if best is None else _score_of(rollout, best)}
+            ids.append(encode_prompt(self.tokenizer, as_turn(self.tokenizer, self._asked(text, values), self.raw)))
+        return replace(rollout, prompts=replace(prompts, ids=ids))
+
+    def _asked(self, prompt: Text, values: dict[str, Any]) -> Text:
+        if isinstance(prompt, str):
+            return self._rendered(values | {"prompt": prompt})
+        last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=-1)
+        check(last >= 0, f"{_TEMPLATE}: a prompt has no user message, whose place it takes")
+        content = self._rendered(values | {"prompt": prompt[last]["content"]})
+        return [*prompt[:last], {**prompt[last], "content": content}, *prompt[last + 1:]]
+
+    def _rendered(self, values: dict[str, Any]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return _compiled(self.template).render(values)
+        except (TemplateError, TypeError, ArithmeticError) as error:
+            raise UserError(f"{_TEMPLATE}: {' '.join(str(error).split())[:200]}; fix the template") from error
+
+
+_TEMPLATE = "distill.teacher_prompt"
+
+
+def _sandbox() -> Any:
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+
+
+@lru_cache(maxsize=4)
+def _compiled(template: str) -> Any:
+    return _sandbox().from_string(template)
+
+
+def _score_of(rollout: Rollout, i: int) -> float | None:
+    return None if rollout.scores is None or rollout.scores[i].isnan() else float(rollout.scores[i])
+
+
+def _best_others(rollout: Rollout) -> list[int | None]:
+    """For each response the place of the best other one to its prompt (the first of equals), where one has a score."""
+    groups: dict[tuple, list[int]] = {}
+    for i, ids in enumerate(rollout.prompts.ids):
+        groups.setdefault(tuple(ids), []).append(i)
+    scores = {i: score for i in range(len(rollout)) if (score := _score_of(rollout, i)) is not None}
+    others = ([j for j in groups[tuple(ids)] if j != i and j in scores] for i, ids in enumerate(rollout.prompts.ids))
+    return [max(each, key=scores.__getitem__, default=None) for each in others]
 
 
 @dataclass
 class Teacher:
     """The policy that the actor learns from. It is evaluated before the update, and never trained.
+
+    prompt: what it reads in the place of the student's prompts (None: the same).
 
     The logits of a whole batch are never stored: the hidden state of each loss token is, and the actor's update applies
     the teacher's head to a chunk of them at a time. So the head's weights have to stay on the device.
@@ -35,9 +129,24 @@ class Teacher:
 
     engine: HybridEngine[PolicyModule]
     max_tokens: int = 8192
+    prompt: TeacherPrompt | None = None
 
     def __post_init__(self) -> None:
-        self.engine.name = "teacher"
+        if self.engine.training is None:  # else it is the actor's own, under the average of its weights
+            self.engine.name = "teacher"
+
+    def reads(self, rollout: Rollout) -> Rollout:
+        """The rollout as the teacher reads it: the same responses, behind its own prompts. UserError where they exceed
+        its positions, and for a prompt with images."""
+        if self.prompt is None:
+            return rollout
+        check(not any(rollout.prompts.images), f"{_TEMPLATE}: a prompt has images, which it does not show; leave such "
+                                               "rows out")
+        rollout, limit = self.prompt.of(rollout), max_positions(self._model)
+        longest = max(map(len, rollout.prompts.ids), default=0) + rollout.response_mask.shape[1]
+        check(limit is None or longest <= limit, f"{_TEMPLATE}: a prompt of the teacher's and a response are {longest} "
+                                                 f"tokens, more than its {limit} positions; say less")
+        return rollout
 
     @property
     def _model(self) -> Any:  # of transformers
@@ -84,6 +193,7 @@ class Teacher:
     def logprobs(self, rollout: Rollout) -> Tensor:
         """(B, R) log-probabilities of the sampled tokens, at the rollout's temperature, normalised over the candidate
         tokens if the rollout has them: those in its vocabulary, as the student's may have more padding."""
+        rollout = self.reads(rollout)
         self._check_tokens(rollout.sequences(self.engine.pad_id))
         if rollout.kept is not None:
             rollout = replace(rollout, kept=rollout.kept.below(self._model.get_input_embeddings().num_embeddings))

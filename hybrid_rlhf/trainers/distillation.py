@@ -7,6 +7,7 @@ own samples, on demonstrations, or on both. policy_gradient: the same reverse KL
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import floor
 
@@ -25,7 +26,7 @@ from hybrid_rlhf.core.tensors import SequenceBatch, masked_mean, scatter
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rewards import RewardSource
-from hybrid_rlhf.roles import Roles, TokenScores
+from hybrid_rlhf.roles import Roles, Teacher, TokenScores
 from hybrid_rlhf.roles.role_state import schedule_at
 from hybrid_rlhf.rollout import Prompts, Rollout, Totals
 from hybrid_rlhf.rollout.best_of_n import BestOfNSampler
@@ -51,6 +52,11 @@ class DistillConfig:
         temperature: Divides the logits of both before they are compared.
         top_k: The divergence over the teacher's k likeliest tokens and all others as one: a lower bound, for a teacher
             whose weights are sharded; 0 takes the whole vocabulary.
+        teacher_prompt: Jinja template of what the teacher reads in the place of the last user message, over the row's
+            columns and prompt, response, score, feedback (a judge's remark), best and best_score (the best other
+            response to the prompt): "{{ prompt }} The answer is {{ answer }}."; null: what the student reads.
+        teacher_ema: With roles.teacher.model_name_or_path self and LoRA, the teacher is the moving average of the
+            student's own adapter with this decay, such as 0.95, in place of the start; null: the start.
         num_epochs: Passes over the samples (or demonstrations) of a step.
         num_minibatches: Optimizer steps per pass.
     """
@@ -61,6 +67,8 @@ class DistillConfig:
     beta: float = within(0.5, "(0, 1)")
     temperature: float = within(1.0, "(0,")
     top_k: int = within(0, "[0,")
+    teacher_prompt: str | None = None
+    teacher_ema: float | None = within(None, "[0, 1)")
     num_epochs: int = within(1, "[1,")
     num_minibatches: int = within(1, "[1,")
 
@@ -71,6 +79,9 @@ class DistillConfig:
               f"{self.lmbda}; leave it out, or choose reverse_kl")
         check(self.sampling.temperature > 0 or self.divergence != POLICY_GRADIENT,
               "distill.sampling.temperature is 0: a policy gradient needs samples; take 1")
+        check(self.teacher_prompt is None or self.lmbda == 1,
+              f"distill.teacher_prompt is given, and distill.lmbda is {self.lmbda}: the teacher reads demonstrations "
+              "as they are; leave one of them out")
 
     @property
     def kind(self) -> Divergence | None:
@@ -82,21 +93,24 @@ class DistillConfig:
 
 class DistillTrainer:
     """One step: sample, run the teacher, and update towards it; or the same on demonstrations, of which
-    `demonstrations` yields minibatches (needed where lmbda is below 1). source: scores the samples for the report."""
+    `demonstrations` yields minibatches (needed where lmbda is below 1). source: scores the samples for the report. own:
+    with teacher_ema, a teacher over the actor's engine, which reads under the average of its weights."""
 
     progress_keys = ("distill/divergence", "distill/data_divergence", "distill/teacher_kl", "entropy",
                      "completions/mean_length", "reward")
 
     def __init__(self, roles: Roles, source: RewardSource, config: DistillConfig, *, seed: int,
-                 demonstrations: Loader[SequenceBatch] | None = None) -> None:
-        if roles.teacher is None:
-            raise ValueError("distillation without a teacher")
+                 demonstrations: Loader[SequenceBatch] | None = None, own: Teacher | None = None) -> None:
+        teacher = own or roles.teacher
+        if teacher is None or (own is None) != (config.teacher_ema is None):
+            raise ValueError("distillation without a teacher, or with two")
         if (config.lmbda < 1) != (demonstrations is not None):
             raise ValueError(f"lmbda is {config.lmbda} with{'' if demonstrations else 'out'} demonstrations")
         if config.kind is not None:
-            roles.teacher.check(config.top_k)
+            teacher.check(config.top_k)
         self.roles, self.source, self.config, self.seed = roles, source, config, seed
-        self.teacher, self.kind, self.demonstrations = roles.teacher, config.kind, demonstrations
+        self.teacher, self.kind, self.demonstrations = teacher, config.kind, demonstrations
+        self.teacher_average = None if config.teacher_ema is None else roles.actor.average(config.teacher_ema)
         self.sampler = BestOfNSampler(roles, source, config.sampling, seed,
                                       keep_candidates=config.kind is None)  # for its ratio
         self.rng = torch.Generator().manual_seed(seed)
@@ -115,7 +129,7 @@ class DistillTrainer:
         metrics = Metrics()
         rollout, _ = self.sampler.sample(prompts, metrics)
         rollout.source_weights = {}  # no score is trained on
-        with metrics.timer("teacher"):
+        with metrics.timer("teacher"), self._as_teacher():
             self._ask(rollout, metrics)
         with metrics.timer("train"):
             learned = self._learn(rollout)
@@ -128,6 +142,8 @@ class DistillTrainer:
         for _ in activity.epochs(self.config.num_epochs if total else 0):
             for minibatch in rollout.shuffled(-(-total // self.config.num_minibatches), self.rng, first, total):
                 metrics += self.roles.actor.update(minibatch, self.loss, teacher=minibatch.teacher)
+                if self.teacher_average is not None:
+                    self.teacher_average.update()
         return metrics
 
     def _step_on_demonstrations(self) -> Metrics:
@@ -142,6 +158,10 @@ class DistillTrainer:
                     learned += self.roles.actor.fit_tokens(batch, _data_loss, teacher=targets)
         return metrics + learned
 
+    def _as_teacher(self) -> AbstractContextManager:
+        """The block in which the teacher is asked: the actor's weights are their average, where that is the teacher."""
+        return self.teacher_average.in_model() if self.teacher_average is not None else nullcontext()
+
     @torch.no_grad()
     def _ask(self, rollout: Rollout, metrics: Metrics) -> None:
         """Set the teacher's targets for the samples or, for policy_gradient, the advantages; and measure the student's
@@ -152,8 +172,8 @@ class DistillTrainer:
             logprobs = self.teacher.logprobs(rollout)  # (B, R)
             rollout.advantages = (logprobs - rollout.logprobs).masked_fill(~mask, 0)
         else:
-            rollout.teacher, rows = self.teacher.read(rollout.sequences(pad_id), self.kind, self.config.top_k,
-                                                      rollout.temperature)
+            rollout.teacher, rows = self.teacher.read(self.teacher.reads(rollout).sequences(pad_id), self.kind,
+                                                      self.config.top_k, rollout.temperature)
             logprobs = scatter(_joined(rows), mask)
             if rollout.teacher.ids is not None:
                 outside = _joined([1 - row.exp().sum(-1) for row in rollout.teacher.rows]).clamp(min=0)
@@ -184,7 +204,8 @@ class DistillTrainer:
             rollout = collect(prompts, self.roles, self.source, self.config.sampling, self.seed + i, Metrics(),
                               keep_candidates=self.kind is None)
             rollout.source_weights = {}
-            self._ask(rollout, metrics)
+            with self._as_teacher():
+                self._ask(rollout, metrics)
             if self.kind is not None:
                 batch = rollout.sequences(self.roles.actor.engine.pad_id)
                 for tokens in self.roles.actor.score_tokens(batch, teacher=rollout.teacher):
@@ -199,7 +220,8 @@ class DistillTrainer:
     def state(self) -> dict:
         """Everything that the next step depends on; the tensors are not copied."""
         progress = {"num_trainer_steps": self.num_steps, "rng": self.rng.get_state()}
-        return self.sampler.state() | progress | (
+        average = {"teacher_average": self.teacher_average.state()} if self.teacher_average is not None else {}
+        return self.sampler.state() | progress | average | (
             {"demonstrations": self.demonstrations.state()} if self.demonstrations else {})
 
     def load_state(self, state: Mapping) -> None:
@@ -207,6 +229,8 @@ class DistillTrainer:
         self.sampler.load_state(state)
         self.num_steps = int(state["num_trainer_steps"])
         self.rng.set_state(state["rng"])
+        if self.teacher_average is not None:
+            self.teacher_average.load_state(state["teacher_average"])
         if self.demonstrations:
             self.demonstrations.load_state(state["demonstrations"])
 

@@ -105,9 +105,9 @@ class PPOTrainer:
 
     def _ask_teacher(self, rollout: Rollout, metrics: Metrics) -> None:
         with metrics.timer("teacher"):
-            batch = rollout.sequences(self.roles.actor.engine.pad_id)
-            rollout.teacher = present(self.roles.teacher, "the teacher").targets(
-                batch, self.distill.kind, self.distill.top_k)
+            teacher = present(self.roles.teacher, "the teacher")
+            batch = teacher.reads(rollout).sequences(self.roles.actor.engine.pad_id)
+            rollout.teacher = teacher.targets(batch, self.distill.kind, self.distill.top_k)
 
     @property
     def warmup_steps(self) -> int:

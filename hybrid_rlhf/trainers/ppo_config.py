@@ -275,6 +275,8 @@ class DistillTerm:
         temperature: Divides the logits of both before they are compared.
         top_k: The divergence over the teacher's k likeliest tokens and all others as one: a lower bound, for a teacher
             whose weights are sharded; 0 takes the whole vocabulary.
+        teacher_prompt: Jinja template of what the teacher reads in the place of the last user message, as in --stage
+            distill; null: what the actor reads.
     """
 
     coef: float = within(0.0, "[0,")
@@ -282,6 +284,7 @@ class DistillTerm:
     beta: float = within(0.5, "(0, 1)")
     temperature: float = within(1.0, "(0,")
     top_k: int = within(0, "[0,")
+    teacher_prompt: str | None = None
 
     def __post_init__(self) -> None:
         check_values(self, "distill.")

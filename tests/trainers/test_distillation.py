@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.rewards.functions import FunctionSource
 from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.roles import Actor, Roles, Teacher
+from hybrid_rlhf.roles.teacher import TeacherPrompt
+from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.trainers.distillation import DistillConfig, DistillTrainer
 from hybrid_rlhf.trainers.ppo import PPOTrainer
 from hybrid_rlhf.trainers.ppo_config import DistillTerm
-from tests.factories.tiny import tiny_tokenizer
+from tests.factories.tiny import chatml_tokenizer, tiny_tokenizer
 from tests.factories.trainers import (
     CLOCKED,
     GROUPED,
@@ -279,3 +282,88 @@ def test_without_distill_coef_no_teacher_is_asked():
     trainer = beside_rewards(0.0)
     trainer.roles.teacher.targets = None  # not callable
     assert not any(name.startswith("distill/") for name in trainer.step(PROMPTS).compute())
+
+
+TOLD = ("{{ prompt }} it is {{ word }}, not {{ response }}: {{ score }} {{ feedback }}"
+        "{% if best %} but {{ best }}{% endif %}")
+
+
+def told(trainer, **changes) -> DistillTrainer:
+    """The trainer with a teacher that reads TOLD in the place of a prompt of plain text."""
+    trainer.teacher.prompt = TeacherPrompt(changes.pop("template", TOLD), tiny_tokenizer())
+    trainer.source = trainer.sampler.source = Mixture([Part(FunctionSource(
+        "lengths", lambda completions, **_: [len(text) for text in completions]))])
+    return trainer
+
+
+def asked() -> Prompts:
+    """Two prompts of text, with a column that the student does not read."""
+    tokenizer, texts = tiny_tokenizer(), ["say cat", "the moon is"]
+    return Prompts([tokenizer(text).input_ids for text in texts], texts, {"prompt": texts, "word": ["red fox", "a"]})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_teacher_with_a_prompt_of_its_own_is_compared_on_the_responses_tokens_by_hand(way):
+    """The teacher's logits are the model's own behind its prompt, which is longer, and another for each response."""
+    trainer = told(distiller(divergence=way, beta=0.3, max_tokens=60,
+                             sampling=SamplingConfig(max_new_tokens=6, num_samples=2)))
+    twin, teacher = (copy.deepcopy(role.engine.model) for role in (trainer.roles.actor, trainer.teacher))
+    metrics = trainer.step(asked()).compute()
+    rollout, losses, found = trainer.sampler.last_rollout, [], []
+    scores = [float(len(text)) for text in rollout.completions]
+    for row, (prompt, word) in enumerate([("say cat", "red fox")] * 2 + [("the moon is", "a")] * 2):
+        other = rollout.completions[row ^ 1]
+        text = f"{prompt} it is {word}, not {rollout.completions[row]}: {scores[row]} "
+        text += f" but {other}" * bool(other)
+        behind = SimpleNamespace(prompts=Prompts([tiny_tokenizer()(text).input_ids], [text]), **{
+            name: getattr(rollout, name)[row: row + 1] for name in ("response_ids", "action_mask")})
+        student, answer = plain_logits(twin, rollout, row)
+        with torch.no_grad():
+            taught, _ = plain_logits(teacher, behind, 0)
+        found.append(plain_divergence(way, student, taught, answer))
+        own = student.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+        losses.append(found[-1].detach() * own if way == "policy_gradient" else found[-1])
+    torch.cat(losses).mean().backward()
+    norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["distill/divergence"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-4)
+
+
+def test_the_place_of_the_last_user_message_is_the_template_s():
+    tokenizer = chatml_tokenizer()
+    turns = [{"role": "user", "content": "say cat"}, {"role": "assistant", "content": "cat"},
+             {"role": "user", "content": "again"}]
+    prompts = Prompts([[5]], ["x"], {"prompt": [turns], "word": ["red"]})
+    rollout = Rollout.from_responses(prompts, [[6, 7]], [True], 0, ["a"])
+    prompt = TeacherPrompt("{{ prompt }}: {{ word }}", tokenizer)
+    text = ("<|im_start|>user\nsay cat<|im_end|>\n<|im_start|>assistant\ncat<|im_end|>\n"
+            "<|im_start|>user\nagain: red<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt.of(rollout).prompts.ids == [tokenizer(text).input_ids]
+    assert prompt.columns() == {"word"} and turns[2]["content"] == "again"
+
+
+def test_an_average_of_the_student_teaches_in_its_place_by_hand():
+    """Two steps: the teacher of the second is decay start + (1 - decay) student, and the student goes on unchanged."""
+    actor = Actor(trained(policy(**WIDE), 1e-2), tiny_tokenizer(), 8192)
+    config = DistillConfig(sampling=TEN, teacher_prompt=TOLD, teacher_ema=0.75)
+    trainer = told(DistillTrainer(Roles(actor), Mixture([]), config, seed=0, own=Teacher(actor.engine)),
+                   template="{{ prompt }} it is {{ word }}")
+    start = weights(actor.engine)
+    trainer.step(asked())
+    after = weights(actor.engine)
+    mean = [0.75 * a + 0.25 * b for a, b in zip(start, after, strict=True)]
+    with trainer.teacher_average.in_model():
+        torch.testing.assert_close(weights(actor.engine), mean)
+    torch.testing.assert_close(weights(actor.engine), after, rtol=0, atol=0)
+    teacher = copy.deepcopy(actor.engine.model)
+    with torch.no_grad():
+        for weight, value in zip(teacher.parameters(), mean, strict=True):
+            weight.copy_(value)
+    twin = copy.deepcopy(actor.engine.model)
+    metrics, rollout, found = trainer.step(asked()).compute(), trainer.sampler.last_rollout, []
+    for row, text in enumerate(("say cat it is red fox", "the moon is it is a")):
+        behind = SimpleNamespace(prompts=Prompts([tiny_tokenizer()(text).input_ids], [text]), **{
+            name: getattr(rollout, name)[row: row + 1] for name in ("response_ids", "action_mask")})
+        student, answer = plain_logits(twin, rollout, row)
+        found.append(plain_divergence("policy_gradient", student, plain_logits(teacher, behind, 0)[0], answer))
+    assert metrics["distill/teacher_kl"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-3)

@@ -7,13 +7,17 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybrid_rlhf.cli import main
+from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.models.lora import save_adapter
+from hybrid_rlhf.models.lora import LoraConfig, save_adapter
 from hybrid_rlhf.rewards.judge import JudgeConfig
 from hybrid_rlhf.roles.sharing import RoleConfig, RolesConfig
+from hybrid_rlhf.trainers.ppo_config import PPOConfig
 from hybrid_rlhf.training import defaults, step3_ppo
+from hybrid_rlhf.training.memory_options import Place, plans_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 from tests.factories.adapters import base_with
 from tests.factories.judges import judge_server, said
@@ -217,6 +221,25 @@ def test_the_plan_of_a_judge_on_the_policy_s_base_counts_its_weights_once(place,
     assert main(argv) == 0
     rows = [line for line in capfd.readouterr().out.splitlines() if "judge" in line]
     assert any("KV cache" in line for line in rows) and not any("weights" in line for line in rows)
+
+
+def test_a_judge_on_the_policy_s_base_plans_within_a_seventh_of_a_run_without_one(tmp_path):
+    """Of a model whose weights count; one that is loaded beside the policy takes its own weights on top."""
+    save_tiny(tmp_path / "base", hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+              max_position_embeddings=2048)
+
+    def peak(**judge: object) -> int:
+        config = step3_ppo.Config(
+            stage="grpo", output_dir=str(tmp_path / "x"),
+            model=ModelConfig(str(tmp_path / "base"), dtype="float32", lora=LoraConfig(r=4)),
+            reward=RewardConfig(functions=["builtin:demo_correct"], judge=JudgeConfig(**judge)),
+            ppo=PPOConfig(estimator="grpo", sampling=SamplingConfig(max_new_tokens=64, num_samples=8)))
+        return plans_of(config, Place(torch.device("cpu"), 1, None))[0].peak
+
+    without, on_base = peak(), peak(model="base", score="probability")
+    assert without <= on_base <= 1.15 * without
+    loaded = peak(model=f"{tmp_path}/base", score="probability", dtype="float32")
+    assert loaded - on_base == pytest.approx((tmp_path / "base/model.safetensors").stat().st_size, rel=0.02)
 
 
 def test_a_server_s_key_given_in_place_of_its_name_is_not_shown(place, capfd):

@@ -346,3 +346,68 @@ def test_options_that_nothing_reads_are_refused(place, capfd, more, message) -> 
     ("rejection", [], "this method has no teacher")])
 def test_a_teacher_that_no_method_asks_is_refused(place, capfd, stage, more, message) -> None:
     assert message in refused(capfd, words(place, "no", *more, stage=stage, teacher=None if more else "teacher"))
+
+
+SELF = [*LORA, "--roles.teacher.model_name_or_path", "self"]
+TOLD = "--distill.teacher_prompt={{ prompt }} it is {{ answer }}"
+
+
+@pytest.fixture(scope="module")
+def answered(place) -> list[str]:
+    """Prompts with a column that the student does not read, and a student that is not indifferent."""
+    rows = [{"prompt": f"say {w} {i}", "answer": w} for i in range(2) for w in WORDS]
+    (place / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"--data.sources=[{{path: {place}/answered.jsonl}}]", "--model.model_name_or_path", f"{place}/teacher"]
+
+
+@pytest.mark.parametrize("more", [[], ["--distill.teacher_ema", "0.9"], ["--distill.divergence=policy_gradient"]])
+def test_the_student_s_own_start_teaches_by_what_it_reads_beside_the_question(place, built, answered, capfd, more):
+    """The base has one load; its divergence is not 0 at the first step, as the teacher reads more."""
+    out = f"self{len(more and more[-1])}"
+    assert main(words(place, out, *SELF, TOLD, *answered, *more, teacher=None)) == 0
+    roles = built[0]
+    assert roles.teacher is None if "0.9" in more else (
+        roles.teacher.engine.model is roles.actor.engine.model and roles.teacher.prompt is not None)
+    assert abs(steps(place / out)[0]["distill/divergence"]) > 1e-3
+    report = json.loads((place / out / "run.json").read_text())["facts"]["data"]
+    assert "answer" not in report.get("unread", {})
+
+
+@pytest.mark.slow
+def test_a_stopped_run_whose_teacher_is_an_average_goes_on_to_the_same_bits(place, monkeypatch, answered):
+    more = [*SELF, TOLD, *answered, "--distill.teacher_ema", "0.5", "--train.max_steps", "4", "--train.save_steps", "2"]
+    assert main(words(place, "whole-ema", *more, teacher=None)) == 0
+    step = DistillTrainer.step
+
+    def stopped(self, prompts):
+        if self.num_steps == 3:
+            raise RuntimeError("killed")
+        return step(self, prompts)
+
+    monkeypatch.setattr(DistillTrainer, "step", stopped)
+    with pytest.raises(RuntimeError, match="killed"):
+        main(words(place, "parts-ema", *more, teacher=None))
+    monkeypatch.setattr(DistillTrainer, "step", step)
+    assert main(words(place, "parts-ema", *more, teacher=None)) == 0
+    whole, parts = ((place / f"{n}-ema/model/model.safetensors").read_bytes() for n in ("whole", "parts"))
+    assert whole == parts
+
+
+def test_a_teacher_s_prompt_beside_rewards_changes_the_divergence(place, answered):
+    more = [*SELF, *answered, "--distill.coef", "0.5", f"--reward.functions=['{place}/pay.py:short']",
+            "--ppo.sampling.num_samples", "2"]
+    assert main(words(place, "paid-told", *more, TOLD, stage="grpo", teacher=None)) == 0
+    assert steps(place / "paid-told")[0]["distill/divergence"] > 1e-4
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    ([*SELF], "which knows what the student knows; give distill.teacher_prompt"),
+    ([*SELF, "--distill.teacher_prompt={{ prompt }} {{ anwser }}"], "no column anwser (did you mean answer?)"),
+    ([*SELF, "--distill.teacher_prompt={{ prompt"], "distill.teacher_prompt line 1"),
+    ([*SELF, TOLD, "--distill.lmbda", "0.5"], "the teacher reads demonstrations as they are"),
+    ([TOLD, "--distill.teacher_ema", "0.9"], "distill.teacher_ema averages the student"),
+    ([*SELF[2:], TOLD, "--distill.teacher_ema", "0.9"], "give model.lora.r"),
+])
+def test_a_teacher_that_knows_no_more_or_cannot_be_asked_is_refused(place, answered, capfd, more, message):
+    teacher = None if "self" in more else "teacher"
+    assert message in refused(capfd, words(place, "refused-self", *answered, *more, teacher=teacher))

@@ -74,23 +74,26 @@ class LocalBackend:
         """Read tokenizer and weights, once. Does nothing where `attach` gives the weights."""
         if self.engine is not None or self.is_shared:
             return
+        tokenizer = self._open_tokenizer()
         with explained(f"while loading the judge {self.path}"):
             model = load.load_causal_lm(self._settings, device())
-        load.prepare(model, self._settings, len(load_tokenizer(self.path)))
+        load.prepare(model, self._settings, len(tokenizer))
         check_head(model)
-        model.eval().requires_grad_(False)
-        self.attach(model).module.eval()
+        self.attach(model.eval().requires_grad_(False))
 
-    def attach(self, model: nn.Module, turn: Callable[[], AbstractContextManager] = nullcontext) -> HybridEngine:
+    def attach(self, model: nn.Module, turn: Callable[[], AbstractContextManager] = nullcontext) -> None:
         """Judge by `model`, on which `turn` is the context that makes the judge's adapter, or none, the active one.
         UserError for a tokenizer without a chat template."""
-        self.tokenizer = tokenizer = load_tokenizer(self.path)
-        check(bool(tokenizer.chat_template), f"reward.judge.model: the tokenizer of {self.path} has no chat template; "
-                                             "give a chat (instruct) model")
+        self.tokenizer = tokenizer = self._open_tokenizer()
         self.reads_images = bool(towers(model)) and reader_of(tokenizer) is not None
         self.engine = HybridEngine(PolicyModule(model), model, eos_ids=stop_ids(model, tokenizer), name="judge",
                                    pad_id=tokenizer.pad_token_id, max_batch=self.batch_size, adapter=turn)
-        return self.engine
+
+    def _open_tokenizer(self) -> Tokenizer:
+        tokenizer = load_tokenizer(self.path)
+        check(bool(tokenizer.chat_template), f"reward.judge.model: the tokenizer of {self.path} has no chat template; "
+                                             "give a chat (instruct) model")
+        return tokenizer
 
     def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> Arriving[str]:
         self.open()
