@@ -8,7 +8,7 @@ Everything else stays as its authors wrote it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -212,15 +212,18 @@ def _rotary(original: Callable, ours: Callable, device_type: str | None) -> Call
 # -- matrix products ---------------------------------------------------------------------------------------------------
 
 
-def own_products(model: nn.Module, linear: Callable | None,
-                 dtypes: frozenset[torch.dtype]) -> AbstractContextManager[int]:
+def own_products(model: nn.Module, linear: Callable | None, dtypes: frozenset[torch.dtype],
+                 apart: Collection[str] = ()) -> AbstractContextManager[int]:
     """Within the block every plain nn.Linear of `model` with weights in `dtypes` multiplies by
-    `linear(input, weight, bias)`, which reads the weights in place; yields how many do.
+    `linear(input, weight, bias)`, which reads the weights in place; yields how many do. apart: names of modules whose
+    layers do not.
 
     Left alone: layers of other dtypes, quantized ones, other subclasses, modules whose forward is replaced already
     (offloading hooks), and every call that needs gradients or mixes dtypes. linear None: nothing is done.
     """
-    return forwards_by([(m, _forward(m, linear)) for m in model.modules() if linear and _is_plain(m, dtypes)])
+    left_out = {id(m) for name in apart for m in model.get_submodule(name).modules()}
+    return forwards_by([(m, _forward(m, linear)) for m in model.modules()
+                        if linear and id(m) not in left_out and _is_plain(m, dtypes)])
 
 
 def _is_plain(module: nn.Module, dtypes: frozenset[torch.dtype]) -> bool:

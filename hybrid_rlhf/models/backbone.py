@@ -47,7 +47,7 @@ def _states(model: nn.Module, batch: SequenceBatch, **options: bool) -> Any:  # 
         with never_packed():
             return images.states(joining(model), batch.input_ids, batch.images, use_cache=False, **options)
     backbone, joint = text_backbone(model), joining(model)
-    zero = images.blank_features(joint, images.num_blank(joint, 0))
+    zero = images.blank_features(joint, images.num_blank(joint, {}))
     if zero is not None and images.is_in_parts(joint):  # one order of modules on all processes
         with never_packed():
             return images.states(joint, batch.input_ids, (), zero, use_cache=False, **options)

@@ -6,8 +6,8 @@ Ours are only the features, computed once for each image of a batch, in whatever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from threading import Lock
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.processor_compat import load_processor
 
 _KEPT_BYTES = 2**30  # of processed images that are remembered: 40 of a million pixels, all of many small ones
+KEPT_FEATURES = 2**30  # bytes of features that a step keeps: 100 images of 1300 tokens for a model of width 4096
+_of_step: dict[tuple[nn.Module, ImageRef], Any] | None = None  # features, by the module that computed them
 _FEATURES = "mm_encoder_outputs"  # under which a forward takes features that are there already
 _TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are an image's
 
@@ -128,25 +130,27 @@ def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef
     if reader is None:
         raise UserError(f"{type(composite).__name__} reads no images, and rows have some; give an image-text model, "
                         "with its processor's files in its folder")
-    if groups := _alike({image: reader.read(image).inputs for row in images for image in row}):
-        zero = blank_features(composite, num_blank(composite, len(groups)))
-    out = composite(input_ids=ids, **inputs_of(reader, composite, ids, images), **named)
+    inputs = {image: reader.read(image).inputs for row in images for image in row}
+    if inputs:
+        zero = blank_features(composite, num_blank(composite, inputs))
+    out = composite(input_ids=ids, **inputs_of(reader, composite, ids, images, inputs), **named)
     return out if zero is None else plus(out, zero)
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
-def num_blank(composite: nn.Module, num_own: int) -> int:
-    """How many blank images this process computes beside `num_own` passes of its own over the towers, to stay in step
-    with the other processes: ZeRO 3 gathers weights in each pass, so that all make as many as the busiest; and
-    gradients at ZeRO 1 and 2, summed as they come, are of the same weights everywhere. Every process must call it."""
+def num_blank(composite: nn.Module, inputs: Mapping[ImageRef, Mapping[str, Tensor]]) -> int:
+    """How many blank images this process computes beside its passes over the towers for these inputs of images,
+    to stay in step with the other processes: ZeRO 3 gathers weights in each pass, so that all make as many as the
+    busiest; and gradients at ZeRO 1 and 2, summed as they come, are of the same weights everywhere. Every process must
+    call it."""
     if world_size() == 1 or not hasattr(composite, "get_image_features"):
         return 0
-    weights = [p for tower in _towers(composite) for p in tower.parameters()]
     if is_in_parts(composite):
+        num_own = len(_alike(inputs))
         return max_over_ranks(num_own) - num_own
-    return int(not num_own and torch.is_grad_enabled() and any(p.requires_grad for p in weights))
+    return int(not inputs and torch.is_grad_enabled() and _is_trained(composite))
 
 
 def is_in_parts(composite: nn.Module) -> bool:
@@ -162,9 +166,7 @@ def blank_features(composite: nn.Module, count: int) -> Tensor | None:
     with _gradients(composite):
         joint = {name: _placed(value, composite) for name, value in reader.blank.items()}
         outputs = [composite.get_image_features(**joint, return_dict=True) for _ in range(count)]
-    tensors = [x for out in outputs for y in (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))
-               for x in ((y,) if isinstance(y, Tensor) else y)]
-    return sum(x.float().sum() for x in tensors) * 0.0
+    return sum(x.float().sum() for out in outputs for x in _tensors(out)) * 0.0
 
 
 def plus(out: Any, zero: Tensor) -> Any:
@@ -173,14 +175,16 @@ def plus(out: Any, zero: Tensor) -> Any:
     return out
 
 
-def inputs_of(reader: ImageReader, composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]]) -> dict:
-    """What the forward of `composite` takes beside ids (B, T): the images' features, the kinds of tokens, sizes."""
+def inputs_of(reader: ImageReader, composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]],
+              inputs: Mapping[ImageRef, Mapping[str, Tensor]] | None = None) -> dict:
+    """What the forward of `composite` takes beside ids (B, T): the images' features, the kinds of tokens, sizes.
+    inputs: of each image, if they are there already."""
     takes = forward_parameters(composite)
     if _FEATURES not in takes:
         raise UserError(f"{type(composite).__name__} takes no {_FEATURES} in this release of transformers; install "
                         "5.18 or newer to read images")
     flat = [image for row in images for image in row]
-    inputs = {image: reader.read(image).inputs for image in dict.fromkeys(flat)}
+    inputs = {image: reader.read(image).inputs for image in flat} if inputs is None else inputs
     named: dict[str, Any] = {name: reader.types(ids) for name in _TYPES if name in takes}
     for name in inputs[flat[0]] if flat else ():  # such as the grid of patches, which decides positions
         if name in takes and not name.startswith("pixel_"):
@@ -203,16 +207,33 @@ def position_shift(reader: ImageReader, composite: nn.Module, image: ImageRef) -
     return int(composite.get_rope_index(ids, mm_token_type_ids=torch.ones_like(ids), **grid)[1])
 
 
+@contextmanager
+def features_kept() -> Iterator[None]:
+    """Within the block, of one step, towers that stay as they are compute each image once for all forwards: prefill,
+    log-probabilities, update. Up to KEPT_FEATURES bytes; further images are computed in each forward."""
+    global _of_step
+    _of_step = {}
+    try:
+        yield
+    finally:
+        _of_step = None
+
+
 def _features(composite: nn.Module, images: Mapping[ImageRef, Mapping[str, Tensor]]) -> dict[ImageRef, Any]:
     """The output of the tower and the projection for each image, with gradients where one of their weights is trained.
     Images whose inputs have one shape are computed together."""
-    features = {}
+    kept = _of_step if _of_step is not None and _is_fixed(composite) else {}
+    features = {image: kept[composite, image] for image in images if (composite, image) in kept}
+    room = KEPT_FEATURES - sum(x.nbytes for output in kept.values() for x in _tensors(output))
     with _gradients(composite):
-        for group in _alike(images):
+        for group in _alike({image: inputs for image, inputs in images.items() if image not in features}):
             joint = {name: _placed(torch.cat([images[image][name] for image in group]), composite)
                      for name in images[group[0]]}
-            features |= zip(group, _parted(composite.get_image_features(**joint, return_dict=True), len(group)),
-                            strict=True)
+            outputs = _parted(composite.get_image_features(**joint, return_dict=True), len(group))
+            features |= zip(group, outputs, strict=True)
+            room -= sum(x.nbytes for output in outputs for x in _tensors(output))
+            if room >= 0:
+                kept |= {(composite, image): features[image] for image in group}
     return features
 
 
@@ -229,13 +250,47 @@ def _towers(composite: nn.Module) -> list[nn.Module]:
     return [child for child in composite.children() if all(module is not words for module in child.modules())]
 
 
-def _gradients(composite: nn.Module) -> AbstractContextManager:
-    is_trained = any(p.requires_grad for tower in _towers(composite) for p in tower.parameters())
-    return nullcontext() if is_trained else torch.no_grad()
+def _is_trained(composite: nn.Module) -> bool:
+    return any(p.requires_grad for tower in _towers(composite) for p in tower.parameters())
+
+
+def _is_fixed(composite: nn.Module) -> bool:
+    """Whether an image has the same features in all forwards of a step: no weight of the towers is trained, and none
+    has an adapter, which may be off in the next one. In parts (ZeRO 3) all processes make as many passes."""
+    has_adapter = any(hasattr(module, "lora_A") for tower in _towers(composite) for module in tower.modules())
+    return not has_adapter and not _is_trained(composite) and not is_in_parts(composite)
+
+
+@contextmanager
+def _gradients(composite: nn.Module) -> Iterator[None]:
+    """Within the block towers of which nothing is trained make no graph, and no dropout either."""
+    training = [] if _is_trained(composite) else [tower for tower in _towers(composite) if tower.training]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and _is_trained(composite)):
+        for tower in training:
+            tower.eval()
+        try:
+            yield
+        finally:
+            for tower in training:
+                tower.train()
 
 
 def _placed(value: Tensor, composite: nn.Module) -> Tensor:
     return value.to(composite.device, composite.dtype if value.is_floating_point() else None)
+
+
+def _fields(output: Any) -> Iterator[tuple[str, Any]]:
+    """What a forward reads of the features: those in the text's width, or the tower's, where the forward projects them
+    (Llama 4); and those of layers."""
+    name = "last_hidden_state" if getattr(output, "pooler_output", None) is None else "pooler_output"
+    yield name, getattr(output, name)
+    if getattr(output, "deepstack_features", None) is not None:
+        yield "deepstack_features", list(output.deepstack_features)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    values = [x for _, value in _fields(output) for x in ((value,) if isinstance(value, Tensor) else value)]
+    return [x for value in values for x in ((value,) if isinstance(value, Tensor) else value)]
 
 
 def _parted(output: Any, count: int) -> list[Any]:
@@ -244,21 +299,18 @@ def _parted(output: Any, count: int) -> list[Any]:
         size = len(values) // count
         return [values[i * size : (i + 1) * size] for i in range(count)]
 
-    parted = [type(output)(pooler_output=part) for part in parts(output.pooler_output)]
-    for layer in getattr(output, "deepstack_features", None) or ():
-        for each, part in zip(parted, parts(layer), strict=True):
-            each.deepstack_features = [*(each.deepstack_features or ()), part]
-    return parted
+    split = {name: list(zip(*map(parts, value), strict=True)) if name == "deepstack_features" else parts(value)
+             for name, value in _fields(output)}
+    return [type(output)(**dict(zip(split, each, strict=True))) for each in zip(*split.values(), strict=True)]
 
 
 def _joined(outputs: Sequence[Any]) -> Any:  # of transformers
     """One output with the features of all, in order: lists are joined, tensors along their first dimension; features of
     several layers layer by layer."""
-    joined = type(outputs[0])(pooler_output=_chained([out.pooler_output for out in outputs]))
-    if getattr(outputs[0], "deepstack_features", None) is not None:
-        joined.deepstack_features = [_chained(layer) for layer in
-                                     zip(*(out.deepstack_features for out in outputs), strict=True)]
-    return joined
+    fields = [dict(_fields(output)) for output in outputs]
+    joined = {name: [_chained(layer) for layer in zip(*(each[name] for each in fields), strict=True)]
+              if name == "deepstack_features" else _chained([each[name] for each in fields]) for name in fields[0]}
+    return type(outputs[0])(**joined)
 
 
 def _chained(parts: Sequence[Any]) -> Any:

@@ -144,7 +144,7 @@ def _distinct(model: nn.Module, batch: SequenceBatch, packed: Packing, **options
     ids, attention = batch.input_ids.flatten()[packed.source][None], RowAttention(packed)
     backbone = text_backbone(model)
     joint = joining(model)
-    zero = images.blank_features(joint, images.num_blank(joint, 0))
+    zero = images.blank_features(joint, images.num_blank(joint, {}))
     with attention.installed(), recomputed_within(model, attention.installed):
         out = backbone(input_ids=ids, use_cache=False, position_ids=packed.positions[None], **options)
     num_layers = backbone.config.get_text_config().num_hidden_layers

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.random_state import preserved
 from hybrid_rlhf.core.startup import restore_gc
 from hybrid_rlhf.engine.train.accumulate import rehearsal
+from hybrid_rlhf.models.images import features_kept
 from hybrid_rlhf.report.alarms import FREE
 from hybrid_rlhf.report.pace import ANSWER, EVALUATE, EXPORT, REPORT, SAVE, Forecast
 from hybrid_rlhf.run import checkpoint, process_count, tensor_file
@@ -202,7 +204,9 @@ def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
     batch = saver.loader.next()
     reporter.progress.pace.tokens = _num_tokens(batch)
     try:
-        metrics = saver.trainer.step(batch)
+        # where each image has many forwards; other stages would hold its features for nothing
+        with features_kept() if hasattr(saver.trainer, "roles") else nullcontext():
+            metrics = saver.trainer.step(batch)
     except NotFinite as error:
         raise (_with_batch(error, saver, batch, saver.before_skips()) if is_main() else error) from error
     except UserError as error:

@@ -96,7 +96,8 @@ class Runner:
                 stack.enter_context(sharded(self.model, self._group))
             else:
                 stack.enter_context(decode_layers(self.layers, self.ops.decode_layer))
-            stack.enter_context(own_products(self.model, self.ops.linear, self.ops.linear_dtypes))
+            # towers apart: a step keeps the features that training forwards compute too (models/images.py)
+            stack.enter_context(own_products(self.model, self.ops.linear, self.ops.linear_dtypes, self._towers))
             stack.enter_context(self.fusions.swapped())
             if not self._group:  # shards of adapters are not the layers' own parameters
                 stack.enter_context(fused_adapters(self.model, self.ops.adapted_linear, self.ops.linear_dtypes))
