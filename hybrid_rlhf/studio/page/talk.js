@@ -84,9 +84,10 @@ function build() {
     id: "message", rows: "2", required: true, placeholder: "Enter sends, Shift+Enter starts a line"}, unsent);
   const send = make("button", {type: "submit", id: "send"}, "Send");
   const files = make("input", {type: "file", id: "files", accept: "image/*", multiple: true, hidden: true});
-  const attached = make("div.pictures", {role: "group", "aria-label": "Pictures of the next question", hidden: true});
-  const [attach, stop, again, fresh] = [["attach", "Add pictures"], ["stop", "Stop"], ["again", "Answer again"], ["fresh", "New chat"]].map(
-    ([id, text]) => make("button", {type: "button", id}, text));
+  const attached = make("div.pictures",
+    {id: "attached", role: "group", "aria-label": "Pictures of the next question", hidden: true});
+  const words = [["attach", "Add pictures"], ["stop", "Stop"], ["again", "Answer again"], ["fresh", "New chat"]];
+  const [attach, stop, again, fresh] = words.map(([id, text]) => make("button", {type: "button", id}, text));
   const told = make("p.told", {id: "talk-told", role: "status"});
   const hints = make("div.hints");
   const form = make("form.composer", {}, hints, told, make("label", {for: "message"}, "Message"), message, attached, files,

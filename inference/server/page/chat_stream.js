@@ -1,6 +1,6 @@
 // What the chat page and the studio's chat share: a conversation, whose answers are shown as they come.
-// A turn is {text, pictures: [{name, url}], answers: [{model, text}], kept, tries}: kept is the answer that all models go on from, if one was
-// chosen; tries, how often it was answered again.
+// A turn is {text, pictures: [{name, url}], answers: [{model, text}], kept, tries}: kept is the answer that all models
+// go on from, if one was chosen; tries, how often it was answered again.
 // All text is set as text, never as HTML: what a model writes cannot become part of the page.
 
 const make = (tag, className, text, ...children) => {
@@ -17,11 +17,11 @@ const make = (tag, className, text, ...children) => {
 // else a request has}, chat and score() (addresses; null for no score), headers(), tell(text), answered(turn)}.
 // Returns {place(turn), update(), leave()}.
 export function converse(view, page) {
-  const {turns} = page, attaching = attach(view, page);
+  const {turns} = page, attaching = attach(view, page, () => update());
   let asking = null; // the AbortController of the answers being written
 
   function update() {
-    const isFree = page.isOpen() && asking === null;
+    const isFree = page.isOpen() && asking === null && !attaching.isReading();
     view.send.disabled = !isFree;
     view.again.disabled = !isFree || !turns.length;
     view.stop.disabled = asking === null;
@@ -64,7 +64,7 @@ export function converse(view, page) {
   view.form.addEventListener("submit", (event) => {
     event.preventDefault();
     const text = view.message.value.trim();
-    if (!text || asking || !page.isOpen()) return;
+    if (!text || asking || attaching.isReading() || !page.isOpen()) return;
     if (!page.models().length) return void page.load();
     view.message.value = "";
     turns.push({text, pictures: attaching.take(), answers: []});
@@ -124,9 +124,11 @@ async function read(file) {
     about: `${width} x ${height}, scaled down to ${canvas.width} x ${canvas.height}`};
 }
 
-// Choose, drop or paste pictures for the next question. Returns {take() -> pictures, update(), leave()}.
-function attach(view, page) {
+// Choose, drop or paste pictures for the next question; changed() is called when reading them begins and ends. Returns
+// {take() -> pictures, isReading(), update(), leave()}.
+function attach(view, page, changed) {
   const {pictures} = page;
+  let reading = 0;
   const blind = () => page.models().filter((model) => !page.reads(model));
 
   function update() {
@@ -148,6 +150,8 @@ function attach(view, page) {
     if (!files.length) return;
     if (blind().length) return page.tell(`${blind().join(" and ")} reads no images.`);
     const told = [];
+    reading += 1;
+    changed();
     for (const file of files) {
       try {
         const picture = await read(file);
@@ -158,8 +162,9 @@ function attach(view, page) {
         told.push(`${file.name}: ${fault.name === "Error" ? fault.message : "this browser reads no picture from it"}`);
       }
     }
+    reading -= 1;
+    changed();
     page.tell(told.join("; "));
-    update();
     view.message.focus();
   }
 
@@ -176,7 +181,7 @@ function attach(view, page) {
   };
   document.addEventListener("dragover", over);
   document.addEventListener("drop", drop);
-  return {take: () => pictures.splice(0), update, leave: () => {
+  return {take: () => pictures.splice(0), isReading: () => reading > 0, update, leave: () => {
     document.removeEventListener("dragover", over);
     document.removeEventListener("drop", drop);
   }};

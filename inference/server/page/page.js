@@ -35,7 +35,8 @@ function tell(text) {
   at("status").textContent = text;
 }
 
-const nodes = ["log", "empty", "message", "attach", "files", "attached", "send", "stop", "again", "fresh"].map((id) => [id, at(id)]);
+const nodes = ["log", "empty", "message", "attach", "files", "attached", "send", "stop", "again", "fresh"].map(
+  (id) => [id, at(id)]);
 const talk = converse({...Object.fromEntries(nodes), form: at("composer")}, {
   turns: [],
   pictures: [],
