@@ -21,7 +21,7 @@ from hybrid_rlhf.run.reporter import Asked, watched_by
 from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.training import past_run
 from tests.factories.stage_options import COMMON, WORDS, short_sft, used
-from tests.factories.tiny import own_cache, save_tiny
+from tests.factories.tiny import own_cache
 
 CODE = """def long(completions, **_):
     return [float(len(c)) for c in completions]
@@ -36,20 +36,21 @@ def short(completions, **_):
 """
 STEPS = ["--ppo.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "1e-2", "--train.max_steps", "6",
          "--train.per_device_train_batch_size", "3", "--train.save_steps", "2", "--train.eval_steps", "3"]
-RUNS = {"grpo": ("grpo", []), "grpo_lora": ("grpo", ["--model.lora.r", "4"]),
-        "ppo": ("ppo", ["--roles.critic.learning_rate", "1e-2"]),
-        "ppo_lora": ("ppo", ["--roles.critic.learning_rate", "1e-2", "--model.lora.r", "4"])}
+BASE, CRITIC, LORA = ["--model", "base"], ["--roles.critic.learning_rate", "1e-2"], ["--model.lora.r", "4"]
+RUNS = {"grpo": ("grpo", ["--resume", "never"]),  # it starts from the run sft beside it
+        "grpo_lora": ("grpo", BASE + LORA), "ppo": ("ppo", BASE + CRITIC), "ppo_lora": ("ppo", BASE + CRITIC + LORA)}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("replay")
     rows = [{"prompt": f"say {w} {i}", "word": w} for i in range(2) for w in WORDS]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rewards.py").write_text(CODE)
-    save_tiny(folder / "base")
     with pytest.MonkeyPatch.context() as patch:
         own_cache(patch, folder / "cache")
+        patch.chdir(folder)
+        assert main([*short_sft(folder), "--output_dir", "runs/sft"]) == 0
         yield folder
 
 
@@ -69,8 +70,8 @@ def launch(place: Path, name: str, *more: str) -> Path:
 
     if not out.exists():
         with watched_by(watch):
-            assert main(["--stage", stage, "--output_dir", str(out), *used(stage, COMMON), "--model",
-                         f"{place}/base", f"--data.sources=[{{path: {place}/rows.jsonl}}]",
+            assert main(["--stage", stage, "--output_dir", str(out), *used(stage, COMMON),
+                         f"--data.sources=[{{path: {place}/asked.jsonl}}]",
                          f"--reward.functions=['{place}/rewards.py:long']", *STEPS, *options, *more]) == 0
         seen.pop("trainer")
         (place / f"{name}.json").write_text(json.dumps(seen))
@@ -130,7 +131,7 @@ def test_rollouts_by_another_reward_are_what_a_count_of_their_texts_gives(place,
     assert main(["replay", str(run), "--reward", f"{place}/rewards.py:vowels", "--output_dir", str(out)]) == 0
     told = capsys.readouterr()
     assert "own reward" in told.out and "Hacking began where the other reward" in told.out
-    word_of = {row["prompt"]: row["word"] for row in lines(place / "rows.jsonl")}
+    word_of = {row["prompt"]: row["word"] for row in lines(place / "asked.jsonl")}
     by_step: dict[int, list[dict]] = {}
     for row in lines(out / "rollouts.jsonl"):
         by_step.setdefault(row["step"], []).append(row)
