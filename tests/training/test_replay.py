@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from statistics import fmean
 
@@ -259,6 +261,26 @@ def test_hacking_begins_where_the_other_reward_is_at_its_best_and_the_own_one_go
     assert began(history(float, float)) is None
     assert began(history(float, lambda s: s % 2)) is None  # noise
     assert began(history(float, tent)[:3]) is None
+
+
+def test_a_replay_that_was_stopped_begins_again_and_another_folder_is_left_alone(place, tmp_path, capsys) -> None:
+    run, out = launch(place, "grpo"), tmp_path / "again"
+
+    def stop(event: str, facts: dict) -> Asked:
+        if event == "step_end" and facts["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return Asked()
+
+    words = ["replay", str(run), "--output_dir", str(out)]
+    with watched_by(stop):
+        assert main(words) == 130
+    assert "stopped after step 2 of 6; the same command begins again" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again"]
+    assert main([*words, "--to", "2"]) == 0
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
+    assert main([*words[:3], str(tmp_path / "mine")]) == 2
+    assert "mine holds something else" in capsys.readouterr().err
 
 
 def test_what_cannot_be_taken_again_is_said_in_one_line(place, tmp_path, monkeypatch, capsys) -> None:
