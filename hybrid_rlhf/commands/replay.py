@@ -55,7 +55,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: done; 1: the steps were not the same again."""
+    """0: done; 1: the steps were not the same again, and no other reward was asked for."""
     from hybrid_rlhf.core.startup import relaxed_gc
     from hybrid_rlhf.run.loop import Stopped
     from hybrid_rlhf.run.signals import stops_as_by_hand
@@ -88,9 +88,10 @@ def _carry_out(options: argparse.Namespace, rest: list[str], command: str) -> in
     code, kept = 0, run / ROLLOUTS  # of a fork
     if not options.recorded and (source is None or not kept.exists()):
         code, kept = _replay(run, out, options, is_needed=source is None), out / ROLLOUTS
-    if source is not None:
-        _rescore(run / SAMPLES if options.recorded else kept, out, source, options)
-    return code
+    if source is None:
+        return code
+    _rescore(run / SAMPLES if options.recorded else kept, out, source, options)
+    return 0  # on a card no run is the same again, and its rewards are scored all the same
 
 
 def _check_stage(run: Path) -> None:
