@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import check, command_flags
+from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.errors import INTERRUPTED
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.report.summary import METRICS, SAMPLES
@@ -76,6 +77,7 @@ def _carry_out(options: argparse.Namespace, rest: list[str], command: str) -> in
     from hybrid_rlhf.training.past_run import ROLLOUTS
 
     run = Path(options.run)
+    check(world_size() == 1, "replay runs in one process; start it without torchrun or deepspeed")
     _check_stage(run)
     if options.against:
         return _compare(run, Path(options.against))
