@@ -15,7 +15,7 @@ H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1382, 10),
-    "hybrid_rlhf/commands": (2159, 10),
+    "hybrid_rlhf/commands": (2162, 10),
     "hybrid_rlhf/core": (3211, 20),
     "hybrid_rlhf/data": (4399, 18),
     "hybrid_rlhf/engine": (6706, 43),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5724, 30),
     "inference": (3753, 26),
-    "tests": (61108, 354),
+    "tests": (61129, 354),
     "benchmarks": (7813, 53),
     ENTRY_POINTS: (2198, 11),
 }
