@@ -36,7 +36,7 @@ from hybrid_rlhf.training.stage_config import OnPolicyConfig
 
 ROLLOUTS = "rollouts.jsonl"
 _COMPARED = ("data", "device:", "decoding:")  # header lines of what a run depends on besides its settings
-KEPT_BY_A_FORK = ("model.", "data.", "stage", "resume", "train.per_device_train_batch_size",
+KEPT_BY_A_FORK = ("model.", "data.", "stage", "train.per_device_train_batch_size",
                   "train.gradient_accumulation_steps", "train.optim")  # its state would not fit others
 Take = Callable[[int, list[dict]], bool]
 Run = Callable[..., object]
@@ -136,16 +136,22 @@ def open_past(folder: Path, config: OnPolicyConfig) -> Past:
     num = made[-1]["world_size"] if made else 1
     check(num == 1, f"replay: {folder} was trained by {num} processes, and one gives other bits; --recorded scores the "
                     "samples on record")
-    config = replace(config, output_dir=str(folder))
-    sources = on_policy.find_sources(on_policy.prepared(config))
-    model, roles = config.model, config.roles
-    if not (roles.actor.model_name_or_path or model.model_name_or_path):
-        model = replace(model, model_name_or_path=sources.actor)
-    if sources.reward and not roles.reward.model_name_or_path:
-        roles = replace(roles, reward=replace(roles.reward, model_name_or_path=sources.reward))
-    past = Past(folder, record, replace(config, model=model, roles=roles), forked_at(folder))
+    past = Past(folder, record, with_parents(replace(config, output_dir=str(folder)), record), forked_at(folder))
     check(past.last, f"replay: {folder} has no step on record ({METRICS}); choose a run that has taken one")
     return past
+
+
+def with_parents(config: OnPolicyConfig, record: runfile.RunRecord) -> OnPolicyConfig:
+    """The settings with the names of the runs that the run of `record` started from, or finds beside it."""
+    model, roles, facts = config.model, config.roles, record.facts
+    beside = replace(config, output_dir=record.output_dir)
+    if not (roles.actor.model_name_or_path or model.model_name_or_path):
+        model = replace(model, model_name_or_path=facts.get("base_model") or on_policy.find_actor(beside))
+    is_needed = on_policy.prepared(config).method.needs_reward
+    if config.reward.has_model(roles, config.environment, is_needed=is_needed) and not roles.reward.model_name_or_path:
+        path = facts.get("reward_model") or on_policy.find_sources(beside).reward
+        roles = replace(roles, reward=replace(roles.reward, model_name_or_path=path))
+    return replace(config, model=model, roles=roles)
 
 
 def forked_at(folder: Path) -> int:
@@ -274,7 +280,8 @@ def fork(past: Past, run: Run, config: OnPolicyConfig, step: int, folder: Path, 
     """Go on after `step` of the run with the settings `config` (its output_dir is the fork's), until the end. Where the
     run has no checkpoint of that step, the steps before are taken again, in `folder`, which is new. Keeps the rollouts.
     Called again it goes on where it was. Returns the watch of the steps before, None where there were none to take."""
-    out, watch, changed = Path(config.output_dir), None, changed_settings(past, config)
+    out, watch, config = Path(config.output_dir), None, with_parents(replace(config, resume="auto"), past.record)
+    changed = changed_settings(past, config)
     if not runfile.is_run(out):
         source, start = past.folder, past.start(step)
         if start is None or checkpoint.number(start) < step:
@@ -282,7 +289,8 @@ def fork(past: Past, run: Run, config: OnPolicyConfig, step: int, folder: Path, 
             again(past, run, folder, start, watch)
             source, start = folder, saved_at(folder, step)
         # a checkpoint has the coefficient, which may adapt; everything else that it has is not a setting
-        more = {("trainer", "kl_coef", "value"): config.ppo.kl_coef} if "ppo.kl_coef" in changed else {}
+        coef = changed.get("ppo.kl_coef")
+        more = {("trainer", "kl_coef", "value"): coef[1]} if coef else {}
         out.mkdir(parents=True, exist_ok=True)
         (out / FORK).write_text(to_json({"of": str(past.folder), "step": step, "changed": changed}), encoding="utf-8")
         seed_run(source, past.record.stage, start, config, more)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import check, command_flags
+from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.errors import INTERRUPTED
 from hybrid_rlhf.core.options import expanded
-from hybrid_rlhf.report.summary import SAMPLES
+from hybrid_rlhf.report.summary import METRICS, SAMPLES
 from hybrid_rlhf.training.registry import STAGES
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: done; 1: the steps were not the same again."""
-    from hybrid_rlhf.core.errors import shown
+    """0: done; 1: the steps were not the same again, and no other reward was asked for."""
     from hybrid_rlhf.core.startup import relaxed_gc
     from hybrid_rlhf.run.loop import Stopped
     from hybrid_rlhf.run.signals import stops_as_by_hand
@@ -66,8 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with stops_as_by_hand(), relaxed_gc():
             return _carry_out(options, rest, shlex.join(words))
-    except Stopped as stopped:  # the notes are of the run that was taken again, which is gone
-        print(str(stopped) if options.fork is None else shown(stopped), file=sys.stderr)
+    except Stopped as stopped:  # its notes may be of the run that was taken again, which is gone
+        again = "goes on" if options.fork is not None else "begins again"
+        print(f"{stopped}; the same command {again}", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -76,6 +77,7 @@ def _carry_out(options: argparse.Namespace, rest: list[str], command: str) -> in
     from hybrid_rlhf.training.past_run import ROLLOUTS
 
     run = Path(options.run)
+    check(world_size() == 1, "replay runs in one process; start it without torchrun or deepspeed")
     _check_stage(run)
     if options.against:
         return _compare(run, Path(options.against))
@@ -88,9 +90,10 @@ def _carry_out(options: argparse.Namespace, rest: list[str], command: str) -> in
     code, kept = 0, run / ROLLOUTS  # of a fork
     if not options.recorded and (source is None or not kept.exists()):
         code, kept = _replay(run, out, options, is_needed=source is None), out / ROLLOUTS
-    if source is not None:
-        _rescore(run / SAMPLES if options.recorded else kept, out, source, options)
-    return code
+    if source is None:
+        return code
+    _rescore(run / SAMPLES if options.recorded else kept, out, source, options)
+    return 0  # on a card no run is the same again, and its rewards are scored all the same
 
 
 def _check_stage(run: Path) -> None:
@@ -123,15 +126,17 @@ def _open(run: Path, words: list[str] = ()) -> tuple[Past, object, object]:  # t
 
 def _replay(run: Path, out: Path, options: argparse.Namespace, *, is_needed: bool) -> int:
     """Take the steps again into out/rollouts.jsonl; is_needed: even where that has them already."""
+    from hybrid_rlhf.report.rescored import FIGURES, PAGE, PICTURE
+    from hybrid_rlhf.run.runfile import run_at
     from hybrid_rlhf.training.past_run import ROLLOUTS, RolloutFile, Watch, again
 
-    wanted = {"run": str(run.resolve()), "started": json.loads((run / "run.json").read_text(encoding="utf-8"))[
-        "started"], "from": options.first, "to": options.to}
-    made = out / MADE
-    known = json.loads(made.read_text(encoding="utf-8")) if made.exists() else None
-    check(known is not None or not out.exists() or not any(out.iterdir()),
+    made, record = out / MADE, run_at(run)
+    wanted = {"run": str(run.resolve()), "started": record and record.started, "from": options.first, "to": options.to,
+              "bytes": (run / METRICS).stat().st_size if (run / METRICS).exists() else 0}  # a run may have gone on
+    known = json.loads(made.read_text(encoding="utf-8")) if made.exists() else {}
+    check(known or not out.exists() or {path.name for path in out.iterdir()} <= {PAGE, FIGURES, PICTURE},
           f"replay: {out} holds something else; give another --output_dir")
-    if known and {key: known[key] for key in wanted} == wanted and not is_needed:
+    if known.get("compared") and known == wanted | {"compared": known["compared"]} and not is_needed:
         print(f"the rollouts are those in {out / ROLLOUTS}: {known['compared']}", file=sys.stderr)
         return 0
     past, stage, _ = _open(run)
@@ -140,7 +145,7 @@ def _replay(run: Path, out: Path, options: argparse.Namespace, *, is_needed: boo
     check(start is None or int(start.name.split("-")[1]) < last,
           f"replay: {start} is of the last step, and none is left to take again; give an earlier --from")
     out.mkdir(parents=True, exist_ok=True)
-    made.unlink(missing_ok=True)
+    made.write_text(json.dumps(wanted), encoding="utf-8")  # ours, and not whole
     file = RolloutFile(out / ROLLOUTS)
     watch = Watch(file.take, last, past, begin=lambda _step: file.begin(0))
     with own_files.fresh_folder(out.parent) as folder:
@@ -191,15 +196,14 @@ def _fork(run: Path, out: Path, step: int, words: list[str], command: str) -> in
     from hybrid_rlhf.training import past_run
 
     past, stage, config = _open(run, [*words, "--output_dir", str(out)])
-    last = past.last
-    check(1 <= step <= last, f"replay: --fork {step}: {run} has steps 1 to {last}; give one of them")
+    check(1 <= step <= past.last, f"replay: --fork {step}: {run} has steps 1 to {past.last}; give one of them")
     check(not is_run(out) or past_run.forked_at(out) == step, f"replay: {out} holds another run; give another "
                                                            "--output_dir")
     with own_files.fresh_folder(out.parent) as folder:
         watch = past_run.fork(past, stage.run, config, step, folder / "before", command)  # type: ignore[attr-defined]
         if watch is not None:
             _print_comparison([], watch)
-        if step == last:
+        if step == past.last:  # there is nothing to compare with
             return 0
         saved = past_run.saved_at(folder / "before", step)
         token, watch = past_run.first_difference(past, stage.run, out / past_run.ROLLOUTS,  # type: ignore[attr-defined]

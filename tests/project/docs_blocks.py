@@ -75,7 +75,8 @@ def documents_folder(folder: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """The files that the documents name: data of each kind, pay.py, a template, and tiny models my-model and my-prm."""
+    """The files that the documents name: data of each kind, pay.py, friendly.py, a template, and tiny models my-model
+    and my-prm."""
     from tests.factories.prm import save_prm
     from tests.factories.tiny import save_tiny
 
@@ -94,6 +95,7 @@ def fill(folder: Path) -> Path:
     (folder / "weather.jsonl").write_text(row * 20)
     (folder / "tools.jinja").write_text((ROOT / "examples" / "tools" / "template.jinja").read_text())
     (folder / "pay.py").write_text(python_of("polite"))
+    (folder / "friendly.py").write_text(python_of("friendly"))
     save_tiny(folder / "my-model", max_position_embeddings=1024)
     save_prm(folder / "my-prm", max_position_embeddings=1024)
     return folder

@@ -15,7 +15,7 @@ H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1382, 10),
-    "hybrid_rlhf/commands": (2158, 10),
+    "hybrid_rlhf/commands": (2162, 10),
     "hybrid_rlhf/core": (3269, 20),
     "hybrid_rlhf/data": (4406, 18),
     "hybrid_rlhf/engine": (6713, 43),
@@ -31,9 +31,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/run": (2206, 12),
     "hybrid_rlhf/studio": (8759, 51),
     "hybrid_rlhf/trainers": (1514, 10),
-    "training": (5813, 30),
+    "training": (5821, 30),
     "inference": (3873, 26),
-    "tests": (62330, 357),
+    "tests": (62391, 357),
     "benchmarks": (8109, 55),
     ENTRY_POINTS: (2210, 11),
 }

@@ -142,3 +142,18 @@ def test_a_disk_that_refuses_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot save a checkpoint in"):
         checkpoint.save(tmp_path / "file", 1, STATE)
+
+
+def test_a_copy_has_the_values_that_were_changed_and_the_rest_and_the_original_stays(tmp_path) -> None:
+    state = {"run": {"settings": {"a": 1}, "step": 4}, "kl": {"value": 0.04}, "weights": torch.arange(3.0)}
+    path = checkpoint.save(tmp_path / "old", 4, state)
+    before = {p.name: p.read_bytes() for p in path.iterdir()}
+    made = checkpoint.copy_changed(path, tmp_path / "new", {("run", "settings"): {"b": None, "c": [0.5]},
+                                                            ("kl", "value"): 0.7})
+    assert made == tmp_path / "new" / "step-00000004" and checkpoint.damage(made) is None
+    loaded = checkpoint.load(made)
+    assert torch.equal(loaded.pop("weights"), torch.tensor([0.0, 1, 2]))
+    assert loaded == {"run": {"settings": {"b": None, "c": [0.5]}, "step": 4}, "kl": {"value": 0.7}}
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == before
+    with pytest.raises(KeyError):
+        checkpoint.copy_changed(path, tmp_path / "new", {("no", "such"): 1})

@@ -101,6 +101,20 @@ def test_a_stage_samples_episodes(place, stage, capsys):
     assert "times(a=12, b=3)" in page or "It is 40." in page
 
 
+def test_a_replay_of_episodes_asks_the_tools_again_and_says_so(place, capsys):
+    """Scored by the run's own reward, each step has the mean that is on record."""
+    assert main(words(place, "grpo", "tried", f"--environment.tools=[{place}/acts.py:times]",
+                      f"--reward.functions=[{place}/acts.py:right]")) == 0
+    capsys.readouterr()
+    assert main(["replay", f"{place}/tried", "--reward", f"{place}/acts.py:right"]) == 0
+    told = capsys.readouterr()
+    assert "steps 1 to 2 are the same again" in told.out
+    assert "the run asks tools and environments: it is the same again only if the same is answered" in told.err
+    curves = json.loads((place / "tried_replay" / "replay.json").read_text())["curves"]
+    rows = [json.loads(line) for line in (place / "tried" / "metrics.jsonl").read_text().splitlines()]
+    assert [c["other"] for c in curves] == pytest.approx([r["reward"] for r in rows if "reward" in r])
+
+
 @pytest.mark.slow
 def test_an_environment_brings_its_own_reward_weighted_beside_functions(place, capsys):
     code = main(words(place, "grpo", "both", f"--environment.factory={place}/acts.py:Game",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from statistics import fmean
 
@@ -21,7 +23,7 @@ from hybrid_rlhf.run.reporter import Asked, watched_by
 from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.training import past_run
 from tests.factories.stage_options import COMMON, WORDS, short_sft, used
-from tests.factories.tiny import own_cache, save_tiny
+from tests.factories.tiny import own_cache
 
 CODE = """def long(completions, **_):
     return [float(len(c)) for c in completions]
@@ -36,25 +38,27 @@ def short(completions, **_):
 """
 STEPS = ["--ppo.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "1e-2", "--train.max_steps", "6",
          "--train.per_device_train_batch_size", "3", "--train.save_steps", "2", "--train.eval_steps", "3"]
-RUNS = {"grpo": ("grpo", []), "grpo_lora": ("grpo", ["--model.lora.r", "4"]),
-        "ppo": ("ppo", ["--roles.critic.learning_rate", "1e-2"]),
-        "ppo_lora": ("ppo", ["--roles.critic.learning_rate", "1e-2", "--model.lora.r", "4"])}
+BASE, CRITIC, LORA = ["--model", "base"], ["--roles.critic.learning_rate", "1e-2"], ["--model.lora.r", "4"]
+RUNS = {"grpo": ("grpo", ["--resume", "never"]),  # it starts from the run sft beside it
+        "grpo_lora": ("grpo", BASE + LORA), "ppo": ("ppo", BASE + CRITIC), "ppo_lora": ("ppo", BASE + CRITIC + LORA)}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("replay")
     rows = [{"prompt": f"say {w} {i}", "word": w} for i in range(2) for w in WORDS]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rewards.py").write_text(CODE)
-    save_tiny(folder / "base")
     with pytest.MonkeyPatch.context() as patch:
         own_cache(patch, folder / "cache")
+        patch.chdir(folder)
+        assert main([*short_sft(folder), "--output_dir", "runs/sft"]) == 0
         yield folder
 
 
 def launch(place: Path, name: str, *more: str) -> Path:
-    """The run of RUNS, made once, with the tokens that it sampled in sampled.json beside it."""
+    """The run of RUNS, made once, with the tokens that it sampled in NAME.json beside it. The one called ppo is stopped
+    after step 3, where an evaluation is due, and goes on."""
     stage, options = RUNS[name.split("-")[0]]
     out, seen = place / "runs" / name, {}
 
@@ -65,15 +69,21 @@ def launch(place: Path, name: str, *more: str) -> Path:
             rollout = seen["trainer"].last_rollout
             seen[facts["step"]] = [ids[mask].tolist() for ids, mask in
                                    zip(rollout.response_ids, rollout.response_mask, strict=True)]
+            if facts["step"] == 3 and ends[0] == 130:
+                os.kill(os.getpid(), signal.SIGINT)
         return Asked()
 
-    if not out.exists():
+    if out.exists():
+        return out
+    ends = [130, 0] if name == "ppo" else [0]
+    while ends:
         with watched_by(watch):
-            assert main(["--stage", stage, "--output_dir", str(out), *used(stage, COMMON), "--model",
-                         f"{place}/base", f"--data.sources=[{{path: {place}/rows.jsonl}}]",
-                         f"--reward.functions=['{place}/rewards.py:long']", *STEPS, *options, *more]) == 0
-        seen.pop("trainer")
-        (place / f"{name}.json").write_text(json.dumps(seen))
+            assert main(["--stage", stage, "--output_dir", str(out), *used(stage, COMMON),
+                         f"--data.sources=[{{path: {place}/asked.jsonl}}]",
+                         f"--reward.functions=['{place}/rewards.py:long']", *STEPS, *options, *more]) == ends[0]
+        ends.pop(0)
+    seen.pop("trainer")
+    (place / f"{name}.json").write_text(json.dumps(seen))
     return out
 
 
@@ -130,7 +140,7 @@ def test_rollouts_by_another_reward_are_what_a_count_of_their_texts_gives(place,
     assert main(["replay", str(run), "--reward", f"{place}/rewards.py:vowels", "--output_dir", str(out)]) == 0
     told = capsys.readouterr()
     assert "own reward" in told.out and "Hacking began where the other reward" in told.out
-    word_of = {row["prompt"]: row["word"] for row in lines(place / "rows.jsonl")}
+    word_of = {row["prompt"]: row["word"] for row in lines(place / "asked.jsonl")}
     by_step: dict[int, list[dict]] = {}
     for row in lines(out / "rollouts.jsonl"):
         by_step.setdefault(row["step"], []).append(row)
@@ -258,6 +268,26 @@ def test_hacking_begins_where_the_other_reward_is_at_its_best_and_the_own_one_go
     assert began(history(float, float)) is None
     assert began(history(float, lambda s: s % 2)) is None  # noise
     assert began(history(float, tent)[:3]) is None
+
+
+def test_a_replay_that_was_stopped_begins_again_and_another_folder_is_left_alone(place, tmp_path, capsys) -> None:
+    run, out = launch(place, "grpo"), tmp_path / "again"
+
+    def stop(event: str, facts: dict) -> Asked:
+        if event == "step_end" and facts["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return Asked()
+
+    words = ["replay", str(run), "--output_dir", str(out)]
+    with watched_by(stop):
+        assert main(words) == 130
+    assert "stopped after step 2 of 6; the same command begins again" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again"]
+    assert main([*words, "--to", "2"]) == 0
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
+    assert main([*words[:3], str(tmp_path / "mine")]) == 2
+    assert "mine holds something else" in capsys.readouterr().err
 
 
 def test_what_cannot_be_taken_again_is_said_in_one_line(place, tmp_path, monkeypatch, capsys) -> None:
