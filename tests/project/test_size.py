@@ -35,7 +35,7 @@ BUDGET = {  # folder: lines, files
     "inference": (3753, 26),
     "tests": (60838, 353),
     "benchmarks": (7813, 53),
-    ENTRY_POINTS: (2196, 11),
+    ENTRY_POINTS: (2197, 11),
 }
 
 
