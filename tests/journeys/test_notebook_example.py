@@ -86,8 +86,8 @@ def test_a_hosted_notebook_runs_on_a_cpu_with_little_output(path, tmp_path) -> N
     done = Executed(notebook, tmp_path)
     assert done.text("install") == ("no card: a small model on the CPU\n--preset cpu: "
                                     "{'model.lora.r': 16, 'engine.micro_batch_tokens': 1024}\n")
-    run = json.loads((tmp_path / "outputs" / path.stem / "run.json").read_text())
-    assert run["step"] == 3 and (tmp_path / "outputs" / "my-model" / "model.safetensors").exists()
+    lines = (tmp_path / "outputs" / path.stem / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == 3 and (tmp_path / "outputs" / "my-model" / "model.safetensors").exists()
     for name, outputs in done.outputs.items():
         assert len(done.text(name).splitlines()) <= MOST_LINES, name
         assert not any(output.get("name") == "stderr" for output in outputs), done.text(name)
