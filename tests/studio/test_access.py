@@ -210,5 +210,5 @@ def test_tabs_that_listen_end_with_the_studio():
         heard += [text async for text in stream]
         return heard
 
-    found = asyncio.run(asyncio.wait_for(listen(), 5))
+    found = asyncio.run(asyncio.wait_for(listen(), 60))
     assert found[1:] == ["event: runs\ndata: {}\n\n"]

@@ -52,12 +52,10 @@ def test_every_goal_sends_the_settings_of_its_own_question(page):
     page.set("reward.functions", "pay.py:one, pay.py:two")
     page.click("#has-tools")
     page.fill("#tools", "builtin:calculator")
-    page.until(lambda: "environment.tools" in page.settings)
-    time.sleep(0.5)
+    page.sends("environment.tools", ["builtin:calculator"])  # typed last
     found = page.settings
     assert found["reward.functions"] == ["builtin:numeric_match", "pay.py:one", "pay.py:two"]
     assert found["reward.options"] == {"numeric_match": {"column": "solution", "tolerance": 0.1, "strict": True}}
-    assert found["environment.tools"] == ["builtin:calculator"]
     assert (found["model.model_name_or_path"], found["data.sources"]) == ("org/name", ["demo/prompts"])
 
     page.goal("model")
@@ -92,8 +90,7 @@ def test_a_judge_behind_an_address_with_questions_of_ones_own(page):
     page.press("Add a question")
     page.focuses("input[aria-label='Question 2']")
     page.fill("input[aria-label='Question 2']", "Is it 100% correct? Really?")
-    page.until(lambda: len(page.sent("reward.judge.rubric")["items"]) == 2)
-    time.sleep(0.5)
+    page.until(lambda: page.sent("reward.judge.rubric")["items"][1]["question"].endswith("Really?"))
     found = page.settings
     assert found["reward.judge.rubric"] == {"items": [
         {"name": "is_it_100_correct", "kind": "yes_no", "weight": 1, "question": "Is it 100% correct?"},
@@ -112,9 +109,8 @@ def test_three_stages_read_one_file_or_three(page, stub):
         page.fill(entry(f"data.sources.{stage}"), f"pairs-{stage}.jsonl")
     page.says("Everything is there")
     assert {body["stage"] for body in stub.asked["data"]} == {"all", "sft", "reward", "ppo"}
-    found = page.settings
-    assert found["data.sources"] == [{"path": f"pairs-{s}.jsonl", "stages": [s]} for s in ("sft", "reward", "ppo")]
-    assert found["data.split"] is None
+    page.sends("data.sources", [{"path": f"pairs-{s}.jsonl", "stages": [s]} for s in ("sft", "reward", "ppo")])
+    assert page.settings["data.split"] is None
 
 
 def test_a_tiny_new_model_needs_no_name_and_is_trained_whole(page):
@@ -183,7 +179,7 @@ def test_entries_survive_a_reload_and_another_page_until_started_over(page):
         assert page.find(entry("model.model_name_or_path")).get_attribute("value") == "org/other"
         assert page.find("input[value=prefer]").is_selected()
     page.click("#start-over")
-    page.browser.switch_to.alert.accept()
+    dialog(page.browser).accept()
     page.says("Choose what")
     assert not page.find("input[value=prefer]").is_selected()
 

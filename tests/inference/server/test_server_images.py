@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import os
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +28,16 @@ PICTURE = {"type": "image"}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, reward_folder):
+def images(tmp_path_factory):
+    """Where the server makes its folder for images: not where those of other tests are."""
+    place = tmp_path_factory.mktemp("images")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(place))
+        yield place
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, reward_folder, images):
     scorer = Scorer(reward_folder)
     scorer.open()
     plain = save_tiny(tmp_path_factory.mktemp("plain"))
@@ -59,11 +68,6 @@ def user(*parts: dict) -> dict:
 def ask(served, *messages: dict, **settings) -> httpx.Response:
     body = {"messages": list(messages), "model": "seeing", "temperature": 0, "max_tokens": 6} | settings
     return httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
-
-
-def folder_of(served) -> Path:
-    """The folder for images of the server's requests."""
-    return next(Path(path) for path in Path(os.environ.get("TMPDIR", "/tmp")).glob("hybrid_rlhf_images_*"))
 
 
 FILES = [file.path for file in drawn_files()]
@@ -117,11 +121,11 @@ def test_logprobs_of_an_answer_about_an_image_are_the_models(served):
     torch.testing.assert_close(torch.tensor([score["logprob"] for score in scores]), truth, atol=2e-4, rtol=1e-4)
 
 
-def test_images_are_files_only_while_a_request_uses_them(served):
-    place = folder_of(served)
+def test_images_are_files_only_while_a_request_uses_them(served, images):
+    (place,) = images.glob("hybrid_rlhf_images_*")
     content(ask(served, user(image(FILES[0]), words("what"))))
     assert ask(served, user(image(FILES[0]), image(FILES[1]), words("x" * 3000))).status_code == 400  # too long
-    assert until(lambda: not any(place.iterdir()), 10)
+    assert until(lambda: not any(place.iterdir()))
 
 
 def test_a_file_of_two_requests_stays_until_both_have_ended(tmp_path):
@@ -136,8 +140,6 @@ def test_a_file_of_two_requests_stays_until_both_have_ended(tmp_path):
 
 
 def test_the_folder_of_images_goes_with_the_server(tmp_path, monkeypatch):
-    import tempfile
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with running({"seeing": folder("qwen3_vl")}):
         assert len(list(tmp_path.iterdir())) == 1
