@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1514, 10),
     "training": (5821, 30),
     "inference": (3873, 26),
-    "tests": (62391, 357),
+    "tests": (62392, 357),
     "benchmarks": (8109, 55),
     ENTRY_POINTS: (2210, 11),
 }
