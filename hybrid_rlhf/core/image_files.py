@@ -5,6 +5,7 @@ The size is decided once, when a row is tokenized, since it decides how many tok
 
 from __future__ import annotations
 
+import os
 import warnings
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,15 @@ class ImageError(Exception):
 def look_at(path: str) -> ImageRef:
     """The image in a file, in its own size. Decodes it whole. Raises ImageError where it cannot be read."""
     return ImageRef(path, *_decoded(path).size)
+
+
+def version(path: str) -> tuple[int, ...]:
+    """Size and time of a file, by which another one in its place is noticed; () where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_size, status.st_mtime_ns
 
 
 def scaled(image: ImageRef, max_pixels: int) -> ImageRef:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.distributed import max_over_ranks, world_size
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.core.image_files import ImageError, ImageRef, blank_image, open_image
+from hybrid_rlhf.core.image_files import ImageError, ImageRef, blank_image, open_image, version
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.processor_compat import load_processor
 
@@ -51,20 +51,24 @@ class ImageReader:
         self.token_ids = frozenset(i for i in processor.image_token_ids if i is not None)
         others = (*processor.video_token_ids, *processor.audio_token_ids)
         self.never = self.token_ids.union(i for i in others if i is not None)
-        self._kept: dict[ImageRef, ReadImage] = {}  # the one used last at the end
+        self._kept: dict[ImageRef, tuple[tuple[int, ...], ReadImage]] = {}  # with the version of its file
         self._num_bytes, self._lock = 0, Lock()
 
     def read(self, image: ImageRef) -> ReadImage:
         """What the processor makes of an image, remembered for the next time. Several threads may read. Raises
         ImageError where the processor refuses it."""
         with self._lock:
-            known = self._kept.pop(image, None)
+            now = version(image.path)
+            before, known = self._kept.pop(image, (now, None))
+            if known is not None and now and now != before:  # a file that is gone was there when it was read
+                self._num_bytes -= _num_bytes(known)
+                known = None
             if known is None:
-                known = self._processed(open_image(image))
+                known, before = self._processed(open_image(image)), now
                 self._num_bytes += _num_bytes(known)
                 while self._kept and self._num_bytes > _KEPT_BYTES:
-                    self._num_bytes -= _num_bytes(self._kept.pop(next(iter(self._kept))))
-            self._kept[image] = known
+                    self._num_bytes -= _num_bytes(self._kept.pop(next(iter(self._kept)))[1])
+            self._kept[image] = before, known
         return known
 
     @cached_property
@@ -121,11 +125,11 @@ def reader_of(owner: Any) -> ImageReader | None:  # of transformers
     return next(filter(None, (load_reader(str(place)) for place in places)), None)
 
 
-def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]], zero: Tensor | None = None,
-           **named: object) -> Any:
-    """The output of `composite`, the module that joins images and text (backbone.joining), for rows ids (B, T) with the
-    images of each row in their order. zero: added to the states (`blank_features`; made here, where there are images).
-    named: further arguments of its forward. UserError where it reads none."""
+def states(composite: nn.Module, backbone: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]],
+           zero: Tensor | None = None, **named: object) -> Any:
+    """The output of `composite`, the module that joins images and text (backbone.joining) around the backbone of text,
+    for rows ids (B, T) with the images of each row in their order. zero: added to the states (`blank_features`; made
+    here, where there are images). named: further arguments of its forward. UserError where it reads none."""
     reader = reader_of(composite) if hasattr(composite, "get_image_features") else None
     if reader is None:
         raise UserError(f"{type(composite).__name__} reads no images, and rows have some; give an image-text model, "
@@ -133,8 +137,22 @@ def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef
     inputs = {image: reader.read(image).inputs for row in images for image in row}
     if inputs:
         zero = blank_features(composite, num_blank(composite, inputs))
-    out = composite(input_ids=ids, **inputs_of(reader, composite, ids, images, inputs), **named)
+    out = joint_output(composite, backbone, input_ids=ids, **inputs_of(reader, composite, ids, images, inputs), **named)
     return out if zero is None else plus(out, zero)
+
+
+def joint_output(composite: nn.Module, backbone: nn.Module, **named: object) -> Any:
+    """The output with states of a forward of `composite`. One that is around the output head too (Llama 4) returns
+    none: then that of `backbone` within its forward, whose head computes the logits of one token beside it."""
+    if composite.get_output_embeddings() is None:
+        return composite(**named)
+    outputs: list[Any] = []
+    hook = backbone.register_forward_hook(lambda _module, _inputs, out: outputs.append(out))
+    try:
+        composite(**named, logits_to_keep=1)
+    finally:
+        hook.remove()
+    return outputs[0]
 
 
 # -- several processes -------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Rows with images: the states that transformers' own model computes from its own processor's inputs, row by row."""
 
+import os
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -108,6 +110,21 @@ def test_processed_images_are_remembered_up_to_a_number_of_bytes(monkeypatch):
     assert reader.read(second) is kept[second] and reader.read(first) is not kept[first]  # both were too much
     kept = {image: reader.read(image) for image in (first, third)}
     assert all(reader.read(image) is read for image, read in kept.items())
+
+
+def test_a_file_that_is_written_anew_in_the_same_size_is_read_anew(tmp_path):
+    from PIL import Image
+
+    path, reader = str(tmp_path / "a.png"), ImageReader(load_reader(folder("qwen3_vl"))._processor)
+    read = []
+    for number, colour in enumerate(("red", "blue")):
+        Image.new("RGB", (32, 32), colour).save(path)
+        os.utime(path, ns=(number, number))
+        read.append(reader.read(look_at(path)))
+        assert reader.read(look_at(path)) is read[-1]
+    assert not read[0].inputs["pixel_values"].equal(read[1].inputs["pixel_values"])
+    os.unlink(path)
+    assert reader.read(ImageRef(path, 32, 32)) is read[1]
 
 
 def test_a_model_of_text_has_no_reader_and_refuses_images():
