@@ -20,7 +20,7 @@ from hybrid_rlhf.core.distributed import max_over_ranks, world_size
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.image_files import ImageError, ImageRef, blank_image, open_image, version
 from hybrid_rlhf.models.hf_attention import forward_parameters
-from hybrid_rlhf.models.processor_compat import load_processor
+from hybrid_rlhf.models.processor_compat import image_ids, load_processor
 
 _KEPT_BYTES = 2**30  # of processed images that are remembered: 40 of a million pixels, all of many small ones
 KEPT_FEATURES = 2**30  # bytes of features that a step keeps: 100 images of 1300 tokens for a model of width 4096
@@ -45,10 +45,10 @@ class ImageReader:
     what a policy does not sample: these, and the like of video and sound, whose own embeddings are not read beside
     images."""
 
-    def __init__(self, processor: Any) -> None:  # of transformers
+    def __init__(self, processor: Any, token_ids: frozenset[int]) -> None:  # a processor of transformers
         self._processor = processor
         self.placeholder: str = processor.image_token
-        self.token_ids = frozenset(i for i in processor.image_token_ids if i is not None)
+        self.token_ids = token_ids
         others = (*processor.video_token_ids, *processor.audio_token_ids)
         self.never = self.token_ids.union(i for i in others if i is not None)
         self._kept: dict[ImageRef, tuple[tuple[int, ...], ReadImage]] = {}  # with the version of its file
@@ -107,7 +107,7 @@ def load_reader(path: str) -> ImageReader | None:
     """The reader of the checkpoint at a folder or hub id; None where it has no processor of images. UserError where it
     has one that cannot be loaded."""
     processor = load_processor(path)
-    return None if processor is None else ImageReader(processor)
+    return None if processor is None else ImageReader(processor, image_ids(path, processor))
 
 
 _models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # tokenizer -> the model whose images it stands for
@@ -141,18 +141,27 @@ def states(composite: nn.Module, backbone: nn.Module, ids: Tensor, images: Seque
     return out if zero is None else plus(out, zero)
 
 
+class _Reached(Exception):  # noqa: N818 - no error
+    """Ends a forward behind the backbone, with its output."""
+
+
 def joint_output(composite: nn.Module, backbone: nn.Module, **named: object) -> Any:
     """The output with states of a forward of `composite`. One that is around the output head too (Llama 4) returns
-    none: then that of `backbone` within its forward, whose head computes the logits of one token beside it."""
+    none: its forward then ends with the output of `backbone`, before the head."""
     if composite.get_output_embeddings() is None:
         return composite(**named)
-    outputs: list[Any] = []
-    hook = backbone.register_forward_hook(lambda _module, _inputs, out: outputs.append(out))
+
+    def end(_module: nn.Module, _inputs: object, out: Any) -> None:
+        raise _Reached(out)
+
+    hook = backbone.register_forward_hook(end)
     try:
-        composite(**named, logits_to_keep=1)
+        composite(**named)
+    except _Reached as reached:
+        return reached.args[0]
     finally:
         hook.remove()
-    return outputs[0]
+    raise RuntimeError(f"the forward of {type(composite).__name__} does not call {type(backbone).__name__}")
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
