@@ -43,6 +43,15 @@ def look_at(path: str) -> ImageRef:
     return ImageRef(path, *_decoded(path).size)
 
 
+def version(path: str) -> tuple[int, ...]:
+    """Size and time of a file, by which another one in its place is noticed; () where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_size, status.st_mtime_ns
+
+
 def scaled(image: ImageRef, max_pixels: int) -> ImageRef:
     """The image scaled down to at most max_pixels, in its proportions."""
     scale = min(1.0, (max_pixels / (image.width * image.height)) ** 0.5)

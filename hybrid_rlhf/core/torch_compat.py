@@ -85,7 +85,8 @@ def is_hooked(module: nn.Module) -> bool:
 
 @contextmanager
 def hooks_kept(module: nn.Module, is_kept: Callable[[Callable], bool]) -> Iterator[None]:
-    """Within the block only those forward hooks of `module` and its submodules run for which `is_kept` is true."""
+    """Within the block only those forward hooks of `module` and its submodules run for which `is_kept` is true. Hooks
+    that are added within stay: transformers adds its own, which record states, at the first forward that needs them."""
     before = [(m, name, TORCH.part(m, name)) for m in module.modules() for name in _HOOKS]
     for each, name, hooks in before:
         setattr(each, name, type(hooks)({key: hook for key, hook in hooks.items() if is_kept(hook)}))
@@ -93,6 +94,7 @@ def hooks_kept(module: nn.Module, is_kept: Callable[[Callable], bool]) -> Iterat
         yield
     finally:
         for each, name, hooks in before:
+            hooks.update({key: hook for key, hook in TORCH.part(each, name).items() if key not in hooks})
             setattr(each, name, hooks)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from urllib.parse import unquote, unquote_to_bytes
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.image_files import ImageError, ImageRef, look_at, scaled
+from hybrid_rlhf.core.image_files import ImageError, ImageRef, look_at, scaled, version
 from hybrid_rlhf.core.own_files import refusal, write_file
 from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.data.turns import IMAGE, IMAGES, SkipRow
@@ -219,9 +219,9 @@ def has_images(value: object) -> bool:
 
 
 def stamp(row: Mapping, folder: Path) -> str:
-    """Size and time of every image file that a row may name: with another file the row is another one."""
+    """The version of every image file that a row may name: with another file the row is another one."""
     paths = [(text, local_path(text, folder)) for text in _named(row)]
-    return "".join(f"{text} {path} {path and os.stat(path)[6:9]}" for text, path in paths)
+    return "".join(f"{text} {path} {path and version(path)}" for text, path in paths)
 
 
 def _parsed(value: object) -> object:

@@ -43,14 +43,14 @@ def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
 
 
 def _states(model: nn.Module, batch: SequenceBatch, **options: bool) -> Any:  # of transformers
+    backbone, joint = text_backbone(model), joining(model)
     if batch.images is not None and any(batch.images):
         with never_packed():
-            return images.states(joining(model), batch.input_ids, batch.images, use_cache=False, **options)
-    backbone, joint = text_backbone(model), joining(model)
+            return images.states(joint, backbone, batch.input_ids, batch.images, use_cache=False, **options)
     zero = images.blank_features(joint, images.num_blank(joint, {}))
     if zero is not None and images.is_in_parts(joint):  # one order of modules on all processes
         with never_packed():
-            return images.states(joint, batch.input_ids, (), zero, use_cache=False, **options)
+            return images.states(joint, backbone, batch.input_ids, (), zero, use_cache=False, **options)
     if batch.position_ids is not None:
         out = backbone(input_ids=batch.input_ids, use_cache=False, position_ids=batch.position_ids, **options)
     else:
@@ -269,11 +269,13 @@ def text_backbone(model: nn.Module) -> nn.Module:
 
 
 def joining(model: nn.Module) -> nn.Module:
-    """The module of an image-text model that joins images and text, and computes the hidden states of both; for a
-    BackboneWithHead that of its backbone's model."""
+    """The module of an image-text model that joins images and text, and computes the hidden states of both; the model
+    itself, if its causal part is inside and of text (Llama 4); for a BackboneWithHead that of its backbone's model."""
     if not hasattr(model, "config"):
         return model.joint[0]
     causal, backbone, _ = places(model)
+    if causal and hasattr(model, "get_image_features"):
+        return model
     return model.get_submodule(f"{causal}.{backbone}" if causal else backbone)
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.distributed import max_over_ranks, world_size
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.core.image_files import ImageError, ImageRef, blank_image, open_image
+from hybrid_rlhf.core.image_files import ImageError, ImageRef, blank_image, open_image, version
 from hybrid_rlhf.models.hf_attention import forward_parameters
-from hybrid_rlhf.models.processor_compat import load_processor
+from hybrid_rlhf.models.processor_compat import image_ids, load_processor
 
 _KEPT_BYTES = 2**30  # of processed images that are remembered: 40 of a million pixels, all of many small ones
 KEPT_FEATURES = 2**30  # bytes of features that a step keeps: 100 images of 1300 tokens for a model of width 4096
@@ -45,26 +45,30 @@ class ImageReader:
     what a policy does not sample: these, and the like of video and sound, whose own embeddings are not read beside
     images."""
 
-    def __init__(self, processor: Any) -> None:  # of transformers
+    def __init__(self, processor: Any, token_ids: frozenset[int]) -> None:  # a processor of transformers
         self._processor = processor
         self.placeholder: str = processor.image_token
-        self.token_ids = frozenset(i for i in processor.image_token_ids if i is not None)
+        self.token_ids = token_ids
         others = (*processor.video_token_ids, *processor.audio_token_ids)
         self.never = self.token_ids.union(i for i in others if i is not None)
-        self._kept: dict[ImageRef, ReadImage] = {}  # the one used last at the end
+        self._kept: dict[ImageRef, tuple[tuple[int, ...], ReadImage]] = {}  # with the version of its file
         self._num_bytes, self._lock = 0, Lock()
 
     def read(self, image: ImageRef) -> ReadImage:
         """What the processor makes of an image, remembered for the next time. Several threads may read. Raises
         ImageError where the processor refuses it."""
         with self._lock:
-            known = self._kept.pop(image, None)
+            now = version(image.path)
+            before, known = self._kept.pop(image, (now, None))
+            if known is not None and now and now != before:  # a file that is gone was there when it was read
+                self._num_bytes -= _num_bytes(known)
+                known = None
             if known is None:
-                known = self._processed(open_image(image))
+                known, before = self._processed(open_image(image)), now
                 self._num_bytes += _num_bytes(known)
                 while self._kept and self._num_bytes > _KEPT_BYTES:
-                    self._num_bytes -= _num_bytes(self._kept.pop(next(iter(self._kept))))
-            self._kept[image] = known
+                    self._num_bytes -= _num_bytes(self._kept.pop(next(iter(self._kept)))[1])
+            self._kept[image] = before, known
         return known
 
     @cached_property
@@ -103,7 +107,7 @@ def load_reader(path: str) -> ImageReader | None:
     """The reader of the checkpoint at a folder or hub id; None where it has no processor of images. UserError where it
     has one that cannot be loaded."""
     processor = load_processor(path)
-    return None if processor is None else ImageReader(processor)
+    return None if processor is None else ImageReader(processor, image_ids(path, processor))
 
 
 _models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # tokenizer -> the model whose images it stands for
@@ -121,11 +125,11 @@ def reader_of(owner: Any) -> ImageReader | None:  # of transformers
     return next(filter(None, (load_reader(str(place)) for place in places)), None)
 
 
-def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]], zero: Tensor | None = None,
-           **named: object) -> Any:
-    """The output of `composite`, the module that joins images and text (backbone.joining), for rows ids (B, T) with the
-    images of each row in their order. zero: added to the states (`blank_features`; made here, where there are images).
-    named: further arguments of its forward. UserError where it reads none."""
+def states(composite: nn.Module, backbone: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef]],
+           zero: Tensor | None = None, **named: object) -> Any:
+    """The output of `composite`, the module that joins images and text (backbone.joining) around the backbone of text,
+    for rows ids (B, T) with the images of each row in their order. zero: added to the states (`blank_features`; made
+    here, where there are images). named: further arguments of its forward. UserError where it reads none."""
     reader = reader_of(composite) if hasattr(composite, "get_image_features") else None
     if reader is None:
         raise UserError(f"{type(composite).__name__} reads no images, and rows have some; give an image-text model, "
@@ -133,8 +137,31 @@ def states(composite: nn.Module, ids: Tensor, images: Sequence[Sequence[ImageRef
     inputs = {image: reader.read(image).inputs for row in images for image in row}
     if inputs:
         zero = blank_features(composite, num_blank(composite, inputs))
-    out = composite(input_ids=ids, **inputs_of(reader, composite, ids, images, inputs), **named)
+    out = joint_output(composite, backbone, input_ids=ids, **inputs_of(reader, composite, ids, images, inputs), **named)
     return out if zero is None else plus(out, zero)
+
+
+class _Reached(Exception):  # noqa: N818 - no error
+    """Ends a forward behind the backbone, with its output."""
+
+
+def joint_output(composite: nn.Module, backbone: nn.Module, **named: object) -> Any:
+    """The output with states of a forward of `composite`. One that is around the output head too (Llama 4) returns
+    none: its forward then ends with the output of `backbone`, before the head."""
+    if composite.get_output_embeddings() is None:
+        return composite(**named)
+
+    def end(_module: nn.Module, _inputs: object, out: Any) -> None:
+        raise _Reached(out)
+
+    hook = backbone.register_forward_hook(end)
+    try:
+        composite(**named)
+    except _Reached as reached:
+        return reached.args[0]
+    finally:
+        hook.remove()
+    raise RuntimeError(f"the forward of {type(composite).__name__} does not call {type(backbone).__name__}")
 
 
 # -- several processes -------------------------------------------------------------------------------------------------

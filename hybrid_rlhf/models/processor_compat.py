@@ -35,6 +35,17 @@ def load_processor(path: str) -> Any:  # of transformers
     return processor if getattr(processor, "image_token", None) is not None else None
 
 
+def image_ids(path: str, processor: Any) -> frozenset[int]:
+    """The tokens in whose places the checkpoint's model puts features, and those between them. The processor alone has
+    only the placeholder's, where that is another one (Llama 4)."""
+    from transformers.utils import cached_file
+
+    file = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
+    config = {} if file is None else read_object(Path(file))
+    own = (config.get(name) for name in ("image_token_id", "image_token_index"))
+    return frozenset(i for i in (*processor.image_token_ids, *own) if i is not None)
+
+
 def _by_transformers(path: str) -> Any:
     from transformers import AutoProcessor
 

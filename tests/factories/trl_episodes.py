@@ -31,12 +31,13 @@ class Told(NamedTuple):
 
 def trl_grpo_steps(model: nn.Module, reference: nn.Module, tokenizer, prompts: Sequence[list[dict]],  # noqa: ANN001
                    turns: Sequence[Sequence[list[int]]], scores: Sequence[float], tools: Sequence[Callable],
-                   rate: float, **options: object) -> Told:
+                   rate: float, images: Sequence[list] | None = None, **options: object) -> Told:
     """trl.GRPOTrainer on the CPU in fp32, all episodes as one batch, plain descent at `rate` without clipping.
 
     prompts: conversations, each for len(turns) / len(prompts) episodes in a row (a group). turns: of each episode, what
     the model says turn by turn; TRL asks for a further one where it finds a call and has run the tool, and raises
     AssertionError where the test wrote none or where it does not ask for one that is written. scores: of the episodes.
+    images: Pillow's, of each prompt; tokenizer is then a processor.
     options: of GRPOConfig; num_iterations is the number of optimizer steps. The models stay as they are.
     """
     from datasets import Dataset
@@ -53,8 +54,10 @@ def trl_grpo_steps(model: nn.Module, reference: nn.Module, tokenizer, prompts: S
                      disable_tqdm=True, logging_strategy="steps", logging_steps=1, shuffle_dataset=False,
                      output_dir=str(Path(folder) / "out"))
         trainer = GRPOTrainer(model=policy, args=GRPOConfig(**fixed | options), processing_class=tokenizer,
-                              train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
-                              reward_funcs=lambda completions, **_: list(scores), tools=list(tools))
+                              train_dataset=Dataset.from_list([
+                                  {"prompt": prompt} | ({"images": images[i]} if images else {})
+                                  for i, prompt in enumerate(prompts)]),
+                              reward_funcs=lambda completions, **_: list(scores), tools=list(tools) or None)
         said = _Script(turns)
         trainer._generate_single_turn = said
         made: list[tuple] = []

@@ -1,5 +1,7 @@
 """Rows with images: the states that transformers' own model computes from its own processor's inputs, row by row."""
 
+import os
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -21,6 +23,12 @@ from tests.factories.vision import (
     plain_picture,
     rows_of,
 )
+
+
+def fresh_reader() -> ImageReader:
+    """One that remembers no image."""
+    known = load_reader(folder("qwen3_vl"))
+    return ImageReader(known._processor, known.token_ids)
 
 
 def batch_of(kind: str) -> SequenceBatch:
@@ -98,16 +106,31 @@ def test_the_tower_has_gradients_only_where_it_is_trained(kind):
 
 def test_processed_images_are_remembered_up_to_a_number_of_bytes(monkeypatch):
     first, second, third = image_files()
-    reader = ImageReader(load_reader(folder("qwen3_vl"))._processor)
+    reader = fresh_reader()
     sizes = [sum(value.nbytes for value in reader.read(image).inputs.values()) for image in (first, second, third)]
     kept = {image: reader.read(image) for image in (first, second, third)}
     assert all(reader.read(image) is read for image, read in kept.items())
     monkeypatch.setattr(images_module, "_KEPT_BYTES", sizes[0] + sizes[2])
-    reader = ImageReader(reader._processor)
+    reader = fresh_reader()
     kept = {image: reader.read(image) for image in (first, second)}
     assert reader.read(second) is kept[second] and reader.read(first) is not kept[first]  # both were too much
     kept = {image: reader.read(image) for image in (first, third)}
     assert all(reader.read(image) is read for image, read in kept.items())
+
+
+def test_a_file_that_is_written_anew_in_the_same_size_is_read_anew(tmp_path):
+    from PIL import Image
+
+    path, reader = str(tmp_path / "a.png"), fresh_reader()
+    read = []
+    for number, colour in enumerate(("red", "blue")):
+        Image.new("RGB", (32, 32), colour).save(path)
+        os.utime(path, ns=(number, number))
+        read.append(reader.read(look_at(path)))
+        assert reader.read(look_at(path)) is read[-1]
+    assert not read[0].inputs["pixel_values"].equal(read[1].inputs["pixel_values"])
+    os.unlink(path)
+    assert reader.read(ImageRef(path, 32, 32)) is read[1]
 
 
 def test_a_model_of_text_has_no_reader_and_refuses_images():

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
+from hybrid_rlhf.data import collate
+from hybrid_rlhf.data.datasets import DataConfig, build
+from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.models import images as images_module
 from hybrid_rlhf.models.backbone import joining
-from hybrid_rlhf.models.images import features_kept
+from hybrid_rlhf.models.images import features_kept, load_reader
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.roles import Actor, PolicyModule, Reference, Roles
-from hybrid_rlhf.rollout import Prompts
+from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from tests.factories.trainers import CLOCKED, Source
-from tests.factories.vision import folder, image_text_model, rows_of
+from tests.factories.vision import KINDS, folder, image_files, image_text_model, rows_of
 
 RATE = 0.05
 
@@ -138,3 +143,81 @@ def test_frozen_towers_draw_no_dropout_in_training():
     trainer = trainer_of(policy, None, kl_coef=0.0)
     trainer.step(prompts_of("gemma3"))
     assert modes and not any(modes) and all(m.training for m in modules)
+
+
+# -- TRL's GRPOTrainer on the same prompts, images and answers ---------------------------------------------------------
+
+ASKED = (("What is this?", (0,)), ("And what of these two?", (1, 2)))
+SAID = ("a fox", "the sea of grass", "two", "one and one")
+SCORES, HAS_EOS = [1.0, -0.5, 2.0, 0.25], [True, False, True, True]
+
+
+def our_prompts(kind: str, path) -> Prompts:
+    rows = [{"prompt": [{"role": "user", "content": text}], "images": [image_files()[i].path for i in which]}
+            for text, which in ASKED]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(sources=[str(path)], eval_fraction=0.0, cache_dir=str(path.parent))
+    data = build(config, Reads("ppo", "prompt", 2), load_tokenizer(folder(kind)), 0)
+    rows = sorted(data.train, key=lambda row: len(row["images"]))
+    return collate.collate_prompts(rows)
+
+
+def moved_to(kind: str) -> nn.Module:
+    """Another policy than the start, from which the reference differs."""
+    model = image_text_model(kind)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02 * parameter.std().nan_to_num())
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "trained"])
+def test_grpo_s_losses_and_weights_are_trl_s(kind, is_frozen, tmp_path, monkeypatch):
+    """Two optimizer steps on one rollout with a KL penalty to another model; the second one is off policy."""
+    from PIL import Image
+
+    pytest.importorskip("trl")
+    from tests.factories.trl_episodes import trl_grpo_steps
+
+    tokenizer, ends = load_tokenizer(folder(kind)), {}
+    answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in SAID]
+    answers = [[*ids, tokenizer.eos_token_id] if ended else ids for ids, ended in zip(answers, HAS_EOS, strict=True)]
+    images = [[Image.open(image_files()[i].path).convert("RGB") for i in which] for _, which in ASKED]
+    processor = load_reader(folder(kind))._processor
+    monkeypatch.setattr(processor.tokenizer, "padding_side", "left")  # TRL takes the kinds of tokens from it as they are
+    told = trl_grpo_steps(
+        frozen(moved_to(kind), is_frozen), image_text_model(kind), processor,
+        [[{"role": "user", "content": text}] for text, _ in ASKED], [[ids] for ids in answers], SCORES, [], RATE,
+        images, beta=0.04, num_iterations=2, loss_type="grpo", temperature=0.8, max_completion_length=32,
+        use_bias_correction_kl=False)
+    prompts = our_prompts(kind, tmp_path / "rows.jsonl")
+    assert [ids for ids in prompts.ids for _ in range(2)] == told.prompt_ids
+    policy = frozen(moved_to(kind), is_frozen)
+    trainer = trainer_of(policy, image_text_model(kind), kl_coef=0.04, num_ppo_epochs=2, kl_in="loss",
+                         sampling=SamplingConfig(max_new_tokens=32, num_samples=2, temperature=0.8))
+    trainer.source = Source(lambda rollout: torch.tensor(SCORES))
+    losses, actor_loss = [], trainer.actor_loss
+
+    def noted(*given, **options):
+        loss, observed = actor_loss(*given, **options)
+        losses.append(loss.item())
+        return loss, observed
+
+    monkeypatch.setattr(trainer, "actor_loss", noted)
+    monkeypatch.setattr(Actor, "generate", lambda _actor, asked, *_: sampled(asked, answers))
+    with features_kept():
+        trainer.step(prompts)
+    assert_close(losses, [entry["loss"] for entry in told.logs], rtol=1e-4, atol=2e-5)
+    for (name, start), mine, theirs in zip(moved_to(kind).named_parameters(), policy.parameters(),
+                                           told.model.parameters(), strict=True):
+        assert_close(mine, theirs, atol=2e-6, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        ends[name] = (theirs - start).abs().max()
+    assert sum(bool(moved > 1e-6) for moved in ends.values()) > len(ends) / 3
+
+
+def sampled(prompts: Prompts, answers: list[list[int]]) -> Rollout:
+    made = Rollout.from_responses(prompts, answers, HAS_EOS, 0, list(SAID), temperature=0.8)
+    made.sampled_logprobs = made.action_mask * -1.0
+    return made

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.core.image_files import ImageRef
+from hybrid_rlhf.core.image_files import ImageRef, version
 from hybrid_rlhf.models.backbone import joining
 from hybrid_rlhf.models.images import ImageReader, inputs_of, position_shift, reader_of
 
 
 class _Place(NamedTuple):
-    """An image in a prompt. number: which of the prompt's images it is, so that neighbours differ."""
+    """An image in a prompt. number: which of the prompt's images it is, so that neighbours differ; version: of its
+    file."""
 
     image: ImageRef
     number: int
+    version: tuple[int, ...]
 
 
 class ImagePrompts:
@@ -56,7 +58,7 @@ class ImagePrompts:
         """The prompt with its images' tokens numbered. Raises UserError where their numbers do not agree."""
         if not images:
             return list(ids)
-        owners = [_Place(image, n) for n, image in enumerate(images)
+        owners = [_Place(image, n, version(image.path)) for n, image in enumerate(images)
                   for _ in range(self._reader.read(image).num_tokens)]
         if len(owners) != sum(i in self._reader.token_ids for i in ids):
             raise UserError(f"a prompt has {sum(i in self._reader.token_ids for i in ids)} tokens of images, and its "

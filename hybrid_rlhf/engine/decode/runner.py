@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -46,6 +47,7 @@ from hybrid_rlhf.models.hf_attention import (
     layer_kinds,
     without_padding_check,
 )
+from hybrid_rlhf.models.images import joint_output
 from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.models.quantize import sampling_products
 from hybrid_rlhf.models.transformers_compat import custom_attention, own_attention, takes_custom_attention
@@ -206,10 +208,11 @@ class Runner:
         if self._takes_positions(module) and "position_ids" not in named:
             places = step.places if step.shift is None else step.places + step.shift
             named["position_ids"] = places + self.first_position if self.first_position else places
+        run = partial(joint_output, module, text_backbone(self.model)) if more else module
         if self.path == "eager":
             with own_attention(self._attention.float_mask, self._attention.bool_mask):
-                return module(input_ids=ids, **named)
-        return module(input_ids=ids, **named)
+                return run(input_ids=ids, **named)
+        return run(input_ids=ids, **named)
 
     def through_layer(self, layer: nn.Module, cache: SlotCache, step: Step, hidden: Tensor,
                       angles: tuple[Tensor, Tensor] | None) -> Tensor:
