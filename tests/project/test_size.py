@@ -33,8 +33,8 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1514, 10),
     "training": (5397, 29),
     "inference": (3753, 26),
-    "tests": (60966, 353),
-    "benchmarks": (8012, 54),
+    "tests": (60989, 353),
+    "benchmarks": (8109, 55),
     ENTRY_POINTS: (2196, 11),
 }
 
