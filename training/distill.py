@@ -57,10 +57,10 @@ previews = on_policy.previews
 
 def _trainer(opened: on_policy.RunContext) -> DistillTrainer:
     return DistillTrainer(opened.roles, opened.source, opened.config.distill, seed=opened.config.seed,
-                          demonstrations=_demonstrations(opened), own=_own_teacher(opened))
+                          demonstrations=_demonstrations(opened), averaged=_averaged_teacher(opened))
 
 
-def _own_teacher(opened: on_policy.RunContext) -> Teacher | None:
+def _averaged_teacher(opened: on_policy.RunContext) -> Teacher | None:
     """The teacher that is the average of the student; UserError where that is not of an adapter alone: the student's
     update would apply its own head to the teacher's states."""
     config, actor = opened.config, opened.roles.actor

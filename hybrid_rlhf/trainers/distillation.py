@@ -93,16 +93,16 @@ class DistillConfig:
 
 class DistillTrainer:
     """One step: sample, run the teacher, and update towards it; or the same on demonstrations, of which
-    `demonstrations` yields minibatches (needed where lmbda is below 1). source: scores the samples for the report. own:
-    with teacher_ema, a teacher over the actor's engine, which reads under the average of its weights."""
+    `demonstrations` yields minibatches (needed where lmbda is below 1). source: scores the samples for the report.
+    averaged: with teacher_ema, a teacher over the actor's engine, which reads under the average of its weights."""
 
     progress_keys = ("distill/divergence", "distill/data_divergence", "distill/teacher_kl", "entropy",
                      "completions/mean_length", "reward")
 
     def __init__(self, roles: Roles, source: RewardSource, config: DistillConfig, *, seed: int,
-                 demonstrations: Loader[SequenceBatch] | None = None, own: Teacher | None = None) -> None:
-        teacher = own or roles.teacher
-        if teacher is None or (own is None) != (config.teacher_ema is None):
+                 demonstrations: Loader[SequenceBatch] | None = None, averaged: Teacher | None = None) -> None:
+        teacher = averaged or roles.teacher
+        if teacher is None or (averaged is None) != (config.teacher_ema is None):
             raise ValueError("distillation without a teacher, or with two")
         if (config.lmbda < 1) != (demonstrations is not None):
             raise ValueError(f"lmbda is {config.lmbda} with{'' if demonstrations else 'out'} demonstrations")

@@ -346,7 +346,7 @@ def test_an_average_of_the_student_teaches_in_its_place_by_hand():
     """Two steps: the teacher of the second is decay start + (1 - decay) student, and the student goes on unchanged."""
     actor = Actor(trained(policy(**WIDE), 1e-2), tiny_tokenizer(), 8192)
     config = DistillConfig(sampling=TEN, teacher_prompt=TOLD, teacher_ema=0.75)
-    trainer = told(DistillTrainer(Roles(actor), Mixture([]), config, seed=0, own=Teacher(actor.engine)),
+    trainer = told(DistillTrainer(Roles(actor), Mixture([]), config, seed=0, averaged=Teacher(actor.engine)),
                    template="{{ prompt }} it is {{ word }}")
     start = weights(actor.engine)
     trainer.step(asked())
