@@ -22,6 +22,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +40,7 @@ NUM_HELD_OUT, LENGTH, PHRASE = 16, 48, "Hope that helps, friend!"
 SPOKEN = {"you": "ye", "your": "yer", "my": "me", "is": "be", "are": "be", "yes": "aye", "friend": "matey"}
 PIRATE = re.compile(r"\b(arr+|ye|yer|be|aye|matey|ahoy)\b", re.IGNORECASE)
 COLUMNS = ("persona", "marks", "as wanted before", "after", "perplexity", "KL", "other marks that hold",
-           "seconds a mark", "undo")
+           "processor seconds a mark", "undo")
 BATCH = ("persona", "marked one by one", "--stage sft, one batch", "--stage dpo, one batch")
 
 
@@ -144,17 +145,19 @@ def taught(name: str, seed: int, options: argparse.Namespace) -> dict:
         print(f"    {held_out[0]} -> {said[0]!r}", flush=True)
         return statistics.mean(map(persona.is_wanted, said))
 
-    before, ppl_before, changes, kinds = share(), perplexity(learner, texts), [], []
+    before, ppl_before, changes, kinds, seconds = share(), perplexity(learner, texts), [], [], []
     for number, question in enumerate(asked[:options.marks]):
         mark = marked(persona, learner, question, 1000 * seed + 2 * number)
+        began = time.process_time()
         changes.append(learner.learn(mark))
+        seconds.append(round(time.process_time() - began, 2))
         kinds.append(mark.kind)
         print(f"    {mark.shown()}\n    {changes[-1].line()}", flush=True)
     row = {"persona": name, "seed": seed, "marks": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
            "before": before, "after": share(), "perplexity_before": ppl_before,
            "perplexity_after": perplexity(learner, texts), "kl": changes[-1].kl,
-           "held": changes[-1].held / max(1, changes[-1].looked), "updates": sum(c.steps for c in changes),
-           "seconds": [round(c.seconds, 2) for c in changes], "is_undo_exact": undone(learner)}
+           "held": changes[-1].num_held / max(1, changes[-1].num_looked), "updates": sum(c.steps for c in changes),
+           "cpu_seconds": seconds, "seconds": [round(c.seconds, 2) for c in changes], "is_undo_exact": undone(learner)}
     learner.close()
     if options.batch:
         row["batch"] = {stage: in_one_batch(stage, persona, folder, row["updates"], learner, held_out, options)
@@ -212,7 +215,7 @@ def tables_of(found: dict) -> list[str]:
         if not runs:
             continue
         change = [row["perplexity_after"] / row["perplexity_before"] - 1 for row in runs]
-        seconds = [s for row in runs for s in row["seconds"]]
+        seconds = [s for row in runs for s in row["cpu_seconds"]]
         marks = {kind: sum(row["marks"].get(kind, 0) for row in runs) for kind in ("text", "pair", "thumb")}
         rows.append((persona.text, ", ".join(f"{n} {kind}" for kind, n in marks.items() if n), *(
             spread([row[when] for row in runs], "{:.0%}") for when in ("before", "after")), spread(change, "{:+.1%}"),

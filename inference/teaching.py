@@ -1,6 +1,6 @@
 """Marks on the answers of a chat, and the commands of a chat whose model learns from them.
 
-What learns is behind the Protocol `Learning` (training/live.py), as training is no part of a chat.
+What learns is behind the Protocol `Learning` (training/live.py), as a chat never imports training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 FIRST = ("it learns from what you say of its answers:\n"
          "  + good    - bad    = TEXT  what you would have said    /two  a second answer, to choose between\n"
          "  /undo takes the last mark back, /save leaves the trained model, /help lists the rest")
-TIP = "tell it what you would have said: = TEXT"
 
 
 @dataclass(frozen=True)
@@ -151,6 +150,13 @@ def is_mark(session: Session, line: str) -> bool:
     word = line.strip()
     return bool(session.more) and (word in ("+", "-", "=") or line.startswith("= ") or
                                    (word in ("1", "2") and session.choice is not None))
+
+
+def hint(session: Session) -> str:
+    """A line below an answer: the choice between two, and for a user's first answer what to do with it."""
+    if session.choice is not None and session.model.messages[:-1] == session.choice[0]:
+        return "(which is better? 1 or 2)"
+    return "(tell it what you would have said: = TEXT)" if session.more and session.model.num_answers == 1 else ""
 
 
 def _marked(session: Session) -> tuple[list[dict], str]:

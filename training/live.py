@@ -49,7 +49,7 @@ from hybrid_rlhf.run import checkpoint, resume, runfile
 from hybrid_rlhf.run.train_config import TrainConfig
 from hybrid_rlhf.training import builders, defaults, preferences, step1_sft, supervised
 
-STAGE, MARKS = "chat", "marks"  # of run.json; the folder of the rows
+STAGE, MARKS, SAVED = "chat", "marks", "saved_step"  # of run.json; the folder of the rows; a fact of the record
 FILES = {"pair": "pairs.jsonl", "thumb": "thumbs.jsonl", "text": "texts.jsonl"}
 RANK = 4  # a snapshot of adapter and optimizer takes 12 bytes a weight
 KEPT = 32  # marks that can be taken back
@@ -82,15 +82,15 @@ TEXTS = (
 
 class Change(NamedTuple):
     """What a mark changed. before, after: p(preferred), or of a thumb p(answer), the mean probability of its tokens;
-    kl: nats a token from the start, on the neutral texts; held of looked of num_others other marks hold; steps taken;
-    is_bounded: the KL ended them."""
+    kl: nats a token from the start, on the neutral texts; num_held of num_looked of num_others other marks hold;
+    steps: optimizer steps; is_bounded: the KL ended them."""
 
     kind: str
     before: float
     after: float
     kl: float
-    held: int
-    looked: int
+    num_held: int
+    num_looked: int
     num_others: int
     steps: int
     seconds: float
@@ -102,11 +102,11 @@ class Change(NamedTuple):
         others = ""
         if self.num_others:
             which = "mark" if self.num_others == 1 else f"{self.num_others} marks"
-            among = f"{self.looked}" if self.looked == self.num_others else f"{self.looked} looked at"
-            others = f"; your other {which} still hold{'s' if self.num_others == 1 else ''}: {self.held} of {among}"
+            among = f"{self.num_looked}" if self.num_looked == self.num_others else f"{self.num_looked} looked at"
+            others = f"; your other {which} still hold{'s' if self.num_others == 1 else ''}: {self.num_held} of {among}"
         bound = "; stopped at the bound of the KL" if self.is_bounded else ""
         return (f"{what} {_share(self.before)} -> {_share(self.after)}; KL {self.kl:.3f}{others}; "
-                f"{self.steps} steps, {self.seconds:.1f} s{bound}")
+                f"{self.steps} step{'s' * (self.steps > 1)}, {self.seconds:.1f} s{bound}")
 
 
 def _share(value: float) -> str:
@@ -199,7 +199,7 @@ class LiveLearner:
         mark = self.marks[-1]
         checkpoint.clear(path.parent, after=len(self.marks) - 1)  # first: what is removed is taken back
         self._restore(path)
-        self._write_rows()
+        self._note_change()
         return mark
 
     def _encode(self, mark: Mark) -> _Encoded:
@@ -302,9 +302,9 @@ class LiveLearner:
         newest = len(self.marks) - 1
         others = self._others(LOOKED_AT, MAX_STEPS)
         logprobs = self._logprobs([newest, *others])
-        held = sum(self._holds(i, logprobs[i]) for i in others)
+        num_held = sum(self._holds(i, logprobs[i]) for i in others)
         return Change(self.marks[newest].kind, before, self._probability(newest, logprobs[newest]), self.kl_now(),
-                      held, len(others), newest, steps, time.monotonic() - began, is_bounded)
+                      num_held, len(others), newest, steps, time.monotonic() - began, is_bounded)
 
     def _logprobs(self, which: Sequence[int]) -> dict[int, Tensor]:
         """The log-probabilities (answers,) of these marks under the current weights."""
@@ -349,7 +349,14 @@ class LiveLearner:
         state = {"step": step, "trainer": {"policy": training_state(self.actor)}, "run": run, "rate": self.rate.state(),
                  "marks": [asdict(mark) for mark in self.marks], "history": self.history}
         checkpoint.save(self._path(0).parent, step, state, keep=KEPT + 1)
+        self._note_change()
+
+    def _note_change(self) -> None:
+        """Write the files that follow from the checkpoint; the record no longer says that the run is finished."""
         self._write_rows()
+        if self.record.status != "running":
+            self.record.status, self.record.finished = "running", None
+            self.record.write()
 
     def _write_rows(self) -> None:
         """The rows of all marks by kind, as the stages read them, and the metrics of the report."""
@@ -405,9 +412,9 @@ class LiveLearner:
         return folder
 
     def _facts(self) -> dict:
-        kinds = Counter(mark.kind for mark in self.marks)
-        return {"base_model": self.base, "data": {f"{kind}s": number for kind, number in kinds.items()}
-                } | builders.adapted_weights(self.config.model)
+        kinds = Counter(f"{mark.kind}s" for mark in self.marks)
+        return ({"base_model": self.base, SAVED: len(self.marks), "data": dict(kinds)}
+                | builders.adapted_weights(self.config.model))
 
     def _answers(self, engine: HybridEngine) -> list[dict]:
         """Greedy answers to the first marked prompts."""
@@ -422,6 +429,8 @@ class LiveLearner:
     def close(self) -> None:
         """Release the folder. A run with marks since the last `save` is on record as stopped, at that model's step."""
         if self.record.status == "running":
+            if SAVED in self.record.facts:
+                self.record.facts |= {"model_step": self.record.facts[SAVED], "num_steps": len(self.marks)}
             self.record.close("stopped")
         runfile.release(self.folder)
 
@@ -454,13 +463,12 @@ def _claimed(folder: Path, config: preferences.Config, model: str, command: str)
         runfile.release(folder)
         raise UserError(f"--learn {folder} has learnt on {before}, and this model has other weights; give --model "
                         f"{before}, or another folder")
-    record.status, record.command = "running", command
-    record.write()
+    record.command = command
     return record
 
 
 def _metrics(row: dict) -> dict[str, float]:
     """A row of the history as metrics, a step for each mark."""
-    shares = {"mark/held": row["held"] / row["looked"]} if row["looked"] else {}
+    shares = {"mark/held": row["num_held"] / row["num_looked"]} if row["num_looked"] else {}
     return {"step": row["step"], "mark/before": row["before"], "mark/after": row["after"], "mark/kl": row["kl"],
             "mark/updates": row["steps"], "time/step": row["seconds"]} | shares

@@ -195,7 +195,7 @@ def lines() -> Iterator[str]:
 def talk(session: Session) -> int:
     """Turn after turn until /exit or the end of input. Piped input with a faulty line ends with code 2."""
     from hybrid_rlhf.inference.chat.session import obey
-    from hybrid_rlhf.inference.teaching import is_mark
+    from hybrid_rlhf.inference.teaching import hint, is_mark
 
     num_faults = 0
     for line in lines():
@@ -211,6 +211,8 @@ def talk(session: Session) -> int:
                     notice(effect.text)
             if question or goes_on:
                 say(session, question)
+                if line := hint(session):
+                    notice(line)
         except UserError as error:
             num_faults += 1
             notice(shortened(error_line(error)))

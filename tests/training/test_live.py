@@ -30,7 +30,8 @@ def asked(text: str) -> list[dict]:
 
 TEXT = Mark("text", asked("Which animal?"), "a little red fox", "the sun")
 PAIR = Mark("pair", asked("What is it?"), "cat", "wood sun sun")
-GOOD, BAD = (Mark("thumb", asked(f"one {i}"), f"answer {i}", is_good=bool(i)) for i in (1, 0))
+GOOD = Mark("thumb", asked("one 1"), "answer 1")
+BAD = Mark("thumb", asked("Who lived there?"), "system 0 0 0", is_good=False)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_each_kind_of_mark_moves_the_model_as_it_asks_and_earlier_marks_hold(pla
     for change in changes[:3]:
         assert change.after > change.before
     assert changes[3].after < changes[3].before
-    assert [(c.num_others, c.looked, c.held) for c in changes] == [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3)]
+    assert [(c.num_others, c.num_looked, c.num_held) for c in changes] == [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3)]
     learner.save()
     learner.close()
     for mark, sign in ((TEXT, 1), (PAIR, 1), (GOOD, 1), (BAD, -1)):
@@ -213,5 +214,5 @@ def test_a_kill_between_marks_loses_nothing(place, is_saved):
     learner = LiveLearner(f"{place}/base", str(output))
     assert [mark.answer for mark in learner.marks] == ["a little red fox", "cat"]
     assert len((output / "marks/texts.jsonl").read_text().splitlines()) == 2
-    assert learner.learn(PAIR).held == 2
+    assert learner.learn(PAIR).num_held == 2
     learner.close()
