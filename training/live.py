@@ -55,9 +55,9 @@ RANK = 4  # a snapshot of adapter and optimizer takes 12 bytes a weight
 KEPT = 32  # marks that can be taken back
 MAX_STEPS, ENOUGH = 6, 0.9  # optimizer steps of a mark; p(preferred) after which there are no more
 REPLAYED, LOOKED_AT = 3, 8  # earlier marks in a step; and looked at after it
-NEUTRAL, KL_WEIGHT = 3, 1.0  # neutral texts in a step
+NEUTRAL, KL_WEIGHT = 3, 10.0  # neutral texts of a mark, in each of its steps
 UPDATE_KL = 0.01  # nats a token that a mark may move the neutral texts, as ppo.update_kl bounds a rollout's updates
-MAX_TOKENS = 4096  # of a micro-batch
+NEUTRAL_TOKENS, MAX_TOKENS = 32, 4096  # of a neutral text; of a micro-batch
 NUM_ANSWERED, ANSWER_TOKENS = 4, 64  # marked prompts that the report answers before and after
 # Ordinary text, and what people ask: what the model says of these should not change.
 TEXTS = (
@@ -165,7 +165,7 @@ class LiveLearner:
         self._encoded: list[_Encoded] = []
 
     def _neutral_texts(self) -> SequenceBatch:
-        rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"][:40] for text in TEXTS]
+        rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"][:NEUTRAL_TOKENS] for text in TEXTS]
         return collate_sft([{"input_ids": ids, "loss_mask": [True] * len(ids)} for ids in rows],
                            self.tokenizer.pad_token_id)
 
@@ -185,8 +185,10 @@ class LiveLearner:
             self.history.append({"step": len(self.marks)} | change._asdict())
             self._save()
         except BaseException as error:
-            self._restore(self._path(len(self.marks) - 1))
-            if isinstance(error, OSError) and (refused := refusal(error)):
+            before = self._path(len(self.marks) - 1)
+            checkpoint.clear(before.parent, after=len(self.marks) - 1)
+            self._restore(before)
+            if refused := refusal(error):
                 raise UserError(f"{self.folder}: {refused}; the mark was not learnt") from error
             raise
         return change
@@ -226,7 +228,7 @@ class LiveLearner:
         """A few steps on the newest mark; returns its p before them, their number, and whether the KL ended them."""
         newest, before, first_kl = len(self.marks) - 1, 0.0, 0.0
         for step in range(MAX_STEPS):
-            seen, kl = self._step([newest, *self._others(REPLAYED, step)], step)
+            seen, kl = self._step([newest, *self._others(REPLAYED, step)])
             p = self._probability(newest, seen[newest])
             if step == 0:
                 before, first_kl = p, kl
@@ -241,15 +243,15 @@ class LiveLearner:
         seed = (self.config.seed * 1_000_003 + len(self.marks)) * 101 + step
         return torch.randperm(len(self.marks) - 1, generator=torch.Generator().manual_seed(seed))[:count].tolist()
 
-    def _step(self, chosen: Sequence[int], step: int) -> tuple[dict[int, Tensor], float]:
-        """One optimizer step on the marks `chosen` and some neutral texts; returns the log-probabilities of each mark's
-        answers before it, and the KL of these texts."""
+    def _step(self, chosen: Sequence[int]) -> tuple[dict[int, Tensor], float]:
+        """One optimizer step on the marks `chosen` and some neutral texts, the same in all steps of a mark; returns the
+        log-probabilities of each mark's answers before it, and the KL of these texts."""
         seen: dict[int, Tensor] = {}
         pairs = [i for i in chosen if self.marks[i].kind != "thumb"]
         thumbs = [i for i in chosen if self.marks[i].kind == "thumb"]
         streams = [self._rows(which, loss, 1 / len(chosen), seen)
                    for which, loss in ((pairs, self._pair_loss), (thumbs, self._thumb_loss)) if which]
-        index = torch.arange(step * NEUTRAL, (step + 1) * NEUTRAL) % len(self.neutral)
+        index = (torch.arange(NEUTRAL) + len(self.marks) * NEUTRAL) % len(self.neutral)
         neutral, targets = self.neutral.rows(index), self.targets.select(index)
         count = neutral.loss_mask[:, 1:].sum()
 
@@ -398,14 +400,22 @@ class LiveLearner:
         """Leave an ordinary run: merged model, adapter, model card, report; returns the model's folder. The report has
         answers to the first marked prompts, by the start and now."""
         check(bool(self.marks), "nothing to save: mark an answer first")
+        try:
+            return self._saved()
+        except Exception as error:
+            if refused := refusal(error):
+                raise UserError(f"{self.folder}: {refused}; the marks are kept in its checkpoints") from error
+            raise
+
+    def _saved(self) -> Path:
         folder, step = self.folder / builders.MODEL_FOLDER, len(self.marks)
         answers = [{"step": number} | answer for number, engine in ((0, self.reference.engine), (step, self.engine))
                    for answer in self._answers(engine)]
         write_file(self.folder / summary.ANSWERS, "".join(f"{to_json(row)}\n" for row in answers))
         with explained("while exporting"), self.engine.active():
             export(self.engine.model, self.tokenizer, folder, self.engine.eos_ids)
-        self.record.metrics = _metrics(self.history[-1])
-        self.record.describe(_metrics(self.history[-1]), self.tokenizer, **self._facts())
+        figures = {name: value for name, value in _metrics(self.history[-1]).items() if name != "step"}
+        self.record.describe(figures, self.tokenizer, **self._facts())
         self.record.close("finished")
         runfile.claim(self.folder, runfile.SETTINGS_FILE)  # the chat goes on
         summary.conclude(self.folder, STAGE, lambda text: print_main(f"warning: {text}"))

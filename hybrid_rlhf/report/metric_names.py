@@ -110,7 +110,7 @@ MEANINGS: dict[str, str] = {
     "engine/logprob_drift": "nats per token between the sampler's log-probabilities and the trained model's",
     "memory/free": "memory of the computer that programs can still have (in metrics.jsonl: bytes)",
     "mark/before": "p(preferred) before the mark was learnt; of a thumb the mean probability of the answer's tokens",
-    "mark/after": "the same after it",
+    "mark/after": "mark/before, after the mark was learnt",
     "mark/kl": "nats per token away from the start, on neutral texts",
     "mark/held": "share of the other marks that were looked at which the model still holds to",
     "mark/updates": "optimizer steps of this mark",

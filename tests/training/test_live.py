@@ -178,6 +178,13 @@ def test_bad_input_is_one_line_and_changes_nothing(place, monkeypatch):
         patch.setattr(live.checkpoint, "_write_files", full)
         with pytest.raises(UserError, match="No space left"):
             learner.learn(TEXT)
+    with monkeypatch.context() as patch:  # the checkpoint is there, and the files that follow from it are not
+        patch.setattr(live, "write_file", full)
+        with pytest.raises(UserError, match="No space left on device; make room; the mark was not learnt"):
+            learner.learn(TEXT)
+        with pytest.raises(UserError, match="No space left"):
+            learner.save()
+    assert sorted(path.name for path in (place / "faults/checkpoints").iterdir()) == ["step-00000000", "step-00000001"]
     assert learner.marks == [PAIR] and bits(learner) == before
     with pytest.raises(UserError, match="another process is at this run"):
         other_process(place, "base", "faults")
