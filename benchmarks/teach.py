@@ -4,8 +4,8 @@
         [--work DIR] [--json FILE] [--page FILE]
 
 DIR is SmolLM2-135M-Instruct (make smollm2). The user asks a question, reads the answer (temperature 0.7), and marks it:
-`+` where it is as wanted; else the second of two answers if only that one is (`/two`, then 2); else the text that it
-should have been (`=`). The judge is a rule that reads greedy answers to 16 questions that were never marked. The
+`+` where it is as wanted; else, at every second question, the second of two answers if that one is (`/two`, then 2);
+else the text that it should have been (`=`). The judge is a rule that reads greedy answers to 16 questions that were never marked. The
 perplexity of ordinary text (this project's own prose) is that of the exact model before and after. --batch trains the
 start on the rows of the same marks by --stage sft or dpo, with as many optimizer steps, for comparison. A persona and a
 seed that are in the JSON already are not run again.
@@ -92,7 +92,7 @@ def ordinary_text() -> list[str]:
     """Paragraphs of prose of this project's pages, the longest first."""
     pages = [ROOT / "docs" / "design.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
     parts = [part.replace("\n", " ") for page in pages for part in page.read_text(encoding="utf-8").split("\n\n")]
-    return sorted((part for part in parts if part[:1].isalpha()), key=len, reverse=True)[:24]
+    return sorted((part for part in parts if part[:1].isalpha()), key=len, reverse=True)[:12]
 
 
 def perplexity(learner, texts: Sequence[str]) -> float:  # noqa: ANN001
@@ -122,11 +122,13 @@ def marked(persona: Persona, learner, question: str, seed: int):  # noqa: ANN001
     from hybrid_rlhf.inference.teaching import Mark
 
     prompt = [{"role": "user", "content": question}]
-    first, second = (answers(learner.engine, learner.tokenizer, [question], seed + i)[0] or "..." for i in (0, 1))
+    first = answers(learner.engine, learner.tokenizer, [question], seed)[0] or "..."
     if persona.is_wanted(first):
         return Mark("thumb", prompt, first)
-    if persona.is_wanted(second):
-        return Mark("pair", prompt, second, first)
+    if len(learner.marks) % 2:
+        second = answers(learner.engine, learner.tokenizer, [question], seed + 1)[0] or "..."
+        if persona.is_wanted(second):
+            return Mark("pair", prompt, second, first)
     return Mark("text", prompt, persona.better(first), first)
 
 

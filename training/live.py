@@ -54,7 +54,7 @@ FILES = {"pair": "pairs.jsonl", "thumb": "thumbs.jsonl", "text": "texts.jsonl"}
 RANK = 4  # a snapshot of adapter and optimizer takes 12 bytes a weight
 KEPT = 32  # marks that can be taken back
 MAX_STEPS, ENOUGH = 6, 0.9  # optimizer steps of a mark; p(preferred) after which there are no more
-REPLAYED, LOOKED_AT = 3, 8  # earlier marks in a step; and looked at after it
+REPLAYED, LOOKED_AT = 2, 8  # earlier marks in a step; and looked at after it
 NEUTRAL, KL_WEIGHT = 3, 10.0  # neutral texts of a mark, in each of its steps
 UPDATE_KL = 0.01  # nats a token that a mark may move the neutral texts, as ppo.update_kl bounds a rollout's updates
 NEUTRAL_TOKENS, MAX_TOKENS = 32, 4096  # of a neutral text; of a micro-batch
@@ -175,7 +175,8 @@ class LiveLearner:
         """Train on a mark and keep it. UserError for one without text, without difference, or too long; the state is
         then as before, as after any failure."""
         began = time.monotonic()
-        mark = replace(mark, answer=clean(mark.answer), other=clean(mark.other))
+        prompt = [message | {"content": clean(message["content"])} for message in mark.prompt]
+        mark = replace(mark, prompt=prompt, answer=clean(mark.answer), other=clean(mark.other))
         self._encoded.append(self._encode(mark))
         self.marks.append(mark)
         try:
