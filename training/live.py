@@ -287,10 +287,11 @@ class LiveLearner:
 
     @staticmethod
     def _pair_loss(logprobs: Tensor, start: Tensor, lengths: Tensor, marks: Sequence[Mark]) -> Tensor:
-        """DPO of each pair; a text is imitated too, as SFT does."""
+        """DPO of a pair. A text is imitated, as by SFT, and not preferred to the answer that it replaces: to push the
+        model's own answers down makes it lose its language within a mark or two."""
         ratios = logprobs - start
         is_text = torch.tensor([mark.kind == "text" for mark in marks], device=logprobs.device)
-        return dpo(ratios[0], ratios[1], beta=LOSSES["sigmoid"].beta) - is_text * logprobs[0] / lengths[0]
+        return torch.where(is_text, -logprobs[0] / lengths[0], dpo(*ratios, beta=LOSSES["sigmoid"].beta))
 
     @staticmethod
     def _thumb_loss(logprobs: Tensor, start: Tensor, _lengths: Tensor, marks: Sequence[Mark]) -> Tensor:
