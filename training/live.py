@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -227,15 +227,15 @@ class LiveLearner:
 
     def _fit(self) -> tuple[float, int, bool]:
         """A few steps on the newest mark; returns its p before them, their number, and whether the KL ended them."""
-        newest, before, first_kl = len(self.marks) - 1, 0.0, 0.0
+        newest, first_kl = len(self.marks) - 1, 0.0
+        before = self._probability(newest, self._logprobs([newest])[newest])
         for step in range(MAX_STEPS):
             seen, kl = self._step([newest, *self._others(REPLAYED, step)])
-            p = self._probability(newest, seen[newest])
             if step == 0:
-                before, first_kl = p, kl
+                first_kl = kl
             elif kl - first_kl > UPDATE_KL:
                 return before, step + 1, True
-            if self._holds(newest, seen[newest]) and self.marks[newest].kind != "thumb" and p >= ENOUGH:
+            if self.marks[newest].kind == "pair" and self._probability(newest, seen[newest]) >= ENOUGH:
                 return before, step + 1, False
         return before, MAX_STEPS, False
 
@@ -246,12 +246,10 @@ class LiveLearner:
 
     def _step(self, chosen: Sequence[int]) -> tuple[dict[int, Tensor], float]:
         """One optimizer step on the marks `chosen` and some neutral texts, the same in all steps of a mark; returns the
-        log-probabilities of each mark's answers before it, and the KL of these texts."""
+        log-probabilities of the answers of each mark that are trained, before it, and the KL of these texts."""
         seen: dict[int, Tensor] = {}
-        pairs = [i for i in chosen if self.marks[i].kind != "thumb"]
-        thumbs = [i for i in chosen if self.marks[i].kind == "thumb"]
-        streams = [self._rows(which, loss, 1 / len(chosen), seen)
-                   for which, loss in ((pairs, self._pair_loss), (thumbs, self._thumb_loss)) if which]
+        streams = [self._rows(which, kind, 1 / len(chosen), seen) for kind in FILES
+                   if (which := [i for i in chosen if self.marks[i].kind == kind])]
         index = (torch.arange(NEUTRAL) + len(self.marks) * NEUTRAL) % len(self.neutral)
         neutral, targets = self.neutral.rows(index), self.targets.select(index)
         count = neutral.loss_mask[:, 1:].sum()
@@ -265,40 +263,26 @@ class LiveLearner:
         metrics = accumulate(self.engine, MAX_TOKENS, *streams)
         return seen, metrics.compute()["kl"]
 
-    def _rows(self, which: Sequence[int], loss: Callable, weight: float, seen: dict[int, Tensor]) -> Rows:
-        """Marks with as many answers each, as rows of a step. loss(log-probabilities (k, g), those of the start,
-        lengths, the marks) -> (g,)."""
+    def _rows(self, which: Sequence[int], kind: str, weight: float, seen: dict[int, Tensor]) -> Rows:
+        """Marks of one kind as rows of a step; of a text the answer in its place is not trained."""
+        size = 2 if kind == "pair" else 1
         encoded = [self._encoded[i] for i in which]
-        batch = collate_sft([row for each in encoded for row in each.rows], self.tokenizer.pad_token_id)
-        size = len(encoded[0].rows)
+        batch = collate_sft([row for each in encoded for row in each.rows[:size]], self.tokenizer.pad_token_id)
         groups = torch.arange(len(batch)).view(len(which), size)
-        start, lengths = (torch.stack(column) for column in zip(*((e.start, e.lengths) for e in encoded), strict=True))
+        start, lengths = (torch.stack(column) for column in zip(*(
+            (each.start[:size], each.lengths[:size]) for each in encoded), strict=True))
 
         def of_rows(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(groups[index].reshape(-1)).to(self.engine.device)
             logprobs = summed(self.engine(rows), rows).view(len(index), size).T
             for place, column in zip(index.tolist(), logprobs.detach().T.cpu(), strict=True):
                 seen[which[place]] = column
-            marks = [self.marks[which[place]] for place in index.tolist()]
-            losses = loss(logprobs, *(x[index].T.to(logprobs.device) for x in (start, lengths)), marks)
+            labels = torch.tensor([self.marks[which[place]].is_good for place in index.tolist()])
+            losses = _loss(kind, logprobs, *(each.to(logprobs.device) for each in (
+                start[index].T, lengths[index].T, labels)))
             return weight * losses.sum(), {"loss": (losses.detach().mean(), len(index))}
 
         return Rows(batch.attention_mask.sum(1).view(-1, size).amax(1) * size, of_rows)
-
-    @staticmethod
-    def _pair_loss(logprobs: Tensor, start: Tensor, lengths: Tensor, marks: Sequence[Mark]) -> Tensor:
-        """DPO of a pair. A text is imitated, as by SFT, and not preferred to the answer that it replaces: to push the
-        model's own answers down makes it lose its language within a mark or two."""
-        ratios = logprobs - start
-        is_text = torch.tensor([mark.kind == "text" for mark in marks], device=logprobs.device)
-        return torch.where(is_text, -logprobs[0] / lengths[0], dpo(*ratios, beta=LOSSES["sigmoid"].beta))
-
-    @staticmethod
-    def _thumb_loss(logprobs: Tensor, start: Tensor, _lengths: Tensor, marks: Sequence[Mark]) -> Tensor:
-        """KTO of each thumb; its reference point is 0, as few marks give no estimate of one."""
-        labels = torch.tensor([mark.is_good for mark in marks], device=logprobs.device)
-        return kto(logprobs[0] - start[0], labels, logprobs.new_zeros(()), beta=LOSSES["kto"].beta,
-                   desirable_weight=1.0, undesirable_weight=1.0)
 
     # -- measures ----------------------------------------------------------------------------------------------------
 
@@ -458,6 +442,19 @@ def settings_of(model: str, output: str, seed: int) -> preferences.Config:
             train=TrainConfig(lr_scheduler_type="constant", warmup_ratio=0.0, **train)))
 
     return config(preferences.Config, learning_rate=config(step1_sft.Config).train.learning_rate)
+
+
+def _loss(kind: str, logprobs: Tensor, start: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+    """(g,) losses of marks from their answers' summed log-probabilities (k, g), those of the start, their lengths, and
+    labels (g,) of thumbs: DPO of pairs (k = 2), KTO of thumbs (its reference point is 0, as few marks give no estimate
+    of one), and the cross-entropy of texts. A text is not preferred to the answer in its place: to push its own answers
+    down makes a model lose its language within a mark or two."""
+    if kind == "pair":
+        return dpo(*(logprobs - start), beta=LOSSES["sigmoid"].beta)
+    if kind == "text":
+        return -logprobs[0] / lengths[0]
+    return kto(logprobs[0] - start[0], labels, logprobs.new_zeros(()), beta=LOSSES["kto"].beta, desirable_weight=1.0,
+               undesirable_weight=1.0)
 
 
 def _claimed(folder: Path, config: preferences.Config, model: str, command: str) -> runfile.RunRecord:
