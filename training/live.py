@@ -132,21 +132,21 @@ class LiveLearner:
     def __init__(self, model: str, output: str, seed: int = 0, command: str = "") -> None:
         self.folder, self.base, folder = Path(output), model, builders.model_folder(model)
         self.config = settings_of(folder, output, seed)
+        builders.check_model(self.config.model, self.config.engine, self.config.train.optim)
+        self.tokenizer = load_tokenizer(folder)
+        check(bool(self.tokenizer.chat_template), f"{model} has no chat template; a model trained here (--stage sft) "
+                                                  "saves one")
         self.record = _claimed(self.folder, self.config, folder, command)
         try:
-            self._open(folder)
+            self._open()
             self._resume()
         except BaseException:
             runfile.release(self.folder)
             raise
 
-    def _open(self, folder: str) -> None:
+    def _open(self) -> None:
         config = self.config
         builders.seed_everything(config.seed)
-        builders.check_model(config.model, config.engine, config.train.optim)
-        self.tokenizer = load_tokenizer(folder)
-        check(bool(self.tokenizer.chat_template), f"{self.base} has no chat template; a model trained here (--stage "
-                                                  "sft) saves one")
         causal = builders.open_policy(config.model, self.tokenizer, config.seed, dropout=False)
         adapters = Adapters(causal)
         adapters.train_only(adapters.names)
@@ -460,7 +460,8 @@ def _loss(kind: str, logprobs: Tensor, start: Tensor, lengths: Tensor, labels: T
 def _claimed(folder: Path, config: preferences.Config, model: str, command: str) -> runfile.RunRecord:
     """The record of a learning chat in `folder`, new or taken up, with its lock."""
     record = runfile.run_at(folder)
-    if record is None:
+    is_begun = record is not None and bool(checkpoint.steps(folder / resume.FOLDER))
+    if record is None or (record.stage == STAGE and not is_begun):  # such as one that ended while it loaded its model
         record = runfile.start(folder, STAGE, config, command)
         record.facts |= builders.adapted_weights(config.model)
         record.write()

@@ -189,6 +189,15 @@ def test_bad_input_is_one_line_and_changes_nothing(place, monkeypatch):
     learner.close()
     with pytest.raises(UserError, match=r"other weights; give --model .*base"):
         LiveLearner(f"{place}/other", f"{place}/faults")
+    config = json.loads((place / "base/config.json").read_text())
+    (place / "packed").mkdir()
+    for path in (place / "base").iterdir():
+        (place / "packed" / path.name).write_bytes(path.read_bytes())
+    packed = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (place / "packed/config.json").write_text(json.dumps(packed))
+    with pytest.raises(UserError, match=r"gptq.*give the model that they were made from"):
+        LiveLearner(f"{place}/packed", f"{place}/new")
+    assert not (place / "new").exists()
     (place / "strange").mkdir()
     (place / "strange/notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds something else"):
