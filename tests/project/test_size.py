@@ -18,7 +18,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/commands": (1949, 10),
     "hybrid_rlhf/core": (3211, 20),
     "hybrid_rlhf/data": (4399, 18),
-    "hybrid_rlhf/engine": (6706, 43),
+    "hybrid_rlhf/engine": (6709, 43),
     "hybrid_rlhf/environments": (1858, 9),
     "hybrid_rlhf/export": (913, 6),
     "hybrid_rlhf/kernels": (6009, 31),
@@ -31,10 +31,10 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/run": (2179, 12),
     "hybrid_rlhf/studio": (8643, 50),
     "hybrid_rlhf/trainers": (1487, 10),
-    "training": (5773, 30),
-    "inference": (3954, 27),
-    "tests": (60948, 354),
-    "benchmarks": (8077, 54),
+    "training": (5791, 30),
+    "inference": (3962, 27),
+    "tests": (61070, 355),
+    "benchmarks": (8082, 54),
     ENTRY_POINTS: (2196, 11),
 }
 
