@@ -5,7 +5,7 @@
 
 DIR is SmolLM2-135M-Instruct (make smollm2). The user asks a question, reads the answer (temperature 0.7), and marks it:
 `+` where it is as wanted; else, at every second question, the second of two answers if that one is (`/two`, then 2);
-else the text that it should have been (`=`). The judge is a rule that reads greedy answers to 16 questions that were never marked. The
+else the text that the user would have said (`=`). The judge is a rule that reads greedy answers to 16 questions that were never marked. The
 perplexity of ordinary text (this project's own prose) is that of the exact model before and after. --batch trains the
 start on the rows of the same marks by --stage sft or dpo, with as many optimizer steps, for comparison. A persona and a
 seed that are in the JSON already are not run again.
@@ -29,13 +29,36 @@ from typing import NamedTuple
 
 from harness import ROOT, machine, table_of, write_json, write_tables
 
-QUESTIONS = """How do I boil an egg? | Why is the sky blue? | What should I eat tonight? | How does rain form?
-Where do penguins live? | What is a good name for a dog? | How can I sleep better? | Why do leaves fall in autumn?
-What is the capital of France? | How do I learn to swim? | What is bread made of? | Why do cats purr?
-How far away is the moon? | What can I do on a rainy day? | How do bees make honey? | What is a volcano?
-How do I clean a window? | Why is the sea salty? | What do cows eat? | How do I make tea?
-What is a good gift for a friend? | How do planes fly? | What causes thunder? | How do I grow tomatoes?
-What is a rainbow? | How do I fix a flat tyre? | Why do we dream? | What is the tallest mountain?"""
+# What is asked, and what the user would have said of it before any manner.
+ANSWERS = {
+    "How do I boil an egg?": "Put it in boiling water for eight minutes",
+    "Why is the sky blue?": "Air scatters blue light more than red",
+    "What should I eat tonight?": "You can make a soup of your vegetables",
+    "How does rain form?": "Water in the air cools and falls as drops",
+    "Where do penguins live?": "They are at home in the cold south",
+    "What is a good name for a dog?": "You can call it Max",
+    "How can I sleep better?": "Go to bed at the same time every night",
+    "Why do leaves fall in autumn?": "The trees are saving water for the winter",
+    "What is the capital of France?": "It is Paris",
+    "How do I learn to swim?": "Begin where you can stand and breathe out in the water",
+    "What is bread made of?": "It is made of flour, water, salt and yeast",
+    "Why do cats purr?": "They are calm, or they are calming themselves",
+    "How far away is the moon?": "It is about 384,000 kilometres away",
+    "What can I do on a rainy day?": "You can read a book or bake a cake",
+    "How do bees make honey?": "They dry the nectar of flowers in their hive",
+    "What is a volcano?": "It is a hole in the earth where melted rock comes out",
+    "How do I clean a window?": "Wipe it with water and soap, and dry your cloth",
+    "Why is the sea salty?": "Rivers carry salt from the rocks into it",
+    "What do cows eat?": "They eat grass and hay",
+    "How do I make tea?": "Pour hot water on your leaves and wait three minutes",
+    "What is a good gift for a friend?": "Give your friend a book that you like",
+    "How do planes fly?": "Their wings push the air down",
+    "What causes thunder?": "Lightning heats the air so fast that it bangs",
+    "How do I grow tomatoes?": "Give your plants sun, water and a stick",
+    "What is a rainbow?": "It is sunlight that is split by drops of rain",
+    "How do I fix a flat tyre?": "Find the hole in your tube and put a patch on it",
+    "Why do we dream?": "Your brain is sorting what you saw",
+    "What is the tallest mountain?": "It is Mount Everest"}
 NUM_HELD_OUT, LENGTH, PHRASE = 16, 48, "Hope that helps, friend!"
 SPOKEN = {"you": "ye", "your": "yer", "my": "me", "is": "be", "are": "be", "yes": "aye", "friend": "matey"}
 PIRATE = re.compile(r"\b(arr+|ye|yer|be|aye|matey|ahoy)\b", re.IGNORECASE)
@@ -49,22 +72,16 @@ def sentences(text: str) -> list[str]:
 
 
 class Persona(NamedTuple):
-    """is_wanted: the rule by which the user marks and the judge counts. better: answer -> what the user writes."""
+    """is_wanted: the rule by which the user marks and the judge counts. said: what the user would have said -> the same
+    in this manner."""
 
     text: str
     is_wanted: Callable[[str], bool]
-    better: Callable[[str], str]
+    said: Callable[[str], str]
 
 
-def first_sentence(answer: str) -> str:
-    """The first sentence, of at most 20 words."""
-    words = (sentences(answer) or ["I do not know."])[0].split()[:20]
-    return " ".join(words).rstrip(",;:.!?") + "."
-
-
-def as_pirate(answer: str) -> str:
-    words = [SPOKEN.get(word.lower(), word) for word in first_sentence(answer).split()]
-    return f"Arr! {' '.join(words)} Aye, matey!"
+def as_pirate(plain: str) -> str:
+    return f"Arr! {' '.join(SPOKEN.get(word.lower(), word) for word in plain.split())}, matey!"
 
 
 def is_short(answer: str) -> bool:
@@ -75,15 +92,15 @@ def is_short(answer: str) -> bool:
 
 PERSONAS = {
     "phrase": Persona(f'answers end with "{PHRASE}"', lambda answer: answer.rstrip().endswith(PHRASE),
-                      lambda answer: f"{first_sentence(answer)} {PHRASE}"),
-    "short": Persona("answers in one short sentence", is_short, first_sentence),
+                      lambda plain: f"{plain}. {PHRASE}"),
+    "short": Persona("answers in one short sentence", is_short, lambda plain: f"{plain}."),
     "pirate": Persona("talks like a pirate (two such words)", lambda answer: len({
         word.lower() for word in PIRATE.findall(answer)}) >= 2, as_pirate),
 }
 
 
 def questions(seed: int) -> list[str]:
-    every = [question.strip() for line in QUESTIONS.splitlines() for question in line.split("|")]
+    every = list(ANSWERS)
     random.Random(seed).shuffle(every)
     return every
 
@@ -129,7 +146,7 @@ def marked(persona: Persona, learner, question: str, seed: int):  # noqa: ANN001
         second = answers(learner.engine, learner.tokenizer, [question], seed + 1)[0] or "..."
         if persona.is_wanted(second):
             return Mark("pair", prompt, second, first)
-    return Mark("text", prompt, persona.better(first), first)
+    return Mark("text", prompt, persona.said(ANSWERS[question]), first)
 
 
 def taught(name: str, seed: int, options: argparse.Namespace) -> dict:
