@@ -5,8 +5,8 @@
 
 DIR is SmolLM2-135M-Instruct (make smollm2). The user asks a question, reads the answer (temperature 0.7), and marks it:
 `+` where it is as wanted; else, at every second question, the second of two answers if that one is (`/two`, then 2);
-else the text that the user would have said (`=`). The judge is a rule that reads greedy answers to 16 questions that were never marked. The
-perplexity of ordinary text (this project's own prose) is that of the exact model before and after. --batch trains the
+else the text that the user would have said (`=`). The judge is a rule that reads greedy answers to 16 questions that
+were never marked. The perplexity of ordinary text (this project's own prose) is before and after. --batch trains the
 start on the rows of the same marks by --stage sft or dpo, with as many optimizer steps, for comparison. A persona and a
 seed that are in the JSON already are not run again.
 """

@@ -5,7 +5,6 @@ What learns is behind the Protocol `Learning` (training/live.py), as a chat neve
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -79,70 +78,78 @@ class Learning(Protocol):
         ...
 
 
-def commands_of(learner: Learning) -> dict[str, Command]:
-    """The commands of a chat with a learner, beside (or in place of) those of any chat."""
+@dataclass
+class Teaching:
+    """The commands of a chat whose model learns; each is a function of (session, rest of the line)."""
 
-    def told(session: Session, mark: Mark) -> Effect:
-        same = next((n for n, old in enumerate(learner.marks, 1) if (old.prompt, old.answer, old.other, old.kind) ==
-                     (mark.prompt, mark.answer, mark.other, mark.kind)), None)
+    learner: Learning
+
+    def told(self, session: Session, mark: Mark) -> Effect:
+        """Let the model learn a mark that it does not have yet."""
+        same = next((n for n, old in enumerate(self.learner.marks, 1) if (old.prompt, old.answer, old.other, old.kind)
+                     == (mark.prompt, mark.answer, mark.other, mark.kind)), None)
         check(same is None, f"this answer is mark {same} already; /undo takes the last mark back")
         with activity.slow("learning"):
-            change = learner.learn(mark)
+            change = self.learner.learn(mark)
         session.choice = None
         return Effect(change.line())
 
-    def thumb(session: Session, is_good: bool) -> Effect:
+    def thumb(self, session: Session, is_good: bool) -> Effect:
         prompt, answer = _marked(session)
-        return told(session, Mark("thumb", prompt, answer, is_good=is_good))
+        return self.told(session, Mark("thumb", prompt, answer, is_good=is_good))
 
-    def text(session: Session, rest: str) -> Effect:
+    def text(self, session: Session, rest: str) -> Effect:
         prompt, answer = _marked(session)
         check(bool(rest), "= TEXT: give the text that it should have answered")
-        effect = told(session, Mark("text", prompt, rest, answer))
-        session.model.messages[-1]["content"] = learner.marks[-1].answer  # the conversation goes on from it
+        effect = self.told(session, Mark("text", prompt, rest, answer))
+        session.model.messages[-1]["content"] = self.learner.marks[-1].answer  # the conversation goes on from it
         return effect
 
-    def two(session: Session, _rest: str) -> Effect:
+    def two(self, session: Session, _rest: str) -> Effect:
         prompt, answer = _marked(session)
         question = session.take_back()
         session.choice = prompt, answer
         return Effect(f"1: {answer}\n2:", question=question["content"])
 
-    def choose(session: Session, number: int) -> Effect:
+    def choose(self, session: Session, number: int) -> Effect:
         prompt, second = _marked(session)
         check(session.choice is not None and session.choice[0] == prompt,
               "there is no second answer to choose between; /two asks for one")
         both = session.choice[1], second
-        effect = told(session, Mark("pair", prompt, both[number], both[1 - number]))
+        effect = self.told(session, Mark("pair", prompt, both[number], both[1 - number]))
         session.model.messages[-1]["content"] = both[number]
         return effect
 
-    def marks(_session: Session, _rest: str) -> Effect:
-        return Effect("\n".join(f"{n:3} {mark.shown()}" for n, mark in enumerate(learner.marks, 1)) or "no marks yet")
+    def marks(self, _session: Session, _rest: str) -> Effect:
+        lines = [f"{n:3} {mark.shown()}" for n, mark in enumerate(self.learner.marks, 1)]
+        return Effect("\n".join(lines) or "no marks yet")
 
-    def undo(_session: Session, _rest: str) -> Effect:
-        number = len(learner.marks)
-        mark = learner.undo()
-        return Effect(f"mark {number} is taken back ({mark.shown()}); weights and optimizer are those from before it")
+    def undo(self, _session: Session, _rest: str) -> Effect:
+        number = len(self.learner.marks)
+        mark = self.learner.undo()
+        return Effect(f"mark {number} is taken back: {mark.shown()}\nweights and optimizer are those from before it")
 
-    def save(session: Session, rest: str) -> Effect:
+    def save(self, session: Session, rest: str) -> Effect:
         if rest:
             return COMMANDS["/save"].run(session, rest)
         with activity.slow("saving"):
-            return Effect(f"saved: {learner.save()}, from {len(learner.marks)} marks")
+            return Effect(f"saved: {self.learner.save()}, from {len(self.learner.marks)} marks")
 
-    def row(act: Callable[[Session, str], Effect], help_text: str) -> Command:
-        return Command(act, help_text)
 
-    return {"+": row(lambda session, _: thumb(session, True), "  the last answer is good"),
-            "-": row(lambda session, _: thumb(session, False), "  the last answer is bad"),
-            "=": row(text, "TEXT  what you would have said in its place"),
-            "/two": row(two, "  a second answer to the last question; then 1 or 2, whichever is better"),
-            "1": row(lambda session, _: choose(session, 0), "  the first of the two answers is better"),
-            "2": row(lambda session, _: choose(session, 1), "  the second of the two answers is better"),
-            "/marks": row(marks, "  your marks"), "/undo": row(undo, "  take the last mark back"),
-            "/retry": row(_retry, "  answer the last question again, with the same draws"),
-            "/save": row(save, "  leave the trained model (with FILE: write the conversation as a jsonl row)")}
+def commands_of(learner: Learning) -> dict[str, Command]:
+    """The commands of a chat with a learner, beside (or in place of) those of any chat."""
+    teaching = Teaching(learner)
+    return {
+        "+": Command(lambda session, _: teaching.thumb(session, True), "  the last answer is good"),
+        "-": Command(lambda session, _: teaching.thumb(session, False), "  the last answer is bad"),
+        "=": Command(teaching.text, "TEXT  what you would have said in its place"),
+        "/two": Command(teaching.two, "  a second answer to the last question; then 1 or 2, whichever is better"),
+        "1": Command(lambda session, _: teaching.choose(session, 0), "  the first of the two answers is better"),
+        "2": Command(lambda session, _: teaching.choose(session, 1), "  the second of the two answers is better"),
+        "/marks": Command(teaching.marks, "  your marks"),
+        "/undo": Command(teaching.undo, "  take the last mark back"),
+        "/retry": Command(_retry, "  answer the last question again, with the same draws"),
+        "/save": Command(teaching.save, "  leave the trained model (with FILE: write the conversation as a jsonl row)")}
 
 
 def is_mark(session: Session, line: str) -> bool:

@@ -32,9 +32,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/studio": (8643, 50),
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5791, 30),
-    "inference": (3962, 27),
+    "inference": (3969, 27),
     "tests": (61070, 355),
-    "benchmarks": (8082, 54),
+    "benchmarks": (8099, 54),
     ENTRY_POINTS: (2196, 11),
 }
 
