@@ -133,6 +133,7 @@ class LiveLearner:
         self.folder, self.base, folder = Path(output), model, builders.model_folder(model)
         self.config = settings_of(folder, output, seed)
         builders.check_model(self.config.model, self.config.engine, self.config.train.optim)
+        builders.check_lengths(self.config.model, data__max_length=self.config.data.max_length)
         self.tokenizer = load_tokenizer(folder)
         check(bool(self.tokenizer.chat_template), f"{model} has no chat template; a model trained here (--stage sft) "
                                                   "saves one")
