@@ -448,8 +448,7 @@ def settings_of(model: str, output: str, seed: int) -> preferences.Config:
 def _loss(kind: str, logprobs: Tensor, start: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
     """(g,) losses of marks from their answers' summed log-probabilities (k, g), those of the start, their lengths, and
     labels (g,) of thumbs: DPO of pairs (k = 2), KTO of thumbs (its reference point is 0, as few marks give no estimate
-    of one), and the cross-entropy of texts. A text is not preferred to the answer in its place: to push its own answers
-    down makes a model lose its language within a mark or two."""
+    of one), and the cross-entropy of texts."""
     if kind == "pair":
         return dpo(*(logprobs - start), beta=LOSSES["sigmoid"].beta)
     if kind == "text":

@@ -31,7 +31,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/run": (2179, 12),
     "hybrid_rlhf/studio": (8643, 50),
     "hybrid_rlhf/trainers": (1487, 10),
-    "training": (5792, 30),
+    "training": (5791, 30),
     "inference": (3969, 27),
     "tests": (61070, 355),
     "benchmarks": (8099, 54),
