@@ -22,7 +22,7 @@ from hybrid_rlhf.core.startup import lasting_streams, quiet_libraries, relaxed_g
 from hybrid_rlhf.training.registry import STAGES, variant_options
 
 SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # options of every stage that are not settings
-COMMANDS = {"chat": "hybrid_rlhf.inference.chat.repl", "doctor": "hybrid_rlhf.commands.doctor",
+COMMANDS = {"chat": "hybrid_rlhf.commands.learning_chat", "doctor": "hybrid_rlhf.commands.doctor",
             "qualify": "hybrid_rlhf.commands.qualify", "init": "hybrid_rlhf.commands.init",
             "export": "hybrid_rlhf.commands.export", "label": "hybrid_rlhf.commands.label",
             "serve": "hybrid_rlhf.inference.server.serve", "studio": "hybrid_rlhf.studio.command",

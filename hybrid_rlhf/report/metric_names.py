@@ -109,6 +109,11 @@ MEANINGS: dict[str, str] = {
     "engine/logprobs_recomputed": "1 where the sampler's log-probabilities were too far off and recomputed",
     "engine/logprob_drift": "nats per token between the sampler's log-probabilities and the trained model's",
     "memory/free": "memory of the computer that programs can still have (in metrics.jsonl: bytes)",
+    "mark/before": "p(preferred) before the mark was learnt; of a thumb the mean probability of the answer's tokens",
+    "mark/after": "mark/before, after the mark was learnt",
+    "mark/kl": "nats per token away from the start, on neutral texts",
+    "mark/held": "share of the other marks that were looked at which the model still holds to",
+    "mark/updates": "optimizer steps of this mark",
     "time/*": "seconds of this part of the step",
     "memory/*": "most memory in use during this part (in metrics.jsonl: bytes)",
 }

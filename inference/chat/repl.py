@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from hybrid_rlhf.core.image_files import ImageRef
-    from hybrid_rlhf.inference.chat.session import Session
+    from hybrid_rlhf.inference.chat.session import Command, Session
+    from hybrid_rlhf.inference.conversation import Conversation
+
+    OpenLearner = Callable[..., tuple[Conversation, dict[str, Command]]]
 
 BLOCK = '"""'
 
@@ -37,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
                        help="a run's or a model's folder, such as outputs/demo/ppo (or a hub id); several to compare")
     flags.add_argument("--reward_model", type=expanded, metavar="DIR",
                        help="a reward model for /score, such as outputs/demo/reward")
+    flags.add_argument("--learn", type=expanded, metavar="OUTPUT",
+                       help="learn from your marks on the answers, in the folder of a run, such as outputs/taught")
     flags.add_argument("--prompt", help="answer this once, print the answer and nothing else, and end")
     flags.add_argument("--image", type=expanded, nargs="+", action="extend", default=[], metavar="PATH",
                        help="pictures that go with --prompt, or with the first question")
@@ -57,6 +62,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = parser()
     options = parse_command(flags, argv)
     check(bool(options.model), "chat: no model; give --model DIR, such as --model outputs/demo/ppo/model")
+    if options.learn is not None:
+        check(len(options.model) == 1, "--learn: one model learns; give one --model")
+        check(options.prompt is None and not options.tools, "--learn: a conversation without --prompt and --tools")
     return options
 
 
@@ -187,13 +195,14 @@ def lines() -> Iterator[str]:
 def talk(session: Session) -> int:
     """Turn after turn until /exit or the end of input. Piped input with a faulty line ends with code 2."""
     from hybrid_rlhf.inference.chat.session import obey
+    from hybrid_rlhf.inference.teaching import hint, is_mark
 
     num_faults = 0
     for line in lines():
         try:
             question: str | None = line.strip()
             goes_on = False
-            if line.startswith("/"):
+            if line.startswith("/") or is_mark(session, line):
                 if line.split()[0] in ("/exit", "/quit"):
                     break
                 effect = obey(session, line)
@@ -202,6 +211,8 @@ def talk(session: Session) -> int:
                     notice(effect.text)
             if question or goes_on:
                 say(session, question)
+                if line := hint(session):
+                    notice(line)
         except UserError as error:
             num_faults += 1
             notice(shortened(error_line(error)))
@@ -210,7 +221,7 @@ def talk(session: Session) -> int:
     return 2 if num_faults and not sys.stdin.isatty() else 0
 
 
-def open_session(options: argparse.Namespace) -> Session:
+def open_session(options: argparse.Namespace, open_learner: OpenLearner | None = None) -> Session:
     """Load the models of the flags. Raises UserError for one that cannot chat or score."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig  # imports torch: only after the flags are checked
     from hybrid_rlhf.inference.chat.session import Session, read_tools
@@ -221,7 +232,13 @@ def open_session(options: argparse.Namespace) -> Session:
              if (value := getattr(options, name)) is not None}
     sampling = SamplingConfig(**{"temperature": 0.7} | asked)
     tools = read_tools(options.tools) if options.tools else []
-    session = Session(open_chat_models(named, sampling, options.seed, options.system))
+    if options.learn is not None:
+        check(open_learner is not None, "--learn: start it by hybrid-rlhf chat, or python -m hybrid_rlhf chat")
+        (name, path), = named.items()
+        conversation, more = open_learner(path, options.learn, sampling, options.seed, options.system)
+        session = Session({name: conversation}, more=more)
+    else:
+        session = Session(open_chat_models(named, sampling, options.seed, options.system))
     session.set_tools(tools)
     for name, model in session.chat_models.items():
         if published := published_sampling(str(model_folder(named[name])), but=asked):
@@ -238,13 +255,13 @@ def open_session(options: argparse.Namespace) -> Session:
     return session
 
 
-def run(argv: list[str] | None) -> int:
+def run(argv: list[str] | None, open_learner: OpenLearner | None = None) -> int:
     options = parse(argv)
     if all(Path(path.rpartition("=")[2]).is_dir() for path in options.model):
         # only downloads need bars; read once, at import
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with relaxed_gc(), activity.slow("loading the model"):
-        session = open_session(options)
+        session = open_session(options, open_learner)
     is_piped = not (sys.stdin.isatty() and sys.stdout.isatty())
     session.is_comparing = len(session.chat_models) > 1 and (is_piped or options.prompt is not None)
     note = session.add_images(options.image) if options.image else ""
@@ -258,16 +275,22 @@ def run(argv: list[str] | None) -> int:
         notice(f"{', '.join(session.chat_models)}: /help lists the commands, /exit leaves")
     if note:
         notice(note)
+    if session.more:
+        from hybrid_rlhf.inference.teaching import FIRST
+
+        notice(FIRST)
     return talk(session)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The entry point: returns the exit code (0 done, 2 the user's input is wrong, 130 interrupted)."""
+def main(argv: list[str] | None = None, open_learner: OpenLearner | None = None) -> int:
+    """The entry point: returns the exit code (0 done, 2 the user's input is wrong, 130 interrupted). open_learner: for
+    --learn, (model, folder, sampling, seed, system message) -> conversation with the model that learns, and commands
+    for it."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # invalid bytes must not end the conversation
     try:
-        return exit_code(lambda: run(argv))
+        return exit_code(lambda: run(argv, open_learner))
     except BrokenPipeError:  # the pipe was closed; avoids Python's error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -38,7 +38,8 @@ class Session:
     """chat_models: the models by name, each with its own history; current: the one that answers, unless all do.
 
     is_comparing: every question goes to all of them. scorer: a reward model, whose score is shown while is_scoring.
-    images: go with the next question.
+    images: go with the next question. more: commands of a model that learns (teaching.py); choice: the messages before
+    an answer, and the answer, where a second one is there to choose between.
     """
 
     chat_models: dict[str, Conversation]
@@ -48,6 +49,12 @@ class Session:
     is_scoring: bool = False
     asked: list[str] = field(default_factory=list)  # the models that answered the last question
     images: list[ImageRef] = field(default_factory=list)
+    more: dict[str, Command] = field(default_factory=dict)
+    choice: tuple[list[dict], str] | None = None
+
+    @property
+    def commands(self) -> dict[str, Command]:
+        return self.more | {name: row for name, row in COMMANDS.items() if name not in self.more}
 
     def __post_init__(self) -> None:
         self.current = self.current or list(self.chat_models)[-1]
@@ -353,10 +360,10 @@ def go_on(session: Session, _rest: str) -> Effect:
     return Effect(goes_on=True)
 
 
-def show_help(_session: Session, _rest: str) -> Effect:
-    width = max(len(name) + len(row.help.split("  ")[0]) for name, row in COMMANDS.items()) + 1
+def show_help(session: Session, _rest: str) -> Effect:
+    width = max(len(name) + len(row.help.split("  ")[0]) for name, row in session.commands.items()) + 1
     rows = []
-    for name, row in COMMANDS.items():
+    for name, row in session.commands.items():
         takes, _, text = row.help.partition("  ")
         rows.append(f"{f'{name} {takes}'.strip():{width}}  {text}")
     rows += ["Ctrl-C stops an answer. A message that begins with a slash: put a space before it.",
@@ -390,5 +397,5 @@ COMMANDS = {
 def obey(session: Session, line: str) -> Effect:
     """Run a line that begins with a slash. Raises UserError for an unknown command or wrong arguments."""
     word, _, rest = line.strip().partition(" ")
-    check(word in COMMANDS, f"no command {word}{nearest(word, COMMANDS)}; /help lists them")
-    return COMMANDS[word].run(session, rest.strip())
+    check(word in session.commands, f"no command {word}{nearest(word, session.commands)}; /help lists them")
+    return session.commands[word].run(session, rest.strip())

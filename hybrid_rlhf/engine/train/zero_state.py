@@ -71,6 +71,9 @@ def load_shard(training, state: Mapping) -> None:  # noqa: ANN001
         _check_names(stepped.keys(), state["optimizer"].keys())
     for name, saved, weight in entries:
         tensor, values = stepped[name], training._optimizer.state
+        if not int(first["num_steps"]):  # of before the first step: moments that were made since then go
+            for key in values.get(tensor, {}).keys() - saved.keys() - {"sum"}:
+                del values[tensor][key]
         for key in saved:
             values[tensor][key] = _taken(values[tensor].get(key), saved[key], key, tensor, training._optimizer)
         _copy(tensor, values[tensor]["master"] if "master" in saved else weight, name)

@@ -1,0 +1,186 @@
+"""Marks on the answers of a chat, and the commands of a chat whose model learns from them.
+
+What learns is behind the Protocol `Learning` (training/live.py), as a chat never imports training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.data.row_images import sources_in
+from hybrid_rlhf.inference.chat.session import COMMANDS, Command, Effect
+
+if TYPE_CHECKING:
+    from hybrid_rlhf.inference.chat.session import Session
+
+FIRST = ("it learns from what you say of its answers:\n"
+         "  + good    - bad    = TEXT  what you would have said    /two  a second answer, to choose between\n"
+         "  /undo takes the last mark back, /save leaves the trained model, /help lists the rest")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the user said of an answer.
+
+    kind: pair (answer is preferred to other, both the model's), text (answer is the user's own, in place of other) or
+    thumb (answer is good, or not). prompt: the messages before it.
+    """
+
+    kind: str
+    prompt: list[dict]
+    answer: str
+    other: str = ""
+    is_good: bool = True
+
+    def rows(self) -> dict[str, dict]:
+        """kind of file -> row, as the stages read them: a text is a demonstration, and a pair with the answer that it
+        replaces."""
+        answer, other = ([{"role": "assistant", "content": text}] for text in (self.answer, self.other))
+        if self.kind == "thumb":
+            return {"thumb": {"prompt": self.prompt, "completion": answer, "label": self.is_good}}
+        how = "edited" if self.kind == "text" else "compared"
+        pair = {"pair": {"prompt": self.prompt, "chosen": answer, "rejected": other, "how": how}}
+        return pair | ({"text": {"prompt": self.prompt, "completion": answer}} if self.kind == "text" else {})
+
+    def shown(self) -> str:
+        """The mark in a line."""
+        sign = {"text": "=", "pair": "1/2", "thumb": "+" if self.is_good else "-"}[self.kind]
+        return f"{sign:3} {_short(self.prompt[-1]['content'], 32)} | {_short(self.answer, 48)}"
+
+
+class Changed(Protocol):
+    """What a mark changed."""
+
+    def line(self) -> str:
+        """As a line for the user."""
+        ...
+
+
+class Learning(Protocol):
+    """A model that learns from marks. Each method raises UserError, and then nothing has changed."""
+
+    marks: list[Mark]
+
+    def learn(self, mark: Mark) -> Changed:
+        """Train on a mark, and keep it."""
+        ...
+
+    def undo(self) -> Mark:
+        """Take the last mark back."""
+        ...
+
+    def save(self) -> Path:
+        """Leave a finished run; returns its model's folder."""
+        ...
+
+
+@dataclass
+class Teaching:
+    """The commands of a chat whose model learns; each is a function of (session, rest of the line)."""
+
+    learner: Learning
+
+    def told(self, session: Session, mark: Mark) -> Effect:
+        """Let the model learn a mark that it does not have yet."""
+        same = next((n for n, old in enumerate(self.learner.marks, 1) if (old.prompt, old.answer, old.other, old.kind)
+                     == (mark.prompt, mark.answer, mark.other, mark.kind)), None)
+        check(same is None, f"this answer is mark {same} already; /undo takes the last mark back")
+        with activity.slow("learning"):
+            change = self.learner.learn(mark)
+        session.choice = None
+        return Effect(change.line())
+
+    def thumb(self, session: Session, is_good: bool) -> Effect:
+        prompt, answer = _marked(session)
+        return self.told(session, Mark("thumb", prompt, answer, is_good=is_good))
+
+    def text(self, session: Session, rest: str) -> Effect:
+        prompt, answer = _marked(session)
+        check(bool(rest), "= TEXT: give the text that it should have answered")
+        effect = self.told(session, Mark("text", prompt, rest, answer))
+        session.model.messages[-1]["content"] = self.learner.marks[-1].answer  # the conversation goes on from it
+        return effect
+
+    def two(self, session: Session, _rest: str) -> Effect:
+        prompt, answer = _marked(session)
+        question = session.take_back()
+        session.choice = prompt, answer
+        return Effect(f"1: {answer}\n2:", question=question["content"])
+
+    def choose(self, session: Session, number: int) -> Effect:
+        prompt, second = _marked(session)
+        check(session.choice is not None and session.choice[0] == prompt,
+              "there is no second answer to choose between; /two asks for one")
+        both = session.choice[1], second
+        effect = self.told(session, Mark("pair", prompt, both[number], both[1 - number]))
+        session.model.messages[-1]["content"] = both[number]
+        return effect
+
+    def marks(self, _session: Session, _rest: str) -> Effect:
+        lines = [f"{n:3} {mark.shown()}" for n, mark in enumerate(self.learner.marks, 1)]
+        return Effect("\n".join(lines) or "no marks yet")
+
+    def undo(self, _session: Session, _rest: str) -> Effect:
+        number = len(self.learner.marks)
+        mark = self.learner.undo()
+        return Effect(f"mark {number} is taken back: {mark.shown()}\nweights and optimizer are those from before it")
+
+    def save(self, session: Session, rest: str) -> Effect:
+        if rest:
+            return COMMANDS["/save"].run(session, rest)
+        with activity.slow("saving"):
+            return Effect(f"saved: {self.learner.save()}, from {len(self.learner.marks)} marks")
+
+
+def commands_of(learner: Learning) -> dict[str, Command]:
+    """The commands of a chat with a learner, beside (or in place of) those of any chat."""
+    teaching = Teaching(learner)
+    return {
+        "+": Command(lambda session, _: teaching.thumb(session, True), "  the last answer is good"),
+        "-": Command(lambda session, _: teaching.thumb(session, False), "  the last answer is bad"),
+        "=": Command(teaching.text, "TEXT  what you would have said in its place"),
+        "/two": Command(teaching.two, "  a second answer to the last question; then 1 or 2, whichever is better"),
+        "1": Command(lambda session, _: teaching.choose(session, 0), "  the first of the two answers is better"),
+        "2": Command(lambda session, _: teaching.choose(session, 1), "  the second of the two answers is better"),
+        "/marks": Command(teaching.marks, "  your marks"),
+        "/undo": Command(teaching.undo, "  take the last mark back"),
+        "/retry": Command(_retry, "  answer the last question again, with the same draws"),
+        "/save": Command(teaching.save, "  leave the trained model (with FILE: write the conversation as a jsonl row)")}
+
+
+def is_mark(session: Session, line: str) -> bool:
+    """Whether a line without a slash is a mark, and no question."""
+    word = line.strip()
+    return bool(session.more) and (word in ("+", "-", "=") or line.startswith("= ") or
+                                   (word in ("1", "2") and session.choice is not None))
+
+
+def hint(session: Session) -> str:
+    """A line below an answer: the choice between two, and for a user's first answer what to do with it."""
+    if session.choice is not None and session.model.messages[:-1] == session.choice[0]:
+        return "(which is better? 1 or 2)"
+    return "(tell it what you would have said: = TEXT)" if session.more and session.model.num_answers == 1 else ""
+
+
+def _marked(session: Session) -> tuple[list[dict], str]:
+    """The messages before the last answer, and the answer. UserError where there is none to mark."""
+    messages = session.model.messages
+    check(bool(messages) and messages[-1]["role"] == "assistant", "there is no answer to mark; ask something first")
+    check(not messages[-1].get("tool_calls") and not sources_in(messages),
+          "marks are learnt on text alone, without pictures and tool calls")
+    return [dict(message) for message in messages[:-1]], messages[-1]["content"]
+
+
+def _retry(session: Session, _rest: str) -> Effect:
+    question = session.take_back()
+    session.model.num_answers -= 1
+    return Effect(question=question["content"])
+
+
+def _short(text: str, width: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."

@@ -1,0 +1,107 @@
+"""Marks on answers at the terminal: what each line makes of the last answer, and the lines that are refused."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.inference.chat import repl
+from hybrid_rlhf.inference.chat.session import Session, obey
+from hybrid_rlhf.inference.teaching import Mark, commands_of
+from tests.factories.chats import conversation, u
+
+
+class Noting:
+    """A learner that notes its marks."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+        self.last = ""
+
+    def learn(self, mark: Mark) -> Noting:
+        self.marks.append(mark)
+        self.last = f"learnt {len(self.marks)}"
+        return self
+
+    def line(self) -> str:
+        return self.last
+
+    def undo(self) -> Mark:
+        return self.marks.pop()
+
+    def save(self) -> Path:
+        return Path("out/model")
+
+
+def talked(monkeypatch, capsys, *lines: str, answers: tuple[str, ...] = ("cat", "sun", "fox", "red")):
+    """The exit code, the marks, the messages and the notices of a chat with these lines."""
+    learner, talk = Noting(), conversation(*answers)
+    session = Session({"tiny": talk}, more=commands_of(learner))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    code = repl.talk(session)
+    return code, learner.marks, talk, capsys.readouterr().err
+
+
+def test_plus_and_minus_are_thumbs_on_the_last_answer_after_its_conversation(monkeypatch, capsys):
+    code, marks, _, err = talked(monkeypatch, capsys, "one?", "+", "two?", "-")
+    assert (code, "learnt 1\nlearnt 2" in err) == (0, True)
+    assert marks == [Mark("thumb", [u("one?")], "cat", is_good=True),
+                     Mark("thumb", [u("one?"), {"role": "assistant", "content": "cat"}, u("two?")], "sun",
+                          is_good=False)]
+
+
+def test_a_text_takes_the_place_of_the_answer_and_the_conversation_goes_on_from_it(monkeypatch, capsys):
+    _, marks, talk, _ = talked(monkeypatch, capsys, "one?", "= a dog", "two?")
+    assert marks == [Mark("text", [u("one?")], "a dog", "cat")]
+    assert [message["content"] for message in talk.messages] == ["one?", "a dog", "two?", "sun"]
+
+
+@pytest.mark.parametrize(("number", "kept", "other"), [("1", "cat", "sun"), ("2", "sun", "cat")])
+def test_two_asks_again_and_the_number_is_a_pair_whose_better_answer_stays(monkeypatch, capsys, number, kept, other):
+    _, marks, talk, err = talked(monkeypatch, capsys, "one?", "/two", number, "1")
+    assert marks == [Mark("pair", [u("one?")], kept, other)]
+    assert [m["content"] for m in talk.messages] == ["one?", kept, "1", "fox"]  # a number is a question again
+    assert "1: cat\n2:" in err and talk.engine.seeds == [0, 1, 2]
+
+
+def test_retry_asks_again_with_the_same_seed_and_again_with_the_next(monkeypatch, capsys):
+    _, _, talk, _ = talked(monkeypatch, capsys, "one?", "/retry", "/again")
+    assert talk.engine.seeds == [0, 0, 1]
+
+
+def test_undo_marks_and_save_without_a_name_are_the_learners(monkeypatch, capsys):
+    code, marks, talk, err = talked(monkeypatch, capsys, "one?", "= a dog", "/marks", "/undo", "/marks", "/save")
+    assert (code, marks, len(talk.messages)) == (0, [], 2)
+    assert "  1 =   one? | a dog" in err and "mark 1 is taken back" in err and "no marks yet" in err
+    assert "saved: out/model, from 0 marks" in err
+
+
+@pytest.mark.parametrize(("lines", "words"), [
+    (["+"], "there is no answer to mark"), (["one?", "/reset", "-"], "there is no answer to mark"),
+    (["one?", "="], "give the text"), (["one?", "+", "+"], "is mark 1 already"),
+    (["one?", "/two", "two?", "2"], "no second answer")])
+def test_a_mark_without_its_answer_is_refused_in_one_line(monkeypatch, capsys, lines, words):
+    code, _, _, err = talked(monkeypatch, capsys, *lines)
+    assert (code, words in err) == (2, True)
+
+
+def test_without_a_learner_the_same_lines_are_questions(monkeypatch, capsys):
+    talk = conversation("cat", "sun")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("+\n1\n"))
+    repl.talk(Session({"tiny": talk}))
+    assert [message["content"] for message in talk.messages] == ["+", "cat", "1", "sun"]
+    with pytest.raises(UserError, match="no command /marks"):
+        obey(Session({"tiny": conversation()}), "/marks")
+
+
+def test_learn_is_refused_with_several_models_and_outside_of_the_command_that_trains(tmp_path):
+    with pytest.raises(UserError, match="one model learns"):
+        repl.parse(["--model", "a", "b", "--learn", "out"])
+    with pytest.raises(UserError, match="without --prompt"):
+        repl.parse(["--model", "a", "--learn", "out", "--prompt", "x"])
+    with pytest.raises(UserError, match="start it by hybrid-rlhf chat"):
+        repl.open_session(repl.parse(["--model", str(tmp_path), "--learn", "out"]))
