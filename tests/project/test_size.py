@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5307, 29),
     "inference": (3755, 26),
-    "tests": (60820, 353),
+    "tests": (60821, 353),
     "benchmarks": (7813, 53),
     ENTRY_POINTS: (2196, 11),
 }
