@@ -80,7 +80,8 @@ def test_sft_grpo_and_chat_run_on_pictures(kind, tmp_path, capfd):
     for name, more in (("sft", {"completion": said}), ("grpo", {})):
         rows = [{"prompt": asked, "images": [image.path], **more} for image in files] * 2
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text("def short(completions, **_):\n    return [-len(str(c)) for c in completions]\n")
+    (tmp_path / "rewards.py").write_text(
+        "def short(completions, **_):\n    return [-len(str(c)) for c in completions]\n")
     common = ["--model.dtype", "float32", "--data.eval_fraction", "0", "--data.cache_dir", f"{tmp_path}/cache",
               "--train.max_steps", "2", "--train.per_device_train_batch_size", "2", "--train.num_fixed_prompts", "0"]
     assert main(["--stage", "sft", "--model.model_name_or_path", folder(kind), "--data.sources",

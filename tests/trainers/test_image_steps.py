@@ -187,7 +187,7 @@ def test_grpo_s_losses_and_weights_are_trl_s(kind, is_frozen, tmp_path, monkeypa
     answers = [[*ids, tokenizer.eos_token_id] if ended else ids for ids, ended in zip(answers, HAS_EOS, strict=True)]
     images = [[Image.open(image_files()[i].path).convert("RGB") for i in which] for _, which in ASKED]
     processor = load_reader(folder(kind))._processor
-    monkeypatch.setattr(processor.tokenizer, "padding_side", "left")  # TRL takes the kinds of tokens from it as they are
+    monkeypatch.setattr(processor.tokenizer, "padding_side", "left")  # TRL's kinds of tokens are padded by it
     told = trl_grpo_steps(
         frozen(moved_to(kind), is_frozen), image_text_model(kind), processor,
         [[{"role": "user", "content": text}] for text, _ in ASKED], [[ids] for ids in answers], SCORES, [], RATE,
