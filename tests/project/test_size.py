@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1487, 10),
     "training": (5307, 29),
     "inference": (3753, 26),
-    "tests": (61095, 356),
+    "tests": (61070, 356),
     "benchmarks": (7813, 53),
     ENTRY_POINTS: (2196, 11),
 }
