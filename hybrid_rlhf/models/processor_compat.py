@@ -42,8 +42,8 @@ def image_ids(path: str, processor: Any) -> frozenset[int]:
 
     file = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
     config = {} if file is None else read_object(Path(file))
-    ids = (config.get(name) for name in ("image_token_id", "image_token_index"))
-    return frozenset(i for i in (*processor.image_token_ids, *ids) if i is not None)
+    ids = (*processor.image_token_ids, config.get("image_token_id"), config.get("image_token_index"))
+    return frozenset(i for i in ids if i is not None)
 
 
 def _by_transformers(path: str) -> Any:

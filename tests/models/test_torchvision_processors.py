@@ -4,7 +4,6 @@ With a CPU build of torch the torchvision that fits it must be installed beside 
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from unittest.mock import patch
 
@@ -12,13 +11,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from hybrid_rlhf.cli import main
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.models.backbone import hidden_states, joining
 from hybrid_rlhf.models.images import load_reader
 from hybrid_rlhf.roles.policy_module import PolicyModule
-from tests.factories.vision import ROWS, by_transformers, folder, image_files, image_text_model, rows_of
+from tests.factories.vision import ROWS, by_transformers, folder, image_text_model, rows_of
 
 pytestmark = pytest.mark.skipif(find_spec("torchvision") is None,
                                 reason="the processors of Llama 4 and Mistral 3 need torchvision, which is not here")
@@ -71,25 +69,3 @@ def test_sampled_logprobs_are_those_of_the_training_forward(kind):
         truth = engine(SequenceBatch(pad_right(rows, 0), mask, is_answer, images=images)).logprobs
     assert_close(torch.cat([torch.tensor(row) for row in out.logprobs]), truth, atol=2e-4, rtol=1e-4)
     assert engine.describe()["path"] == "native"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sft_grpo_and_chat_run_on_pictures(kind, tmp_path, capfd):
-    asked, files = [{"role": "user", "content": "What is this?"}], image_files()
-    said = [{"role": "assistant", "content": "a fox"}]
-    for name, more in (("sft", {"completion": said}), ("grpo", {})):
-        rows = [{"prompt": asked, "images": [image.path], **more} for image in files] * 2
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text("def short(completions, **_):\n    return [-len(str(c)) for c in completions]\n")
-    common = ["--model.dtype", "float32", "--data.eval_fraction", "0", "--data.cache_dir", f"{tmp_path}/cache",
-              "--train.max_steps", "2", "--train.per_device_train_batch_size", "2", "--train.num_fixed_prompts", "0"]
-    assert main(["--stage", "sft", "--model.model_name_or_path", folder(kind), "--data.sources",
-                 f"{tmp_path}/sft.jsonl", "--output_dir", f"{tmp_path}/sft", *common]) == 0
-    assert main(["--stage", "grpo", "--model.model_name_or_path", f"{tmp_path}/sft", "--data.sources",
-                 f"{tmp_path}/grpo.jsonl", "--reward.functions", f"{tmp_path}/rewards.py:short", "--ppo.sampling.max_new_tokens",
-                 "4", "--ppo.sampling.num_samples", "2", "--output_dir", f"{tmp_path}/grpo", *common]) == 0
-    assert len((tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()) >= 2
-    capfd.readouterr()
-    assert main(["chat", "--model", f"{tmp_path}/grpo", "--prompt", "What is this?", "--image", files[0].path,
-                 "--max_new_tokens", "4"]) == 0
-    assert capfd.readouterr().out.strip()

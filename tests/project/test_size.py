@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1514, 10),
     "training": (6305, 31),
     "inference": (4089, 27),
-    "tests": (62953, 361),
+    "tests": (62930, 361),
     "benchmarks": (8395, 56),
     ENTRY_POINTS: (2210, 11),
 }
