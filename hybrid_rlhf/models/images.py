@@ -24,6 +24,7 @@ from hybrid_rlhf.models.processor_compat import image_ids, load_processor
 
 _KEPT_BYTES = 2**30  # of processed images that are remembered: 40 of a million pixels, all of many small ones
 KEPT_FEATURES = 2**30  # bytes of features that a step keeps: 100 images of 1300 tokens for a model of width 4096
+VALUES_AT_ONCE = 2**22  # of the inputs of a pass over the towers, 1.4 megapixels: any batch takes as much memory
 _of_step: dict[tuple[nn.Module, ImageRef], Any] | None = None  # features, by the module that computed them
 _FEATURES = "mm_encoder_outputs"  # under which a forward takes features that are there already
 _TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are an image's
@@ -265,11 +266,12 @@ def _features(composite: nn.Module, images: Mapping[ImageRef, Mapping[str, Tenso
 
 
 def _alike(images: Mapping[ImageRef, Mapping[str, Tensor]]) -> list[list[ImageRef]]:
-    """Images in groups whose inputs have one shape."""
+    """Images in groups whose inputs have one shape, of at most VALUES_AT_ONCE values or one image."""
     alike: dict[tuple, list[ImageRef]] = {}
     for image, inputs in images.items():
         alike.setdefault(tuple((name, value.shape) for name, value in inputs.items()), []).append(image)
-    return list(alike.values())
+    sizes = {key: max(1, VALUES_AT_ONCE // sum(shape.numel() for _, shape in key)) for key in alike}
+    return [group[i : i + sizes[key]] for key, group in alike.items() for i in range(0, len(group), sizes[key])]
 
 
 def _towers(composite: nn.Module) -> list[nn.Module]:

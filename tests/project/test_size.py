@@ -23,7 +23,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/export": (1083, 6),
     "hybrid_rlhf/kernels": (6012, 31),
     "hybrid_rlhf/memory_plan": (1972, 11),
-    "hybrid_rlhf/models": (6060, 31),
+    "hybrid_rlhf/models": (6062, 31),
     "hybrid_rlhf/report": (2502, 12),
     "hybrid_rlhf/rewards": (3325, 17),
     "hybrid_rlhf/roles": (1208, 10),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1514, 10),
     "training": (6305, 31),
     "inference": (4089, 27),
-    "tests": (62930, 361),
+    "tests": (62949, 361),
     "benchmarks": (8395, 56),
     ENTRY_POINTS: (2210, 11),
 }
