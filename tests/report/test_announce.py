@@ -110,7 +110,7 @@ def test_after_the_last_stage_come_a_chat_beside_its_start_and_the_export(place,
     assert said["next"] == "hybrid-rlhf export --model outputs/ppo --output_dir outputs/ppo-export --gguf f16"
     settings_file = place / "outputs/ppo/model/config.json"
     settings_file.parent.mkdir()
-    settings_file.write_text('{"model_type": "gemma3"}')  # which our GGUF export does not know
+    settings_file.write_text('{"model_type": "opt"}')  # which our GGUF export does not know
     assert "--gguf" not in told(capsys, "ppo", "--data.sources=pairs.jsonl", "--output_dir=outputs/ppo")["next"]
     assert told(capsys, "ipo", "--data.sources=pairs.jsonl", "--output_dir=outputs/ipo")["chat"] == (
         "hybrid-rlhf chat --model outputs/ipo"), "its start is no run"
