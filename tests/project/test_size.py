@@ -31,10 +31,10 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/run": (2206, 12),
     "hybrid_rlhf/studio": (8759, 51),
     "hybrid_rlhf/trainers": (1514, 10),
-    "training": (6305, 31),
-    "inference": (4089, 27),
-    "tests": (62930, 361),
-    "benchmarks": (8395, 56),
+    "training": (6314, 31),
+    "inference": (4092, 27),
+    "tests": (63056, 362),
+    "benchmarks": (8401, 56),
     ENTRY_POINTS: (2210, 11),
 }
 
