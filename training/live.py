@@ -203,9 +203,10 @@ class LiveLearner:
         """Take the last mark back: weights, optimizer and rows are those from before it, bit for bit."""
         check(bool(self.marks), "there is no mark to take back")
         path = self._path(len(self.marks) - 1)
-        check(path.is_dir(), f"the last {KEPT} marks can be taken back, and no more")
+        check(path.is_dir(), f"the last {KEPT} marks can be taken back; choose another --learn folder to start anew")
         wrong = checkpoint.damage(path)
-        check(wrong is None, f"the mark cannot be taken back: {path} is damaged ({wrong})")
+        check(wrong is None, f"the mark cannot be taken back: {path} is damaged ({wrong}); "
+                             "choose another --learn folder to start anew")
         mark = self.marks[-1]
         checkpoint.clear(path.parent, after=len(self.marks) - 1)  # first: what is removed is taken back
         self._restore(path)
@@ -220,12 +221,12 @@ class LiveLearner:
         """The tokens of a mark, as the stages make them of its row."""
         answers = [mark.answer] if mark.kind == "thumb" else [mark.answer, mark.other]
         check(all(answer.strip() for answer in answers), "an empty answer cannot be marked; give it a text")
-        check(len(set(answers)) == len(answers), "the two answers are the same: nothing is preferred")
+        check(len(set(answers)) == len(answers), "the two answers are the same; give another text")
         try:
             encoded = [chat.encode(self.tokenizer, mark.prompt, [{"role": "assistant", "content": answer}])
                        for answer in answers]
         except SkipRow as error:
-            raise UserError(f"this answer cannot be learnt: {error}") from error
+            raise UserError(f"this answer cannot be learnt: {error}; give another text") from error
         longest = max(len(each.ids) for each in encoded)
         most = self.config.data.max_length
         check(longest <= most, f"the conversation is {longest} tokens long, and marks are learnt on {most} at most; "
@@ -233,7 +234,7 @@ class LiveLearner:
         rows = [{"input_ids": each.ids, "loss_mask": each.loss_mask} for each in encoded]
         batch = collate_sft(rows, self.tokenizer.pad_token_id)
         lengths = batch.loss_mask[:, 1:].sum(1)
-        check(bool((lengths > 0).all()), "this answer has no token to learn")
+        check(bool((lengths > 0).all()), "this answer has no token to learn; give another text")
         return _Encoded(rows, self.reference.sequence_logprobs(batch), lengths)
 
     def _fit(self) -> tuple[float, int, bool]:
@@ -395,7 +396,7 @@ class LiveLearner:
     def save(self) -> Path:
         """Leave an ordinary run: merged model, adapter, model card, report; returns the model's folder. The report has
         answers to the first marked prompts, by the start and now."""
-        check(bool(self.marks), "nothing to save: mark an answer first")
+        check(bool(self.marks), "nothing is marked yet; give a mark to an answer, and save then")
         try:
             return self._saved()
         except Exception as error:
