@@ -186,13 +186,15 @@ def taught(name: str, seed: int, options: argparse.Namespace) -> dict:
 
 
 def undone(learner) -> bool:  # noqa: ANN001
-    """Whether undoing the last mark gives the bits of its checkpoint, and learning it again those from before."""
+    """Whether undoing the last mark gives the same bits twice, and learning it again those from before. The mark is
+    learnt at the end too: what follows is of all marks."""
     import torch
 
     def state() -> dict:
         shard = learner.engine.training.shard()
-        return {f"{name} {key}": value.clone() for name, values in shard["optimizer"].items()
-                for key, value in values.items() if isinstance(value, torch.Tensor)}
+        moments = {f"{name} {key}": value.clone() for name, values in shard["optimizer"].items()
+                   for key, value in values.items() if isinstance(value, torch.Tensor)}
+        return moments | {name: weight.clone() for name, weight in shard["weights"].items()}
 
     last = state()
     mark = learner.undo()
@@ -201,6 +203,7 @@ def undone(learner) -> bool:  # noqa: ANN001
     again = state()
     learner.undo()
     same = all(torch.equal(between[key], value) for key, value in state().items())
+    learner.learn(mark)
     return same and last.keys() == again.keys() and all(torch.equal(last[key], again[key]) for key in last)
 
 
@@ -267,6 +270,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path)
     options = parser.parse_args(argv)
+    most = len(ANSWERS) - NUM_HELD_OUT
+    if not 1 <= options.marks <= most:
+        parser.error(f"--marks is {options.marks}, and {most} questions can be marked: the judge reads the others")
     found = json.loads(options.json.read_text()) if options.json and options.json.exists() else {"rows": []}
     known = {(row["persona"], row["seed"]) for row in found["rows"]}
     for seed in map(int, options.seeds.split(",")):

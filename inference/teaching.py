@@ -92,7 +92,8 @@ class Teaching:
         with activity.slow("learning"):
             change = self.learner.learn(mark)
         session.choice = None
-        return Effect(change.line())
+        is_cut = session.model.was_cut and mark.kind != "text"
+        return Effect(change.line() + "\n(an answer that was cut is learnt as one that ends there)" * is_cut)
 
     def thumb(self, session: Session, is_good: bool) -> Effect:
         prompt, answer = _marked(session)
@@ -103,6 +104,7 @@ class Teaching:
         check(bool(rest), "= TEXT: give the text that it should have answered")
         effect = self.told(session, Mark("text", prompt, rest, answer))
         session.model.messages[-1]["content"] = self.learner.marks[-1].answer  # the conversation goes on from it
+        session.model.was_cut = False
         return effect
 
     def two(self, session: Session, _rest: str) -> Effect:
@@ -153,8 +155,8 @@ def commands_of(learner: Learning) -> dict[str, Command]:
 
 
 def is_mark(session: Session, line: str) -> bool:
-    """Whether a line without a slash is a mark, and no question."""
-    word = line.strip()
+    """Whether a line without a slash is a mark, and no question: one with a space before it is a question."""
+    word = line.rstrip()
     return bool(session.more) and (word in ("+", "-", "=") or line.startswith("= ") or
                                    (word in ("1", "2") and session.choice is not None))
 
@@ -170,8 +172,9 @@ def _marked(session: Session) -> tuple[list[dict], str]:
     """The messages before the last answer, and the answer. UserError where there is none to mark."""
     messages = session.model.messages
     check(bool(messages) and messages[-1]["role"] == "assistant", "there is no answer to mark; ask something first")
-    check(not messages[-1].get("tool_calls") and not sources_in(messages),
-          "marks are learnt on text alone, without pictures and tool calls")
+    has_tools = session.model.tools or any(m.get("tool_calls") or m["role"] == "tool" for m in messages)  # of /load
+    check(not has_tools and not sources_in(messages),
+          "marks are learnt on text alone, without pictures and tools; start without them")
     return [dict(message) for message in messages[:-1]], messages[-1]["content"]
 
 

@@ -23,7 +23,7 @@ from hybrid_rlhf.models.heads import BackboneWithHead, head_of, zero_head
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import Adapters, add_lora, base_of, is_adapter, load_adapter
 from hybrid_rlhf.models.weights import identity, read_tensor
-from hybrid_rlhf.rewards.judge.judge_config import BASE
+from hybrid_rlhf.rewards.judge.judge_config import BASE, JudgeConfig
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
 from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles, Teacher
@@ -95,6 +95,9 @@ def judge_base(config: OnPolicyConfig, actor: str) -> str | None:
                                      "folder of a model, which is then loaded")
     check(layout_of(config, "actor").zero_stage != 3, f"{what}, and ZeRO 3 cuts them into parts; choose another stage")
     check(not config.roles.actor.offload, f"{what}, which roles.actor.offload moves away; leave it out")
+    judge, default = config.reward.judge, JudgeConfig()
+    check((judge.dtype, judge.load_in_4bit) == (default.dtype, default.load_in_4bit),
+          f"{what}, whose dtype and bits it has; leave out reward.judge.dtype and reward.judge.load_in_4bit")
     base = None if name == BASE else base_of(name)
     check(base is None or base == folder or identity(base) == identity(folder),
           f"reward.judge.model: the adapter {name} was made for {base}, and the policy starts from {folder}; give an "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,7 @@ TEXTS = (
 class Change(NamedTuple):
     """What a mark changed. before, after: p(preferred), or of a thumb p(answer), the mean probability of its tokens;
     kl: nats a token from the start, on the neutral texts; num_held of num_looked of num_others other marks hold;
-    steps: optimizer steps; is_bounded: the KL ended them."""
+    steps: optimizer steps; is_bounded: the KL ended them (it is seen in a step, which is then the last)."""
 
     kind: str
     before: float
@@ -163,7 +164,7 @@ class LiveLearner:
         start.name = "start"
         self.marks: list[Mark] = []
         self.history: list[dict] = []
-        self._encoded: list[_Encoded] = []
+        self._encoded: list[_Encoded] = []  # of the first marks; those of a checkpoint follow at the next mark
 
     def _neutral_texts(self) -> SequenceBatch:
         rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"][:NEUTRAL_TOKENS] for text in TEXTS]
@@ -178,6 +179,7 @@ class LiveLearner:
         began = time.monotonic()
         prompt = [message | {"content": clean(message["content"])} for message in mark.prompt]
         mark = replace(mark, prompt=prompt, answer=clean(mark.answer), other=clean(mark.other))
+        self._encode_rest()
         self._encoded.append(self._encode(mark))
         self.marks.append(mark)
         try:
@@ -190,6 +192,8 @@ class LiveLearner:
             before = self._path(len(self.marks) - 1)
             checkpoint.clear(before.parent, after=len(self.marks) - 1)
             self._restore(before)
+            with suppress(OSError):  # else the next mark writes them
+                self._write_rows()
             if refused := refusal(error):
                 raise UserError(f"{self.folder}: {refused}; the mark was not learnt") from error
             raise
@@ -199,23 +203,30 @@ class LiveLearner:
         """Take the last mark back: weights, optimizer and rows are those from before it, bit for bit."""
         check(bool(self.marks), "there is no mark to take back")
         path = self._path(len(self.marks) - 1)
-        check(path.is_dir(), f"the last {KEPT} marks can be taken back, and no more")
+        check(path.is_dir(), f"the last {KEPT} marks can be taken back; choose another --learn folder to start anew")
+        wrong = checkpoint.damage(path)
+        check(wrong is None, f"the mark cannot be taken back: {path} is damaged ({wrong}); "
+                             "choose another --learn folder to start anew")
         mark = self.marks[-1]
         checkpoint.clear(path.parent, after=len(self.marks) - 1)  # first: what is removed is taken back
         self._restore(path)
         self._note_change()
         return mark
 
+    def _encode_rest(self) -> None:
+        """Encode the marks of a checkpoint: not when it is loaded, as the chat sets its template's variables later."""
+        self._encoded += [self._encode(mark) for mark in self.marks[len(self._encoded):]]
+
     def _encode(self, mark: Mark) -> _Encoded:
         """The tokens of a mark, as the stages make them of its row."""
         answers = [mark.answer] if mark.kind == "thumb" else [mark.answer, mark.other]
         check(all(answer.strip() for answer in answers), "an empty answer cannot be marked; give it a text")
-        check(len(set(answers)) == len(answers), "the two answers are the same: nothing is preferred")
+        check(len(set(answers)) == len(answers), "the two answers are the same; give another text")
         try:
             encoded = [chat.encode(self.tokenizer, mark.prompt, [{"role": "assistant", "content": answer}])
                        for answer in answers]
         except SkipRow as error:
-            raise UserError(f"this answer cannot be learnt: {error}") from error
+            raise UserError(f"this answer cannot be learnt: {error}; give another text") from error
         longest = max(len(each.ids) for each in encoded)
         most = self.config.data.max_length
         check(longest <= most, f"the conversation is {longest} tokens long, and marks are learnt on {most} at most; "
@@ -223,7 +234,7 @@ class LiveLearner:
         rows = [{"input_ids": each.ids, "loss_mask": each.loss_mask} for each in encoded]
         batch = collate_sft(rows, self.tokenizer.pad_token_id)
         lengths = batch.loss_mask[:, 1:].sum(1)
-        check(bool((lengths > 0).all()), "this answer has no token to learn")
+        check(bool((lengths > 0).all()), "this answer has no token to learn; give another text")
         return _Encoded(rows, self.reference.sequence_logprobs(batch), lengths)
 
     def _fit(self) -> tuple[float, int, bool]:
@@ -380,13 +391,12 @@ class LiveLearner:
             self.marks, self.history = [Mark(**mark) for mark in state["marks"]], state["history"]
         except (LookupError, ValueError, TypeError) as error:
             raise UserError(f"{path} cannot be taken up: {error}; choose another --learn folder") from error
-        known = self._encoded[: len(self.marks)]  # a state that is taken up again has the first of the marks
-        self._encoded = known + [self._encode(mark) for mark in self.marks[len(known):]]
+        del self._encoded[len(self.marks):]  # a state that is taken up again has the first of the marks
 
     def save(self) -> Path:
         """Leave an ordinary run: merged model, adapter, model card, report; returns the model's folder. The report has
         answers to the first marked prompts, by the start and now."""
-        check(bool(self.marks), "nothing to save: mark an answer first")
+        check(bool(self.marks), "nothing is marked yet; give a mark to an answer, and save then")
         try:
             return self._saved()
         except Exception as error:

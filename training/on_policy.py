@@ -285,12 +285,19 @@ def open_run(config: OnPolicyConfig) -> RunContext:
 
 
 def _check_teacher_prompt(prompt: TeacherPrompt | None, data: datasets.StageData) -> None:
-    """UserError for a template that reads a column which the data lacks; the others count as read in the report."""
+    """UserError for a template that reads a column which the data lacks; the others count as read in the report. A line
+    says which of the data's columns have the name of what the template reads instead, and which have no value."""
     if prompt is not None:
         columns, known = prompt.columns(), [c for c in data.train[0] if c not in ("prompt_ids", "text")]
         for name in sorted(columns):
             check(name in known, f"distill.teacher_prompt: there is no column {name}{nearest(name, known)}; there are "
                                  f"{', '.join(known)}")
+            if empty := sum(row.get(name) is None for row in data.train):
+                print_main(f"distill.teacher_prompt: {name} is null in {empty} of {len(data.train)} rows, where the "
+                           f"teacher reads None; ask for it ({{% if {name} %}}), or leave such rows out")
+        for name in sorted((prompt.names() - columns - {"prompt"}) & {*known}):
+            print_main(f"distill.teacher_prompt: {name} is what the run makes, and not the data's column {name}; give "
+                       "the column another name to read it")
         data.report["unread"] = {c: n for c, n in data.report.get("unread", {}).items() if c not in columns}
 
 

@@ -49,10 +49,14 @@ class TeacherPrompt:
 
     def columns(self) -> set[str]:
         """The columns of the data that the template reads."""
+        return self.names() - set(_OURS)
+
+    def names(self) -> set[str]:
+        """All that the template reads."""
         from jinja2 import TemplateSyntaxError, meta
 
         try:
-            return meta.find_undeclared_variables(_sandbox().parse(self.template)) - set(_OURS)
+            return meta.find_undeclared_variables(_sandbox().parse(self.template))
         except TemplateSyntaxError as error:
             raise UserError(f"{_TEMPLATE} line {error.lineno}: {error.message}; fix the template") from error
 

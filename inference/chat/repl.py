@@ -64,7 +64,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     check(bool(options.model), "chat: no model; give --model DIR, such as --model outputs/demo/ppo/model")
     if options.learn is not None:
         check(len(options.model) == 1, "--learn: one model learns; give one --model")
-        check(options.prompt is None and not options.tools, "--learn: a conversation without --prompt and --tools")
+        check(options.prompt is None and not options.tools,
+              "--learn: a conversation without --prompt and --tools; leave them out")
     return options
 
 
@@ -233,7 +234,8 @@ def open_session(options: argparse.Namespace, open_learner: OpenLearner | None =
     sampling = SamplingConfig(**{"temperature": 0.7} | asked)
     tools = read_tools(options.tools) if options.tools else []
     if options.learn is not None:
-        check(open_learner is not None, "--learn: start it by hybrid-rlhf chat, or python -m hybrid_rlhf chat")
+        check(open_learner is not None, "--learn trains, and this chat does not; start it by hybrid-rlhf "
+              "chat, or python -m hybrid_rlhf chat")
         (name, path), = named.items()
         conversation, more = open_learner(path, options.learn, sampling, options.seed, options.system)
         session = Session({name: conversation}, more=more)

@@ -105,6 +105,16 @@ def test_probabilities_are_the_products_over_a_word_s_tokens_by_hand(folder, wor
     assert any(len(tokenizer(word).input_ids) > 1 for word in words)
 
 
+def test_a_cache_keeps_the_replies_of_weights_that_are_rounded_otherwise_apart(folder):
+    """The judge on the policy's weights has their dtype, which no option of its own names."""
+    identities = []
+    for dtype in (torch.float32, torch.bfloat16):
+        judge = LocalBackend(folder, Budget(), is_shared=True)
+        judge.attach(plain_model().to(dtype))
+        identities.append(judge.identity)
+    assert identities[0] != identities[1]
+
+
 def test_a_judge_attached_to_a_base_under_an_adapter_writes_what_a_load_of_its_own_writes(folder):
     """Greedy, token for token: the policy's adapter is off while the judge writes, and on again for the policy."""
     alone = in_order(backend(folder).complete(CHATS, 12, 0))

@@ -156,6 +156,15 @@ def test_an_adapter_of_another_base_is_refused_as_a_judge(place, capfd):
     assert "was made for" in capfd.readouterr().err.strip().splitlines()[-1]
 
 
+@pytest.mark.parametrize("more", ["--reward.judge.dtype=bfloat16", "--reward.judge.load_in_4bit=true"])
+def test_an_adapter_as_a_judge_has_no_dtype_of_its_own(place, capfd, more):
+    path, model = place / "runs" / "with-dtype", base_with("default")
+    model.config.name_or_path = f"{place}/base"
+    save_adapter(model, path)
+    assert main(words(place, "grpo", "refused", "--model.lora.r=4", "--reward.judge.model", str(path), more)) == 2
+    assert "whose dtype and bits it has" in capfd.readouterr().err.strip().splitlines()[-1]
+
+
 def test_a_judge_that_no_policy_is_under_is_refused(place, capfd):
     assert main(["--stage", "evaluate", "--output_dir", f"{place}/runs/e",
                  f"--evaluate.models=[{place}/base, {place}/judge]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,46 @@ def test_a_chat_goes_on_with_the_same_bits_and_undoes_marks_of_the_last_one(plac
     learner.close()
 
 
+def test_a_chat_that_goes_on_reads_its_marks_under_the_variables_of_the_template(place):
+    """As the chat sets them: when the learner is there. The marks are then encoded as in one session."""
+    from hybrid_rlhf.models.template_kwargs import set_defaults
+
+    folder = place / "variable"
+    shutil.copytree(place / "base", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{%- if quiet -%}{{- 'sun ' -}}{%- endif -%}" + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+
+    def opened(name: str) -> LiveLearner:
+        learner = LiveLearner(str(folder), f"{place}/{name}")
+        set_defaults(learner.tokenizer, {"quiet": True}, "--chat_template_kwargs")
+        return learner
+
+    one, two = opened("one-session"), opened("two-sessions")
+    for learner in (one, two):
+        learner.learn(TEXT)
+    two.close()
+    two = opened("two-sessions")
+    assert [learner.learn(PAIR).num_held for learner in (one, two)] == [1, 1]
+    assert bits(one) == bits(two)
+    one.close()
+    two.close()
+
+
+def test_undo_over_a_damaged_checkpoint_changes_nothing_here_or_on_the_disk(place):
+    learner = LiveLearner(f"{place}/base", f"{place}/damaged")
+    learner.learn(TEXT)
+    learner.learn(PAIR)
+    before, folder = bits(learner), place / "damaged/checkpoints"
+    (folder / "step-00000001/state.json").write_text("{}")
+    with pytest.raises(UserError, match=r"cannot be taken back: .*step-00000001 is damaged"):
+        learner.undo()
+    learner.close()
+    learner = LiveLearner(f"{place}/base", f"{place}/damaged")
+    assert learner.marks == [TEXT, PAIR] and bits(learner) == before
+    learner.close()
+
+
 def test_the_rows_are_those_of_the_stages_and_undo_takes_them_back(place):
     learner = LiveLearner(f"{place}/base", f"{place}/rows")
     for mark in (TEXT, PAIR, GOOD):
@@ -182,6 +223,15 @@ def test_bad_input_is_one_line_and_changes_nothing(place, monkeypatch):
             learner.learn(TEXT)
         with pytest.raises(UserError, match="No space left"):
             learner.save()
+
+    def full_for_figures(path, text):
+        return full() if path.name == "metrics.jsonl" else path.write_text(text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live, "write_file", full_for_figures)
+        with pytest.raises(UserError, match="the mark was not learnt"):
+            learner.learn(GOOD)
+    assert (place / "faults/marks/thumbs.jsonl").read_text() == ""
     assert sorted(path.name for path in (place / "faults/checkpoints").iterdir()) == ["step-00000000", "step-00000001"]
     assert learner.marks == [PAIR] and bits(learner) == before
     with pytest.raises(UserError, match="another process is at this run"):

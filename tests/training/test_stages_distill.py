@@ -393,6 +393,17 @@ def test_a_stopped_run_whose_teacher_is_an_average_goes_on_to_the_same_bits(plac
     assert whole == parts
 
 
+def test_a_template_that_may_not_read_what_is_meant_is_said_in_a_line(place, answered, capfd):
+    """A column with the name of what a run makes, and one without a value."""
+    rows = [{"prompt": f"say {w}", "answer": w if i else None, "score": 1} for i, w in enumerate(WORDS)]
+    (place / "holes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(words(place, "holes", *SELF, TOLD + " {{ score }}", *answered[1:],
+                      f"--data.sources=[{{path: {place}/holes.jsonl}}]", teacher=None)) == 0
+    out = capfd.readouterr()
+    assert "answer is null in 1 of" in out.out + out.err
+    assert "score is what the run makes, and not the data's column score" in out.out + out.err
+
+
 def test_a_teacher_s_prompt_beside_rewards_changes_the_divergence(place, answered):
     more = [*SELF, *answered, "--distill.coef", "0.5", f"--reward.functions=['{place}/pay.py:short']",
             "--ppo.sampling.num_samples", "2"]

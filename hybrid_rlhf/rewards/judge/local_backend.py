@@ -27,6 +27,7 @@ from hybrid_rlhf.models import load
 from hybrid_rlhf.models.backbone import check_head, own_head, towers
 from hybrid_rlhf.models.images import reader_of
 from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.quantize import quantized_layers
 from hybrid_rlhf.models.tokenizer import Tokenizer, completion_text, load_tokenizer
 from hybrid_rlhf.rewards.judge.asking import Arriving, Budget, Failure, key_of
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat, keyed
@@ -85,6 +86,9 @@ class LocalBackend:
         """Judge by `model`, on which `turn` is the context that makes the judge's adapter, or none, the active one.
         UserError for a tokenizer without a chat template."""
         self.tokenizer = tokenizer = self._open_tokenizer()
+        if self.is_shared:  # the policy's weights may be rounded otherwise than those of a load of its own
+            packed = {type(layer.packed_weight).__name__ for layer in quantized_layers(model).values()}
+            self.identity += [str(model.dtype), *sorted(packed)]
         self.reads_images = bool(towers(model)) and reader_of(tokenizer) is not None
         self.engine = HybridEngine(PolicyModule(model), model, eos_ids=stop_ids(model, tokenizer), name="judge",
                                    pad_id=tokenizer.pad_token_id, max_batch=self.batch_size, adapter=turn)

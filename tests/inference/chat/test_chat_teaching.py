@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.inference.chat.session import Session, obey
 from hybrid_rlhf.inference.teaching import Mark, commands_of
@@ -78,6 +79,39 @@ def test_undo_marks_and_save_without_a_name_are_the_learners(monkeypatch, capsys
     assert (code, marks, len(talk.messages)) == (0, [], 2)
     assert "  1 =   one? | a dog" in err and "mark 1 is taken back" in err and "no marks yet" in err
     assert "saved: out/model, from 0 marks" in err
+
+
+def test_a_line_with_a_space_before_it_is_a_question_and_no_mark(monkeypatch, capsys):
+    _, marks, talk, _ = talked(monkeypatch, capsys, "one?", " +", " = a dog", "/two", " 1",
+                                answers=("cat", "sun", "fox", "red", "moon"))
+    assert marks == [] and [m["content"] for m in talk.messages if m["role"] == "user"] == [
+        "one?", "+", "= a dog", "1"]
+
+
+def test_a_cut_answer_is_marked_with_a_line_that_says_how_it_is_learnt(monkeypatch, capsys):
+    learner = Noting()
+    for answer, is_cut in (("cat sun fox red", True), ("cat", False)):
+        talk = conversation(answer)
+        talk.sampling = SamplingConfig(max_new_tokens=3)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{answer}?\n+\n"))
+        repl.talk(Session({"tiny": talk}, more=commands_of(learner)))
+        assert ("learnt as one that ends there" in capsys.readouterr().err) == is_cut
+    assert len(learner.marks) == 2
+
+
+def test_a_conversation_with_tools_is_not_marked_as_the_mark_would_lose_them(monkeypatch, capsys):
+    """/load takes a row's tools."""
+    talk = conversation("cat")
+    talk.tools = [{"type": "function", "function": {"name": "look"}}]
+    session = Session({"tiny": talk}, more=commands_of(Noting()))
+    talk.messages = [u("one?"), {"role": "assistant", "content": "cat"}]
+    with pytest.raises(UserError, match="without pictures and tools"):
+        obey(session, "+")
+    talk.tools = []
+    talk.messages[1:1] = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look"}}]},
+                          {"role": "tool", "content": "a cat"}]
+    with pytest.raises(UserError, match="without pictures and tools"):
+        obey(session, "+")
 
 
 @pytest.mark.parametrize(("lines", "words"), [
