@@ -188,9 +188,16 @@ def _rescore(path: Path, out: Path, source: FunctionSource, options: argparse.Na
     out.mkdir(parents=True, exist_ok=True)
     of = f"{sum(row['responses'] for row in history)} responses of {len(history)} steps, from {path}"
     facts = {"run": options.run, "scored by": options.reward, "responses": of}
+    if compared := _compared(path.parent):
+        facts["taken again"] = compared  # they may be others than the run's
     paths = rescored.write(out, history, source.name, facts)
     print(*rescored.shown(history, source.name), rescored.verdict(history, source.name), rescored.RULE,
           f"written: {', '.join(map(str, paths))}", sep="\n")
+
+
+def _compared(folder: Path) -> str | None:
+    """How the steps of the rollouts in `folder` compared with their run; None for those of a fork, or not whole."""
+    return json.loads((folder / MADE).read_text(encoding="utf-8")).get("compared") if (folder / MADE).exists() else None
 
 
 def _fork(run: Path, out: Path, step: int, words: list[str], command: str) -> int:
@@ -242,18 +249,19 @@ def _where(token: Token | None, here: str, there: str, model: Path, count: int) 
 def _compare(run: Path, other: Path) -> int:
     from hybrid_rlhf.training import past_run
 
-    steps = []
+    steps, notes = [], []
     for folder in (run, other):
         path = next((path for path in (folder / past_run.ROLLOUTS, Path(f"{folder}_replay") / past_run.ROLLOUTS)
                      if path.exists()), None)
         check(path is not None, f"replay: {folder} has no {past_run.ROLLOUTS}, as forks have; take its steps again "
                                 f"first (hybrid-rlhf replay {folder})")
         steps.append(past_run.read_rollouts(path))
+        notes += [f"of {folder}: {compared}"] if (compared := _compared(path.parent)) else []
     both = past_run.in_common(*steps)
     count, token = 0, None
     for count, (step, here, there) in enumerate(both, 1):  # noqa: B007 - the number of steps is printed
         if token := past_run.first_token(step, here, there):
             break
     check(count, f"replay: {run} and {other} have no step in common; give two that both have rollouts of one")
-    print(_where(token, str(run), str(other), run / "model", count))
+    print(_where(token, str(run), str(other), run / "model", count), *notes, sep="\n")
     return 0

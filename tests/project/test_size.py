@@ -15,12 +15,12 @@ H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1383, 10),
-    "hybrid_rlhf/commands": (2208, 11),
+    "hybrid_rlhf/commands": (2216, 11),
     "hybrid_rlhf/core": (3284, 20),
     "hybrid_rlhf/data": (4406, 18),
     "hybrid_rlhf/engine": (6721, 43),
     "hybrid_rlhf/environments": (1858, 9),
-    "hybrid_rlhf/export": (1083, 6),
+    "hybrid_rlhf/export": (1102, 6),
     "hybrid_rlhf/kernels": (6012, 31),
     "hybrid_rlhf/memory_plan": (1972, 11),
     "hybrid_rlhf/models": (6060, 31),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1515, 10),
     "training": (6314, 31),
     "inference": (4089, 27),
-    "tests": (62986, 361),
+    "tests": (62999, 361),
     "benchmarks": (8395, 56),
     ENTRY_POINTS: (2210, 11),
 }

@@ -149,6 +149,7 @@ def test_rollouts_by_another_reward_are_what_a_count_of_their_texts_gives(place,
     for row in lines(out / "rollouts.jsonl"):
         by_step.setdefault(row["step"], []).append(row)
     own = {row["step"]: row["reward"] for row in lines(run / "metrics.jsonl") if "reward" in row}
+    assert "- taken again: steps 1 to 6 are the same again" in (out / "replay.md").read_text()
     for point in json.loads((out / "replay.json").read_text())["curves"]:
         rows = by_step[point["step"]]
         scores = [len([c for c in r["completion"] if c in "aeiou"]) - len(
@@ -300,6 +301,11 @@ def test_two_forks_are_compared_in_the_steps_that_both_have(tmp_path, capsys) ->
         (tmp_path / name / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for rows in steps for r in rows))
     assert main(["replay", f"{tmp_path}/a", "--against", f"{tmp_path}/b"]) == 0
     assert (f"step 5, response 1, token 1: token 1 in {tmp_path}/a, token 2 in {tmp_path}/b" in capsys.readouterr().out)
+    (tmp_path / "b").rename(tmp_path / "b_replay")
+    (tmp_path / "b_replay" / "rollouts.json").write_text(json.dumps({"compared": "step 4 is the first that is not"}))
+    (tmp_path / "b").mkdir()
+    assert main(["replay", f"{tmp_path}/a", "--against", f"{tmp_path}/b"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"of {tmp_path}/b: step 4 is the first that is not"
 
 
 def test_hacking_begins_where_the_other_reward_is_at_its_best_and_the_own_one_goes_on() -> None:
