@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.errors import check
+from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.core.strict_json import plain, to_json
 from hybrid_rlhf.report.metric_names import is_repeatable
 from hybrid_rlhf.report.summary import ANSWERS, FORK, METRICS, SAMPLES, conclude, read_history
@@ -154,9 +155,11 @@ def with_parents(config: OnPolicyConfig, record: runfile.RunRecord) -> OnPolicyC
     return replace(config, model=model, roles=roles)
 
 
-def forked_at(folder: Path) -> int:
-    """The step at which the run in `folder` went on from another one; 0 for one that did not."""
-    return int(json.loads((folder / FORK).read_text(encoding="utf-8"))["step"]) if (folder / FORK).exists() else 0
+def forked_at(folder: Path, of: Path | None = None) -> int:
+    """The step at which the run in `folder` went on from another one (from `of`, if given); 0 for one that did not."""
+    facts = json.loads((folder / FORK).read_text(encoding="utf-8")) if (folder / FORK).exists() else None
+    is_of = facts is not None and (of is None or Path(facts["of"]).resolve() == of.resolve())
+    return int(facts["step"]) if facts is not None and is_of else 0
 
 
 # -- Steps taken again -------------------------------------------------------------------------------------------------
@@ -300,22 +303,25 @@ def fork(past: Past, run: Run, config: OnPolicyConfig, step: int, folder: Path, 
 
 
 def first_difference(past: Past, run: Run, other: Path, folder: Path, start: Path | None = None
-                     ) -> tuple[Token | None, Watch]:
+                     ) -> tuple[Token | None, int, Watch]:
     """The first token at which the run's rollouts, taken again in `folder`, differ from those in the file `other` of a
-    run that went on from it, with the watch; None where none does. start: a checkpoint of the step where that began, if
-    there is one."""
-    tokens: list[Token] = []
-    theirs = read_rollouts(other)
+    run that went on from it (None where none does), the number of steps that were compared, which both have rollouts
+    of, and the watch. start: a checkpoint of the step where that began, if there is one."""
+    tokens: list[Token | None] = []
+    theirs, begins = read_rollouts(other), forked_at(other.parent)
+    ahead = next(theirs, None)
 
     def take(step: int, rows: list[dict]) -> bool:
-        at, there = next(theirs, (step, None)) if step > begins else (step, rows)
-        token = first_token(step, there or [], rows) if at == step and there is not None else None
-        tokens.extend([token] if token else [])
-        return bool(tokens) or there is None
+        nonlocal ahead
+        while ahead and ahead[0] < step:  # a step without rollouts, such as one on demonstrations, has no rows there
+            ahead = next(theirs, None)
+        if ahead and ahead[0] == step > begins and rows:
+            tokens.append(first_token(step, ahead[1], rows))
+        return ahead is None or any(tokens)
 
-    watch, begins = Watch(take, past.last, past), forked_at(other.parent)
+    watch = Watch(take, past.last, past)
     again(past, run, folder, start or past.start(begins), watch)
-    return (tokens[0] if tokens else None), watch
+    return (tokens[-1] if tokens else None), len(tokens), watch
 
 
 def note(folder: Path, line: str) -> None:
@@ -342,7 +348,8 @@ def first_token(step: int, rows: list[dict], others: list[dict]) -> Token | None
 
 def rows_of(step: int, rollout: Rollout | None) -> list[dict]:
     """A rollout as rows: prompt, prompt_ids, response_ids, completion (text, or an episode's messages), ended, score
-    (None: every source skipped it), columns (those of the data)."""
+    (None: every source skipped it), columns (those of the data), images ([path, width, height] each; if there are any).
+    """
     if rollout is None:
         return []
     lengths, responses, rows = rollout.response_mask.sum(1).tolist(), rollout.responses(), []
@@ -351,7 +358,8 @@ def rows_of(step: int, rollout: Rollout | None) -> list[dict]:
         rows.append({"step": step, "prompt": rollout.prompts.texts[i], "prompt_ids": rollout.prompts.ids[i],
                      "response_ids": ids[:lengths[i]], "completion": responses[i], "ended": bool(rollout.has_eos[i]),
                      "score": None if math.isnan(score) else score,
-                     "columns": {name: values[i] for name, values in rollout.prompts.columns.items()}})
+                     "columns": {name: values[i] for name, values in rollout.prompts.columns.items()},
+                     **({"images": list(rollout.prompts.images[i])} if rollout.prompts.images[i] else {})})
     return rows
 
 
@@ -399,7 +407,8 @@ def _rollout(rows: list[dict]) -> Rollout:
     """Rows as a rollout for a reward function; samples of a run have no token ids, and one stands for all."""
     names = dict.fromkeys(name for row in rows for name in row.get("columns", {}))
     prompts = Prompts([row.get("prompt_ids", [0]) for row in rows], [row["prompt"] for row in rows],
-                      {name: [row["columns"].get(name) for row in rows] for name in names})
+                      {name: [row["columns"].get(name) for row in rows] for name in names},
+                      [tuple(ImageRef(*image) for image in row.get("images", ())) for row in rows if "columns" in row])
     made = [row["completion"] for row in rows]
     rollout = Rollout.from_responses(prompts, [row.get("response_ids") or [0] for row in rows],
                                      [bool(row.get("ended")) for row in rows], 0, [text_of(each) for each in made])

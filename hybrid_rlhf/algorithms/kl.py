@@ -112,4 +112,5 @@ class UpdateRate:
         return {"value": self.value}
 
     def load_state(self, state: dict[str, float]) -> None:
-        self.value = float(state["value"])
+        if self.target:  # another run's rate, where this one goes on without a target, would stay for ever
+            self.value = float(state["value"])

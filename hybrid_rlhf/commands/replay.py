@@ -81,9 +81,10 @@ def _carry_out(options: argparse.Namespace, rest: list[str], command: str) -> in
     _check_stage(run)
     if options.against:
         return _compare(run, Path(options.against))
-    name = f"{run}_replay" if options.fork is None else f"{run}_fork_{options.fork}"
-    out = Path(options.output_dir or name)
-    check(out.resolve() != run.resolve(), "replay: --output_dir is RUN itself, which stays as it is; give another one")
+    named = run if run.name not in ("", "..") else run.resolve()  # . and .. have no name to add to
+    out = Path(options.output_dir or (f"{named}_replay" if options.fork is None else f"{named}_fork_{options.fork}"))
+    check(run.resolve() not in (out.resolve(), *out.resolve().parents),
+          "replay: --output_dir is RUN itself or inside it, which stays as it is; give another one")
     if options.fork is not None:
         return _fork(run, out, options.fork, rest, command)
     source = open_functions([options.reward], {}, 60.0)[0] if options.reward else None
@@ -140,6 +141,7 @@ def _replay(run: Path, out: Path, options: argparse.Namespace, *, is_needed: boo
         print(f"the rollouts are those in {out / ROLLOUTS}: {known['compared']}", file=sys.stderr)
         return 0
     past, stage, _ = _open(run)
+    check(options.to is None or options.to >= 1, f"replay: --to {options.to}: the first step is 1")
     last = min(options.to or past.last, past.last)
     start = past.start(options.first)
     check(start is None or int(start.name.split("-")[1]) < last,
@@ -186,9 +188,16 @@ def _rescore(path: Path, out: Path, source: FunctionSource, options: argparse.Na
     out.mkdir(parents=True, exist_ok=True)
     of = f"{sum(row['responses'] for row in history)} responses of {len(history)} steps, from {path}"
     facts = {"run": options.run, "scored by": options.reward, "responses": of}
+    if compared := _compared(path.parent):
+        facts["taken again"] = compared  # they may be others than the run's
     paths = rescored.write(out, history, source.name, facts)
     print(*rescored.shown(history, source.name), rescored.verdict(history, source.name), rescored.RULE,
           f"written: {', '.join(map(str, paths))}", sep="\n")
+
+
+def _compared(folder: Path) -> str | None:
+    """How the steps of the rollouts in `folder` compared with their run; None for those of a fork, or not whole."""
+    return json.loads((folder / MADE).read_text(encoding="utf-8")).get("compared") if (folder / MADE).exists() else None
 
 
 def _fork(run: Path, out: Path, step: int, words: list[str], command: str) -> int:
@@ -197,8 +206,8 @@ def _fork(run: Path, out: Path, step: int, words: list[str], command: str) -> in
 
     past, stage, config = _open(run, [*words, "--output_dir", str(out)])
     check(1 <= step <= past.last, f"replay: --fork {step}: {run} has steps 1 to {past.last}; give one of them")
-    check(not is_run(out) or past_run.forked_at(out) == step, f"replay: {out} holds another run; give another "
-                                                           "--output_dir")
+    check(not is_run(out) or past_run.forked_at(out, run) == step, f"replay: {out} holds another run; give another "
+                                                                "--output_dir")
     with own_files.fresh_folder(out.parent) as folder:
         watch = past_run.fork(past, stage.run, config, step, folder / "before", command)  # type: ignore[attr-defined]
         if watch is not None:
@@ -206,9 +215,10 @@ def _fork(run: Path, out: Path, step: int, words: list[str], command: str) -> in
         if step == past.last:  # there is nothing to compare with
             return 0
         saved = past_run.saved_at(folder / "before", step)
-        token, watch = past_run.first_difference(past, stage.run, out / past_run.ROLLOUTS,  # type: ignore[attr-defined]
-                                               folder / "after", saved if saved.exists() else None)
-    line = _where(token, str(out), str(run), out / "model", f"in steps {step + 1} to {watch.step}")
+        token, count, watch = past_run.first_difference(
+            past, stage.run, out / past_run.ROLLOUTS, folder / "after",  # type: ignore[attr-defined]
+            saved if saved.exists() else None)
+    line = _where(token, str(out), str(run), out / "model", count)
     if watch.differs:
         line += f" ({run} was not the same again: {watch.differs.what} of step {watch.differs.step})"
     past_run.note(out, line)
@@ -216,12 +226,14 @@ def _fork(run: Path, out: Path, step: int, words: list[str], command: str) -> in
     return 0
 
 
-def _where(token: Token | None, here: str, there: str, model: Path, where: str) -> str:
-    """The first token that differs, in a sentence."""
+def _where(token: Token | None, here: str, there: str, model: Path, count: int) -> str:
+    """The first token that differs, in a sentence. count: steps that were compared."""
     from hybrid_rlhf.models.tokenizer import load_tokenizer
 
+    if not count:
+        return f"no rollouts were compared: {here} and {there} have them of no step in common"
     if token is None:
-        return f"no token of {here} differs from {there} {where}"
+        return f"no token of {here} differs from {there} in the {count} steps that both have"
     place = f"step {token.step}, response {token.row + 1}"
     if token.place is None:
         return f"the rollouts of {here} and {there} differ from {place} on: it answers another prompt"
@@ -237,18 +249,19 @@ def _where(token: Token | None, here: str, there: str, model: Path, where: str) 
 def _compare(run: Path, other: Path) -> int:
     from hybrid_rlhf.training import past_run
 
-    steps = []
+    steps, notes = [], []
     for folder in (run, other):
         path = next((path for path in (folder / past_run.ROLLOUTS, Path(f"{folder}_replay") / past_run.ROLLOUTS)
                      if path.exists()), None)
         check(path is not None, f"replay: {folder} has no {past_run.ROLLOUTS}, as forks have; take its steps again "
                                 f"first (hybrid-rlhf replay {folder})")
         steps.append(past_run.read_rollouts(path))
+        notes += [f"of {folder}: {compared}"] if (compared := _compared(path.parent)) else []
     both = past_run.in_common(*steps)
     count, token = 0, None
     for count, (step, here, there) in enumerate(both, 1):  # noqa: B007 - the number of steps is printed
         if token := past_run.first_token(step, here, there):
             break
     check(count, f"replay: {run} and {other} have no step in common; give two that both have rollouts of one")
-    print(_where(token, str(run), str(other), run / "model", f"in the {count} steps that both have"))
+    print(_where(token, str(run), str(other), run / "model", count), *notes, sep="\n")
     return 0

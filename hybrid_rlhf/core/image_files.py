@@ -93,9 +93,13 @@ def _digest(path: str, _size: int, _time: int) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-@lru_cache(8)  # those of a group's responses follow each other
 def data_url(image: ImageRef) -> str:
     """The image as RGB in its size, as the data URL of a PNG. Raises UserError as open_image."""
+    return _data_url(image, version(image.path))
+
+
+@lru_cache(8)  # those of a group's responses follow each other
+def _data_url(image: ImageRef, _version: tuple[int, ...]) -> str:
     return f"data:image/png;base64,{base64.b64encode(png_of(open_image(image)) or b'').decode()}"
 
 

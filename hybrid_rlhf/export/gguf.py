@@ -33,14 +33,15 @@ class Row(NamedTuple):
 
     arch: its name there. convert: a weight in llama.cpp's form, from its name, its values and the settings. numbers:
     settings that it reads beside the usual ones -> the writer's method. has_windows: it knows which layers attend to
-    a sliding window; for the others the context is no longer than the window. refusal: what of the settings
-    llama.cpp would compute otherwise; None if nothing.
+    a sliding window; for the others the context is no longer than the window. activation: of the feed-forward part.
+    refusal: what of the settings llama.cpp would compute otherwise; None if nothing.
     """
 
     arch: str
     convert: Callable[[str, torch.Tensor, dict], torch.Tensor] = _as_it_is
     numbers: Mapping[str, str] = {}
     has_windows: bool = False
+    activation: str = "silu"
     refusal: Callable[[dict], str | None] = lambda _config: None
 
 
@@ -82,7 +83,8 @@ def check_convertible(folder: str | Path, dtype: str) -> None:
     kind = _rope(config).get("rope_type", "default")
     known = ("default", "linear", "yarn", "llama3", *(["longrope"] if row.arch == "phi3" else []))
     check(kind in known, f"{folder}: rotary scaling {kind!r} has no GGUF form here; {', '.join(known)} have")
-    reason = row.refusal(config) or _odd_yarn(_rope(config))
+    reason = (row.refusal(config) or _odd_yarn(_rope(config)) or _odd_activation(config, row)
+              or _odd_windows(config, row))
     check(reason is None, f"{folder}: {reason}, which llama.cpp's {row.arch} computes otherwise; leave --gguf out")
     _vocabulary_kind(Path(folder))
     try:
@@ -154,6 +156,23 @@ def _odd_yarn(rope: dict) -> str | None:
     usual = {"beta_fast": 32, "beta_slow": 1, "attention_factor": 0.1 * math.log(rope["factor"]) + 1, "truncate": True}
     return next((f"rope_parameters.{name} is {rope[name]}" for name in (*usual, "mscale", "mscale_all_dim")
                  if rope.get(name) is not None and not math.isclose(rope[name], usual.get(name, 0))), None)
+
+
+def _odd_activation(config: dict, row: Row) -> str | None:
+    """An activation other than the one in llama.cpp's code, which reads none from the file."""
+    name = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    return None if config.get(name) in (None, row.activation) else f"{name} is {config[name]} and not {row.activation}"
+
+
+def _odd_windows(config: dict, row: Row) -> str | None:
+    """Rotary settings of the layers with a window, which llama.cpp never scales, and gives OLMo's the others' base."""
+    if not (row.has_windows and config.get("sliding_window")):
+        return None
+    rope, theta = _rope(config, "sliding_attention"), _rope(config)["rope_theta"]
+    if rope.get("rope_type", "default") != "default":
+        return f"rope_parameters.sliding_attention has rope_type {rope['rope_type']}"
+    is_odd = row.arch == "olmo2" and rope["rope_theta"] != theta
+    return f"rope_parameters.sliding_attention has rope_theta {rope['rope_theta']}, and not {theta}" if is_odd else None
 
 
 def _head_dim(config: dict) -> int:
@@ -324,7 +343,7 @@ ROWS = {
     "qwen2": Row("qwen2"), "qwen3": Row("qwen3"),
     "qwen3_5_text": Row("qwen35", _gated_delta, _QWEN35, refusal=_odd_qwen35),
     "gemma3_text": Row("gemma3", _with_one, {"final_logit_softcapping": "add_final_logit_softcapping"},
-                       has_windows=True, refusal=_odd_gemma),
+                       has_windows=True, activation="gelu_pytorch_tanh", refusal=_odd_gemma),
     "phi3": Row("phi3"), "smollm3": Row("smollm3", _neighbours, refusal=_odd_smollm3),
     "olmo2": Row("olmo2"), "olmo3": Row("olmo2", has_windows=True),
     "granite": Row("granite", _neighbours, _GRANITE),

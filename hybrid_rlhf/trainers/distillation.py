@@ -148,6 +148,7 @@ class DistillTrainer:
 
     def _step_on_demonstrations(self) -> Metrics:
         metrics, learned, demonstrations = Metrics(), Metrics(), present(self.demonstrations, "demonstrations")
+        self.sampler.last_rollout = None  # that of an earlier step is not this one's: of its tokens, its samples
         batches = [demonstrations.next() for _ in range(self.config.num_minibatches)]
         activity.doing("asking the teacher")
         with metrics.timer("teacher"):

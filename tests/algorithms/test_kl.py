@@ -122,6 +122,8 @@ def test_without_a_target_the_rate_of_updates_stays():
     rate = UpdateRate(None)
     rate.update(100.0)
     assert rate.value == 1.0
+    rate.load_state({"value": 0.25})  # of a run with a target, from which one without goes on
+    assert rate.value == 1.0
 
 
 # --- Scores become rewards, by hand

@@ -299,6 +299,13 @@ def test_pieces_are_joined_in_the_order_of_the_merges(prepends, folders, tmp_pat
     ("qwen3_5_text", {"linear_value_head_dim": 32}, "linear_value_head_dim is not linear_key_head_dim"),
     ("qwen3_5_text", {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
      "full attention is not in every nth layer"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu and not silu"),
+    ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation is silu and not gelu_pytorch_tanh"),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": YARN, "full_attention": {"rope_type": "default"}}},
+     "sliding_attention has rope_type yarn"),
+    ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                                   "full_attention": YARN}},
+     "sliding_attention has rope_theta 10000.0, and not 500000"),
     ("llama", {"rope_parameters": YARN | {"beta_fast": 16}}, "rope_parameters.beta_fast is 16")])
 def test_settings_that_llama_cpp_computes_otherwise_are_refused(kind, changes, message, folders, tmp_path):
     folder = shutil.copytree(folders[kind], tmp_path / "model")

@@ -14,13 +14,13 @@ SLACK = 25  # lines that a mended fault may add to a package, or that a row may 
 H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
-    "hybrid_rlhf/algorithms": (1382, 10),
-    "hybrid_rlhf/commands": (2203, 11),
-    "hybrid_rlhf/core": (3280, 20),
+    "hybrid_rlhf/algorithms": (1383, 10),
+    "hybrid_rlhf/commands": (2216, 11),
+    "hybrid_rlhf/core": (3284, 20),
     "hybrid_rlhf/data": (4406, 18),
     "hybrid_rlhf/engine": (6721, 43),
     "hybrid_rlhf/environments": (1858, 9),
-    "hybrid_rlhf/export": (1083, 6),
+    "hybrid_rlhf/export": (1102, 6),
     "hybrid_rlhf/kernels": (6012, 31),
     "hybrid_rlhf/memory_plan": (1972, 11),
     "hybrid_rlhf/models": (6062, 31),
@@ -30,10 +30,10 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/rollout": (1230, 8),
     "hybrid_rlhf/run": (2206, 12),
     "hybrid_rlhf/studio": (8759, 51),
-    "hybrid_rlhf/trainers": (1514, 10),
-    "training": (6325, 31),
+    "hybrid_rlhf/trainers": (1515, 10),
+    "training": (6334, 31),
     "inference": (4094, 27),
-    "tests": (63105, 362),
+    "tests": (63174, 362),
     "benchmarks": (8401, 56),
     ENTRY_POINTS: (2210, 11),
 }

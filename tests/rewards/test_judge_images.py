@@ -84,9 +84,11 @@ def test_a_judge_that_is_sent_none_reads_a_word_for_them_and_one_line_says_so(se
 
 def test_the_same_image_under_another_name_is_not_asked_again_and_another_one_is(server, tmp_path):
     source = judge(server, images=True)
-    for name, colour, count in (("a.png", "red", 1), ("b.png", "red", 1), ("b.png", "blue", 2)):
+    for name, colour, count in (("a.png", "red", 1), ("b.png", "red", 1), ("b.png", "blue", 2), ("a.png", "lime", 3)):
         source.score(rollout([asked("What?", picture(tmp_path / name, colour))], ["a cat"]))
         assert len(server.asked) == count
+    sent = parts_of(server, 2)[0]["image_url"]["url"].removeprefix("data:image/png;base64,")
+    assert Image.open(BytesIO(base64.b64decode(sent))).getpixel((5, 5)) == (0, 255, 0)  # what a.png is now
     (tmp_path / "b.png").unlink()
     with pytest.raises(UserError, match=r"image \S+b\.png cannot be read .*put it back"):
         source.score(rollout([asked("What?", ImageRef(str(tmp_path / "b.png"), 40, 20))], ["a dog"]))

@@ -17,6 +17,7 @@ from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.roles import Actor, Roles, Teacher
 from hybrid_rlhf.roles.teacher import TeacherPrompt
 from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.run.loop import last_rollout
 from hybrid_rlhf.trainers.distillation import DistillConfig, DistillTrainer
 from hybrid_rlhf.trainers.ppo import PPOTrainer
 from hybrid_rlhf.trainers.ppo_config import DistillTerm
@@ -189,6 +190,7 @@ def test_lmbda_is_the_share_of_steps_on_samples_and_the_others_are_on_demonstrat
         found.append("distill/data_divergence" in metrics)
         assert found[-1] != ("distill/teacher_kl" in metrics) and "grad_norm" in metrics
         assert any(name in metrics for name in trainer.progress_keys)  # the terminal's line is never an empty one
+        assert (last_rollout(trainer) is None) == (trainer.samples() == []) == found[-1]  # not that of a step before
     assert found.count(False) == 8 * lmbda
     assert trainer.roles.actor.engine.training.num_steps == 16  # two minibatches each
 

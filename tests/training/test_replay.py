@@ -9,11 +9,15 @@ import shutil
 import signal
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from hybrid_rlhf.cli import main
+from hybrid_rlhf.core.image_files import ImageRef
+from hybrid_rlhf.data.turns import IMAGE
 from hybrid_rlhf.report.rescored import began
 from hybrid_rlhf.report.summary import summarize
 from hybrid_rlhf.rewards.functions import FunctionSource
@@ -145,6 +149,7 @@ def test_rollouts_by_another_reward_are_what_a_count_of_their_texts_gives(place,
     for row in lines(out / "rollouts.jsonl"):
         by_step.setdefault(row["step"], []).append(row)
     own = {row["step"]: row["reward"] for row in lines(run / "metrics.jsonl") if "reward" in row}
+    assert "- taken again: steps 1 to 6 are the same again" in (out / "replay.md").read_text()
     for point in json.loads((out / "replay.json").read_text())["curves"]:
         rows = by_step[point["step"]]
         scores = [len([c for c in r["completion"] if c in "aeiou"]) - len(
@@ -243,6 +248,50 @@ def test_the_first_token_that_differs_is_found_where_it_is() -> None:
     assert past_run.first_token(2, a, rollout(2, [0], [0], prompt=(1, 3))) == (2, 0, None, None, None)
 
 
+def test_a_fork_is_compared_in_the_steps_that_have_rollouts_alone(tmp_path, monkeypatch) -> None:
+    """Steps 4 of both are on demonstrations; the fork's rollouts end with step 6. Its first token differs in step 5."""
+    ours = {step: [] if step == 4 else rollout(step, [step, 1]) for step in range(1, 8)}
+    taken: list[int] = []
+
+    def again(_past, _run, _folder, _start, watch) -> None:
+        for step, rows in ours.items():
+            taken.append(step)
+            if watch.take(step, rows):
+                return
+
+    def compared(**theirs: list[int]):
+        rows = {3: [3, 1], 5: [5, 1], 6: [6, 1]} | {int(name[1:]): ids for name, ids in theirs.items()}
+        (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for step, ids in rows.items()
+                                                         for row in rollout(step, ids) if ids))
+        taken.clear()
+        return past_run.first_difference(past, None, tmp_path / "rollouts.jsonl", tmp_path)[:2]
+
+    monkeypatch.setattr(past_run, "again", again)
+    past = SimpleNamespace(last=7, start=lambda _step: None)
+    (tmp_path / "fork.json").write_text(json.dumps({"of": str(tmp_path), "step": 2}))
+    assert compared(s5=[5, 2]) == ((5, 0, 1, 2, 1), 2) and taken == [1, 2, 3, 4, 5]
+    assert compared() == (None, 3)
+    assert compared(s3=[], s5=[], s6=[]) == (None, 0) and taken == [1]
+    assert (past_run.forked_at(tmp_path, tmp_path), past_run.forked_at(tmp_path, tmp_path / "other")) == (2, 0)
+
+
+def test_a_function_gets_the_images_of_rows_of_a_file_as_in_the_run(tmp_path) -> None:
+    Image.new("RGB", (4, 3), "red").save(tmp_path / "red.png")
+    red, seen = ImageRef(str(tmp_path / "red.png"), 4, 3), []
+    asked = [{"role": "user", "content": f"{IMAGE}Which?", "images": [red]}]
+    made = Rollout.from_responses(Prompts([[1], [2]], ["p", "q"], {"prompt": [asked, "q"], "images": [[red], []]},
+                                          [(red,), ()]), [[5, 6], [7]], [True, True], 0, ["a", "b"])
+    made.scores = torch.zeros(2)
+
+    def colours(prompts, images, completions):
+        part = next(part for part in prompts[0][0]["content"] if part["type"] == "image")
+        seen.append([part["image"].getpixel((0, 0)), *(each.getpixel((0, 0)) for each in images[0]), images[1]])
+        return [1.0] * len(completions)
+
+    past_run.rescored([(1, json.loads(json.dumps(past_run.rows_of(1, made))))], FunctionSource("f", colours))
+    assert seen == [[(255, 0, 0), (255, 0, 0), []]]
+
+
 def test_two_forks_are_compared_in_the_steps_that_both_have(tmp_path, capsys) -> None:
     files = {"a": [rollout(3, [5]), rollout(4, [6, 7]), rollout(5, [1])],
              "b": [rollout(4, [6, 7]), rollout(5, [2]), rollout(6, [1])]}
@@ -252,6 +301,11 @@ def test_two_forks_are_compared_in_the_steps_that_both_have(tmp_path, capsys) ->
         (tmp_path / name / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for rows in steps for r in rows))
     assert main(["replay", f"{tmp_path}/a", "--against", f"{tmp_path}/b"]) == 0
     assert (f"step 5, response 1, token 1: token 1 in {tmp_path}/a, token 2 in {tmp_path}/b" in capsys.readouterr().out)
+    (tmp_path / "b").rename(tmp_path / "b_replay")
+    (tmp_path / "b_replay" / "rollouts.json").write_text(json.dumps({"compared": "step 4 is the first that is not"}))
+    (tmp_path / "b").mkdir()
+    assert main(["replay", f"{tmp_path}/a", "--against", f"{tmp_path}/b"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"of {tmp_path}/b: step 4 is the first that is not"
 
 
 def test_hacking_begins_where_the_other_reward_is_at_its_best_and_the_own_one_goes_on() -> None:
@@ -312,6 +366,8 @@ def test_what_cannot_be_taken_again_is_said_in_one_line(place, tmp_path, monkeyp
              (str(run), "--fork", "2", "--model.lora.r", "2"): "a fork keeps model.lora.r",
              (str(run), "--fork", "9", "--ppo.kl_coef", "1"): "has steps 1 to 6",
              (str(run), "--reward", f"{code}:none"): "has no none", (str(run), "--output_dir", str(run)): "RUN itself",
+             (str(run), "--output_dir", str(run / "again")): "or inside it",
+             (str(run), "--to", "-1"): "the first step is 1",
              (str(run), "--against", str(run)): "has no rollouts.jsonl"}
     for words, message in cases.items():
         capsys.readouterr()
