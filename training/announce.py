@@ -89,7 +89,7 @@ def teacher_line(path: str, engine: HybridEngine, student: HybridEngine, quantiz
     """One line with the teacher's path, its size, and its dtype or the base that it shares."""
     shares_base = engine.module.model is student.module.model
     kind = str(next(engine.module.parameters()).dtype).removeprefix("torch.")
-    what = "an adapter on the student's own base" if shares_base else (
+    what = "computed on the student's own base" if shares_base else (
         f"{_millions(count_parameters(engine)[1])} parameters; {f'{quantize} base' if quantize else kind}")
     return f"teacher: {path}; {what}"
 

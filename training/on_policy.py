@@ -225,6 +225,8 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: OnPolicyConfig, c
 
 def _teacher_line(opened: RunContext) -> str | None:
     roles, quantize = opened.roles, opened.config.roles.teacher.quantize
+    if getattr(opened.config.method, "keeps_average", False):
+        return "teacher: the average of the student's adapter (distill.teacher_ema)"
     if roles.teacher is None:
         return None
     quantize = (quantize if quantize != "none" else None) if quantize else opened.config.model.quantize

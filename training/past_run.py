@@ -21,6 +21,7 @@ from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from hybrid_rlhf.core import own_files
+from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.core.errors import check
 from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.core.strict_json import plain, to_json
@@ -106,14 +107,22 @@ class Past:
             return paths[0] if self.forked else None
         return paths[-1] if paths else None
 
+    def changed_code(self) -> list[str]:
+        """The files of rewards and tools that have changed since the run."""
+        codes = runfile.code_of(plain(self.config))
+        return [path for path, known in self.record.code.items() if codes.get(path, known) != known]
+
+    def checkpoints(self) -> list[int]:
+        """The steps of the run's own checkpoints."""
+        return [n for path in checkpoint.steps(self.folder / resume.FOLDER) if (n := checkpoint.number(path)) >= max(
+            1, self.forked)]
+
     def changes(self) -> list[str]:
         """What has changed since the run, a line each: releases, files of rewards and tools, models."""
         now, then = runfile.versions(), self.record.versions
         lines = [f"{name} is {now[name]}; the run had {then[name]}" for name in now if then.get(name, now[name]) !=
                  now[name]]
-        codes = runfile.code_of(plain(self.config))
-        lines += [f"{path} has changed since the run" for path, known in self.record.code.items()
-                  if codes.get(path, known) != known]
+        lines += [f"{path} has changed since the run" for path in self.changed_code()]
         for model in map(self.record.facts.get, ("base_model", "reward_model")):
             parent = runfile.run_at(model) if model else None
             if parent and (parent.finished or "") > self.record.started:
@@ -288,8 +297,15 @@ def fork(past: Past, run: Run, config: OnPolicyConfig, step: int, folder: Path, 
     if not runfile.is_run(out):
         source, start = past.folder, past.start(step)
         if start is None or checkpoint.number(start) < step:
+            moved, there = past.changed_code(), ", ".join(map(str, past.checkpoints())) or "it has none"
+            check(not moved, f"replay: {', '.join(moved)} has changed since the run, which has no checkpoint of step "
+                             f"{step}: the steps up to it would be others; put the file back, or fork at a step with a "
+                             f"checkpoint ({there})")
             watch = Watch(lambda _step, _rows: False, step, past, saves=True)
             again(past, run, folder, start, watch)
+            if watch.differs:
+                print_main(f"warning: step {watch.differs.step} was not the same again ({watch.differs.what}): the "
+                           "fork goes on from other weights than the run had")
             source, start = folder, saved_at(folder, step)
         # a checkpoint has the coefficient, which may adapt; everything else that it has is not a setting
         coef = changed.get("ppo.kl_coef")

@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
             words = sys.argv[1:] if argv is None else ["chat", *argv]
             learner = LiveLearner(model, output, seed, shlex.join(["hybrid-rlhf", *words]))
             stack.callback(learner.close)
+            if learner.marks:
+                print(f"goes on after mark {len(learner.marks)} in {output} (/marks lists them)")
             conversation = Conversation(learner.engine, learner.tokenizer, sampling, seed=seed, system=system,
                                         max_positions=max_positions(learner.engine.model))
             return conversation, commands_of(learner)

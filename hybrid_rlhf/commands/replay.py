@@ -44,7 +44,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     flags.add_argument("--against", type=expanded, metavar="RUN",
                        help="say where the rollouts of RUN and of this run, both taken again or forks, differ first")
     flags.add_argument("--output_dir", type=expanded, metavar="DIR",
-                       help="folder of the result; default: RUN_replay, and RUN_fork_STEP of a fork")
+                       help="folder of the result; default: RUN_replay, RUN_replay_FROM_TO of a "
+                            "part, RUN_fork_STEP of a fork")
     options, rest = flags.parse_known_args(argv)
     check(options.run is not None, "replay: no run; give its folder, such as outputs/grpo")
     check(not rest or options.fork is not None, f"replay: unknown argument {' '.join(rest[:1])}; settings are changed "
@@ -82,7 +83,9 @@ def _carry_out(options: argparse.Namespace, rest: list[str], command: str) -> in
     if options.against:
         return _compare(run, Path(options.against))
     named = run if run.name not in ("", "..") else run.resolve()  # . and .. have no name to add to
-    out = Path(options.output_dir or (f"{named}_replay" if options.fork is None else f"{named}_fork_{options.fork}"))
+    part = f"_{options.first or 1}_{options.to or 'end'}" if options.first or options.to else ""
+    made = f"{named}_replay{part}" if options.fork is None else f"{named}_fork_{options.fork}"
+    out = Path(options.output_dir or made)
     check(run.resolve() not in (out.resolve(), *out.resolve().parents),
           "replay: --output_dir is RUN itself or inside it, which stays as it is; give another one")
     if options.fork is not None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_rlhf.core.errors import UserError, escape_control
@@ -127,7 +128,7 @@ def thumbnail(path: str) -> str | None:
     """The image in a file as the data URL of a small JPEG, for pages; None where it cannot be read (any more)."""
     try:
         about = os.stat(path)
-        return _thumbnail(path, about.st_size, about.st_mtime_ns)
+        return _thumbnail(path, about.st_size, about.st_mtime_ns) if S_ISREG(about.st_mode) else None  # no pipe
     except (OSError, ValueError, ImageError, UserError):  # UserError: Pillow is not installed
         return None
 

@@ -40,7 +40,7 @@ def verdict(history: Sequence[dict], name: str) -> str:
         return f"hacking began around step {step}: from there on the run's own reward rose while {name} fell"
     if sum(row["reward"] is not None and row["other"] is not None for row in history) < 4:
         return "fewer than four steps have both rewards: too few to say whether hacking began"
-    return f"no hacking: {name} did not fall while the run's own reward rose"
+    return f"no hacking to be seen: {name} did not fall by more than chance while the run's own reward rose"
 
 
 def write(folder: Path, history: Sequence[dict], name: str, facts: dict) -> list[Path]:

@@ -24,6 +24,7 @@ from hybrid_rlhf.data.turns import IMAGE_SHOWN
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.device_memory import peak_in
 from hybrid_rlhf.rewards import Reporting, RewardSource, part_scores
+from hybrid_rlhf.rewards.mixture import Mixture
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
@@ -68,7 +69,8 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
         with peak("reward/score"):
             rollout.scores = _scores(source, rollout)  # (B,)
         rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has set its parts
-    _warn_skipped(rollout.scores, roles.actor.engine)
+    if not (isinstance(source, Mixture) and not source.parts):  # distillation may have no source, and none skips then
+        _warn_skipped(rollout.scores, roles.actor.engine)
     if isinstance(source, Reporting):
         source.report(metrics)
     if sampling.num_samples > 1:

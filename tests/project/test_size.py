@@ -15,8 +15,8 @@ H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1383, 10),
-    "hybrid_rlhf/commands": (2216, 11),
-    "hybrid_rlhf/core": (3284, 20),
+    "hybrid_rlhf/commands": (2221, 11),
+    "hybrid_rlhf/core": (3285, 20),
     "hybrid_rlhf/data": (4406, 18),
     "hybrid_rlhf/engine": (6721, 43),
     "hybrid_rlhf/environments": (1858, 9),
@@ -27,13 +27,13 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/report": (2502, 12),
     "hybrid_rlhf/rewards": (3329, 17),
     "hybrid_rlhf/roles": (1212, 10),
-    "hybrid_rlhf/rollout": (1230, 8),
+    "hybrid_rlhf/rollout": (1232, 8),
     "hybrid_rlhf/run": (2206, 12),
     "hybrid_rlhf/studio": (8759, 51),
     "hybrid_rlhf/trainers": (1515, 10),
-    "training": (6334, 31),
+    "training": (6352, 31),
     "inference": (4094, 27),
-    "tests": (63174, 362),
+    "tests": (63177, 362),
     "benchmarks": (8401, 56),
     ENTRY_POINTS: (2210, 11),
 }

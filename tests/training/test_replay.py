@@ -354,12 +354,15 @@ def test_what_cannot_be_taken_again_is_said_in_one_line(place, tmp_path, monkeyp
     shutil.copytree(run, gone)
     record = json.loads((gone / "run.json").read_text())
     (gone / "run.json").write_text(json.dumps(record | {"code": {"no/such.py": "0"}}))
+    shutil.copytree(run, tmp_path / "changed")
+    (tmp_path / "changed" / "run.json").write_text(json.dumps(record | {"code": {f"{place}/rewards.py": "0"}}))
     many = tmp_path / "many"
     shutil.copytree(run, many)
     for path in (many / "checkpoints").iterdir():
         past_run.checkpoint.copy_changed(path, many / "checkpoints", {("run", "world_size"): 2})
     cases = {("run",): "samples no rollouts", ("nothing",): "nothing holds no run", (): "no run; give its folder",
              ("gone",): "no/such.py, which gone was rewarded or answered by, is gone",
+             ("changed", "--fork", "3", "--ppo.kl_coef", "1"): "rewards.py has changed since the run, which has no",
              ("many",): "trained by 2 processes", (str(run), "--recorded"): "--recorded is for --reward",
              (str(run), "--ppo.kl_coef", "1"): "settings are changed with --fork",
              (str(run), "--fork", "2"): "no setting that changes",

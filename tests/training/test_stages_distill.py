@@ -116,7 +116,7 @@ def test_a_teacher_by_lora_on_the_students_base_is_an_adapter_on_it(place, built
     roles = built[0]
     assert roles.teacher.engine.model is roles.actor.engine.model
     told = capfd.readouterr().err
-    assert f"teacher: {place}/{taught}; an adapter on the student's own base\n" in told
+    assert f"teacher: {place}/{taught}; computed on the student's own base\n" in told
     base = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(place / "base").parameters())
     trained = sum(p.numel() for p in roles.actor.engine.training.parameters.values())
     assert f"trained: {trained:,} of {base + trained:,} parameters by LoRA" in told  # no adapter of the teacher's
