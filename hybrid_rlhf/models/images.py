@@ -211,6 +211,9 @@ def inputs_of(reader: ImageReader, composite: nn.Module, ids: Tensor, images: Se
     if _FEATURES not in takes:
         raise UserError(f"{type(composite).__name__} takes no {_FEATURES} in this release of transformers; install "
                         "5.18 or newer to read images")
+    if hasattr(composite, "vqmodel"):  # Chameleon, Emu3: features are rows of the trained word embedding
+        raise UserError(f"{type(composite).__name__} reads images as words of its vocabulary, which is not done here; "
+                        "give a model with a vision tower, such as Qwen3-VL")
     flat = [image for row in images for image in row]
     inputs = {image: reader.read(image).inputs for image in flat} if inputs is None else inputs
     named: dict[str, Any] = {name: reader.types(ids) for name in _TYPES if name in takes}

@@ -11,7 +11,7 @@ from hybrid_rlhf.core.image_files import ImageRef, look_at, open_image, scaled
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.models import images as images_module
 from hybrid_rlhf.models.backbone import hidden_states, joining
-from hybrid_rlhf.models.images import ImageReader, load_reader, reader_of
+from hybrid_rlhf.models.images import ImageReader, inputs_of, load_reader, reader_of
 from tests.factories import tiny
 from tests.factories.vision import (
     KINDS,
@@ -139,6 +139,22 @@ def test_a_model_of_text_has_no_reader_and_refuses_images():
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(UserError, match="reads no images"):
         hidden_states(model, SequenceBatch(ids, ids.bool(), ids.bool(), images=[(image_files()[0],)]))
+
+
+class ReadsAsWords(torch.nn.Module):
+    """As Chameleon, whose features of an image are rows of the word embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.vqmodel = torch.nn.Identity()
+
+    def forward(self, input_ids, mm_encoder_outputs=None): ...
+
+
+def test_a_model_that_reads_images_as_words_is_refused():
+    ids, image = torch.ones(1, 4, dtype=torch.long), image_files()[0]
+    with pytest.raises(UserError, match="as words of its vocabulary"):
+        inputs_of(None, ReadsAsWords(), ids, [(image,)], {image: {}})
 
 
 def test_an_image_is_read_upright_in_rgb_and_scaled_to_the_bound(tmp_path):
