@@ -54,9 +54,9 @@ STAGE, MARKS, SAVED = "chat", "marks", "saved_step"  # of run.json; the folder o
 FILES = {"pair": "pairs.jsonl", "thumb": "thumbs.jsonl", "text": "texts.jsonl"}
 RANK = 4  # a snapshot of adapter and optimizer takes 12 bytes a weight
 KEPT = 32  # marks that can be taken back
-MAX_STEPS, ENOUGH = 6, 0.9  # optimizer steps of a mark; p(preferred) after which there are no more
-REPLAYED, LOOKED_AT = 2, 8  # earlier marks in a step; and looked at after it
-NEUTRAL, KL_WEIGHT = 3, 10.0  # neutral texts of a mark, in each of its steps
+MAX_STEPS, ENOUGH = 4, 0.9  # optimizer steps of a mark; p(preferred) after which there are no more
+REPLAYED, LOOKED_AT = 1, 4  # earlier marks in a step; and looked at after it
+NEUTRAL, KL_WEIGHT = 2, 20.0  # neutral texts of a mark, in every second step: they take as long as the mark itself
 UPDATE_KL = 0.01  # nats a token that a mark may move the neutral texts, as ppo.update_kl bounds a rollout's updates
 NEUTRAL_TOKENS, MAX_TOKENS = 32, 4096  # of a neutral text; of a micro-batch
 NUM_ANSWERED, ANSWER_TOKENS = 4, 64  # marked prompts that the report answers before and after
@@ -242,7 +242,7 @@ class LiveLearner:
         newest, first_kl = len(self.marks) - 1, 0.0
         before = self._probability(newest, self._logprobs([newest])[newest])
         for step in range(MAX_STEPS):
-            seen, kl = self._step([newest, *self._others(REPLAYED, step)])
+            seen, kl = self._step([newest, *self._others(REPLAYED, step)], is_held=step % 2 == 0)
             if step == 0:
                 first_kl = kl
             elif kl - first_kl > UPDATE_KL:
@@ -256,12 +256,16 @@ class LiveLearner:
         seed = (self.config.seed * 1_000_003 + len(self.marks)) * 101 + step
         return torch.randperm(len(self.marks) - 1, generator=torch.Generator().manual_seed(seed))[:count].tolist()
 
-    def _step(self, chosen: Sequence[int]) -> tuple[dict[int, Tensor], float]:
-        """One optimizer step on the marks `chosen` and some neutral texts, the same in all steps of a mark; returns the
-        log-probabilities of the answers of each mark that are trained, before it, and the KL of these texts."""
+    def _step(self, chosen: Sequence[int], is_held: bool) -> tuple[dict[int, Tensor], float]:
+        """One optimizer step on the marks `chosen` and, if is_held, some neutral texts, the same in all steps of a
+        mark; returns the log-probabilities of the answers of each mark that are trained, before it, and the KL of these
+        texts (0 without them)."""
         seen: dict[int, Tensor] = {}
         streams = [self._rows(which, kind, 1 / len(chosen), seen) for kind in FILES
                    if (which := [i for i in chosen if self.marks[i].kind == kind])]
+        if not is_held:
+            accumulate(self.engine, MAX_TOKENS, *streams)
+            return seen, 0.0
         index = (torch.arange(NEUTRAL) + len(self.marks) * NEUTRAL) % len(self.neutral)
         neutral, targets = self.neutral.rows(index), self.targets.select(index)
         count = neutral.loss_mask[:, 1:].sum()
