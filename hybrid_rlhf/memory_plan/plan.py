@@ -18,6 +18,7 @@ from hybrid_rlhf.engine.train.zero_config import OFFLOADS, lowest_stage
 from hybrid_rlhf.memory_plan import trace
 from hybrid_rlhf.memory_plan.rates import Calibration
 from hybrid_rlhf.models import saving, shapes
+from hybrid_rlhf.models.images import KEPT_FEATURES
 from hybrid_rlhf.models.load import ModelConfig
 
 KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "kept words", "targets",
@@ -32,6 +33,8 @@ MAX_LIVE = 10**9  # elements that ZeRO 3 keeps gathered for their next use
 # in the heap between small tensors (docs/results/memory.md). On a card: Calibration in rates.py.
 LIBRARIES = {"cpu": 64 << 20}
 INTERPRETER = "not counted: Python and its libraries, about 0.5 GiB, which a run's own figure of its memory holds"
+IMAGES = ("not counted: what rows with images take beside the model's weights: the features that a step keeps, "
+          f"{KEPT_FEATURES >> 30} GiB at most, and one pass over the towers at a time, of about 1.4 megapixels")
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,8 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
             if any(sizes.values()):
                 lines.append(Line(role.name, kind, sizes, passes=needs.waits))
         host += needs.host
+    if any(getattr(shapes.read_config(role.model), "vision_config", None) for role in roles if not role.labels):
+        notes += (IMAGES,)
     lines += _of_process(device, Plan(title, phases, tuple(lines), available), calibration or Calibration())
     return Plan(title, phases, tuple(lines), available, notes, host, tuple(roles))
 
