@@ -448,7 +448,7 @@ class LiveLearner:
 
 def settings_of(model: str, output: str, seed: int) -> preferences.Config:
     """The settings of a learning chat as those of a dpo run over its pairs: an adapter on `model` and a constant rate,
-    that of demonstrations in the table, since a mark is a few steps where a run has hundreds."""
+    twice that of demonstrations in the table, since a mark is four steps where a run has hundreds."""
     def config(kind: type, **train: float) -> preferences.Config:
         return defaults.resolve(kind(
             output_dir=output, seed=seed, resume="never",
@@ -456,7 +456,7 @@ def settings_of(model: str, output: str, seed: int) -> preferences.Config:
             data=DataConfig(sources=[str(Path(output) / MARKS / FILES["pair"])]),
             train=TrainConfig(lr_scheduler_type="constant", warmup_ratio=0.0, **train)))
 
-    return config(preferences.Config, learning_rate=config(step1_sft.Config).train.learning_rate)
+    return config(preferences.Config, learning_rate=2 * config(step1_sft.Config).train.learning_rate)
 
 
 def _loss(kind: str, logprobs: Tensor, start: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
