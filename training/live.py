@@ -183,8 +183,9 @@ class LiveLearner:
         self._encoded.append(self._encode(mark))
         self.marks.append(mark)
         try:
-            before, steps, is_bounded = self._fit()
-            change = self._measured(before, steps, is_bounded, began)
+            with self.engine.active():  # once for all passes: entering it goes through all modules
+                before, steps, is_bounded = self._fit()
+                change = self._measured(before, steps, is_bounded, began)
             self.rate.update(max(0.0, change.kl - self.kl))
             self.history.append({"step": len(self.marks)} | change._asdict())
             self._save()
