@@ -183,8 +183,7 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
             if any(sizes.values()):
                 lines.append(Line(role.name, kind, sizes, passes=needs.waits))
         host += needs.host
-    if any(getattr(shapes.read_config(role.model), "vision_config", None) for role in roles if not role.labels):
-        notes += (IMAGES,)
+        notes += (IMAGES,) * (needs.has_towers and IMAGES not in notes)
     lines += _of_process(device, Plan(title, phases, tuple(lines), available), calibration or Calibration())
     return Plan(title, phases, tuple(lines), available, notes, host, tuple(roles))
 
@@ -215,12 +214,12 @@ class _Needs:
         self.always = dict.fromkeys(("weights", "adapters", "optimizer"), 0)
         self.now: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         self.host, self.is_host = 0, device.type == "cpu"
-        self.waits = role.waits and not self.is_host
+        self.waits, self.has_towers = role.waits and not self.is_host, False
         if role.labels:
             self._add_classifier()
             return
         self.sizes = trace.sizes(role.model, device, is_scalar=role.is_scalar)
-        self.is_exact = is_exact
+        self.is_exact, self.has_towers = is_exact, self.sizes.has_towers
         self.always["adapters"] = self.sizes.adapter_bytes
         is_small = 10 * self.sizes.trained * self.sizes.itemsize < self.sizes.weight_bytes  # as in engine/train/zero.py
         self.stage = stage_of(self.sizes.trained_dtype, role.zero_stage, world, role.optim, role.offload,

@@ -60,7 +60,7 @@ class Sizes:
     """Counts of one model. weight_bytes: of all that is not an adapter; adapter_bytes: of adapters and of the scalar
     head beside them; trained, trained_dtype: elements that an optimizer steps; vocab: rows of its head; itemsize: bytes
     of one element of its dtype; largest: bytes of the largest weight; widest: elements of the largest linear layer that
-    may have an adapter; num_layers: of its backbone."""
+    may have an adapter; num_layers: of its backbone; has_towers: whether it reads images."""
 
     weight_bytes: int
     adapter_bytes: int
@@ -71,6 +71,7 @@ class Sizes:
     largest: int = 0
     widest: int = 0
     num_layers: int = 1
+    has_towers: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,16 @@ def sizes(model: ModelConfig, device: torch.device, *, is_scalar: bool = False) 
     plain = shapes.empty_model(config, _plain(model), device, is_scalar=is_scalar)
     weights = sum(map(_bytes, [*plain.parameters(), *plain.buffers()])) - _packed_away(plain, model)
     facts = (config.get_text_config().vocab_size, plain.dtype.itemsize, max(map(_bytes, plain.parameters())))
-    layers = config.get_text_config().num_hidden_layers
+    layers, reads = config.get_text_config().num_hidden_layers, hasattr(config, "vision_config")
     if not model.lora.r:
         trained = [p for p in plain.parameters() if p.requires_grad]
-        return Sizes(weights, 0, sum(p.numel() for p in trained), trained[0].dtype, *facts, num_layers=layers)
+        return Sizes(weights, 0, sum(p.numel() for p in trained), trained[0].dtype, *facts, num_layers=layers,
+                     has_towers=reads)
     head = plain.score.weight if is_scalar else None
     count, size, dtype = _adapters(model, device)
     more = (head.numel(), _bytes(head)) if is_scalar else (0, 0)
     widest = max((plain.get_submodule(n).weight.numel() for n in plain_linear_layers(plain)), default=0)
-    return Sizes(weights - more[1], size + more[1], count + more[0], dtype, *facts, widest, layers)
+    return Sizes(weights - more[1], size + more[1], count + more[0], dtype, *facts, widest, layers, reads)
 
 
 @_remembered
