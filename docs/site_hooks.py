@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SOURCES = ROOT / "outputs" / "reference"  # `paths` of mkdocstrings
+SOURCES.mkdir(parents=True, exist_ok=True)  # it passes over a path that is not there when the site's file is read
 TOP = ("CHANGELOG.md", "MIGRATION.md", "CONTRIBUTING.md", "RELEASE.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "LICENSE")
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _ITEM = re.compile(r"- |\d+\. ")
