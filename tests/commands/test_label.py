@@ -268,6 +268,7 @@ def test_a_kill_loses_no_answer_that_had_come(tmp_path, server) -> None:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    time.sleep(1)  # the server reads what was sent before
     assert not (tmp_path / "out.jsonl").exists() and len(server.asked) >= 8
     asked, server.answers = len(server.asked), [(200, longer)]
     assert run(tmp_path, server) == 0
