@@ -144,7 +144,8 @@ def _replay(run: Path, out: Path, options: argparse.Namespace, *, is_needed: boo
         print(f"the rollouts are those in {out / ROLLOUTS}: {known['compared']}", file=sys.stderr)
         return 0
     past, stage, _ = _open(run)
-    check(options.to is None or options.to >= 1, f"replay: --to {options.to}: the first step is 1; give that or a later one")
+    check(options.to is None or options.to >= 1,
+          f"replay: --to {options.to}: the first step is 1; give that or a later one")
     last = min(options.to or past.last, past.last)
     start = past.start(options.first)
     check(start is None or int(start.name.split("-")[1]) < last,

@@ -15,7 +15,7 @@ H = "hybrid_rlhf"
 ENTRY_POINTS = "hybrid_rlhf/*.py, train.py, setup.py"
 BUDGET = {  # folder: lines, files
     "hybrid_rlhf/algorithms": (1383, 10),
-    "hybrid_rlhf/commands": (2221, 11),
+    "hybrid_rlhf/commands": (2222, 11),
     "hybrid_rlhf/core": (3285, 20),
     "hybrid_rlhf/data": (4406, 18),
     "hybrid_rlhf/engine": (6721, 43),
