@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from hybrid_rlhf.core.metrics import Metrics
@@ -98,6 +102,19 @@ def runner(tmp_path: Path):
 
 def killed() -> None:
     raise Killed
+
+
+@contextmanager
+def killed_at(trainer: type, num_steps: int) -> Iterator[None]:
+    """A block that ends where a trainer of this class begins the step after so many."""
+    def step(self: Any, batch: object) -> Metrics:
+        return killed() if self.num_steps == num_steps else whole(self, batch)
+
+    whole = trainer.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "step", step)
+        with pytest.raises(Killed):
+            yield
 
 
 def left(folder: Path) -> dict:

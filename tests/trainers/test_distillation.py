@@ -79,6 +79,14 @@ def test_no_source_is_paid_for_so_none_is_compared_with_what_is():
         assert "rewards/again/mean" in found and not [name for name in found if name.endswith("/correlation")]
 
 
+def assert_trained_on(metrics, twin, losses, found, rel=1e-4):
+    """The step's gradient is that of the mean loss of all tokens, its divergence the mean of what was found."""
+    torch.cat(losses).mean().backward()
+    norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=rel)
+    assert metrics["distill/divergence"] == pytest.approx(torch.cat(found).mean().item(), rel=rel)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_on_samples_is_the_mean_over_their_tokens_by_hand(way):
     more = {} if way == "policy_gradient" else {"temperature": 1.5}
@@ -94,10 +102,7 @@ def test_a_step_on_samples_is_the_mean_over_their_tokens_by_hand(way):
         own = student.log_softmax(-1).gather(1, answer[:, None])[:, 0]
         # the reverse KL's gradient from samples: what they cost, held fixed, times that of their log-probability
         losses.append(found[-1].detach() * own if way == "policy_gradient" else found[-1])
-    torch.cat(losses).mean().backward()
-    norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
-    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    assert metrics["distill/divergence"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-4)
+    assert_trained_on(metrics, twin, losses, found)
     if way == "policy_gradient":  # at a ratio of 1 the loss is what the tokens cost: its sign is that of the gradient
         assert metrics["policy/loss"] == pytest.approx(metrics["distill/divergence"], rel=1e-3)
 
@@ -117,11 +122,8 @@ def test_a_policy_gradient_of_truncated_samples_is_that_of_the_policy_that_drew_
                 for x in (logits, taught))
         found.append((s - t).detach())
         losses.append(found[-1] * s)
-    torch.cat(losses).mean().backward()
-    norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
-    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    assert_trained_on(metrics, twin, losses, found, rel=1e-3)
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5)
-    assert metrics["distill/divergence"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("trainer", [lambda: distiller(), lambda: beside_rewards()])
@@ -325,10 +327,7 @@ def test_a_teacher_with_a_prompt_of_its_own_is_compared_on_the_responses_tokens_
         found.append(plain_divergence(way, student, taught, answer))
         own = student.log_softmax(-1).gather(1, answer[:, None])[:, 0]
         losses.append(found[-1].detach() * own if way == "policy_gradient" else found[-1])
-    torch.cat(losses).mean().backward()
-    norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
-    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    assert metrics["distill/divergence"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-4)
+    assert_trained_on(metrics, twin, losses, found)
 
 
 def test_the_place_of_the_last_user_message_is_the_template_s():

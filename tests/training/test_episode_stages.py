@@ -11,6 +11,7 @@ import pytest
 import hybrid_rlhf
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.trainers.ppo import PPOTrainer
+from tests.factories.counting import killed_at
 from tests.factories.scripted import conversation, scripted_causal_lm
 from tests.factories.times_tool import SCHEMA, TIMES, times
 from tests.factories.tiny import own_cache
@@ -126,21 +127,12 @@ def test_an_environment_brings_its_own_reward_weighted_beside_functions(place, c
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypatch):
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys):
     more = [f"--environment.factory={place}/acts.py:Game", "--train.max_steps=4", "--train.save_steps=2",
             "--environment.num_workers=0", "--roles.actor.learning_rate=1e-4"]
     assert main(words(place, "grpo", "whole", *more)) == 0, capsys.readouterr().err[-2000:]
-    step = PPOTrainer.step
-
-    def stopped(self, prompts):
-        if self.num_steps == 3:
-            raise RuntimeError("killed")
-        return step(self, prompts)
-
-    monkeypatch.setattr(PPOTrainer, "step", stopped)
-    with pytest.raises(RuntimeError, match="killed"):
+    with killed_at(PPOTrainer, 3):
         main(words(place, "grpo", "parts", *more))
-    monkeypatch.setattr(PPOTrainer, "step", step)
     assert main(words(place, "grpo", "parts", *more)) == 0
     whole, parts = ((place / name / "model/model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert whole == parts != (place / "model/model.safetensors").read_bytes()
