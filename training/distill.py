@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import rank, world_size
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.loader import Loader
@@ -43,8 +42,8 @@ class Config(OnPolicyConfig):
             distill.sampling, "distill", distill.num_epochs * distill.num_minibatches, _minibatch_size(self),
             needs_ref=self.roles.ref.model_name_or_path is not None, has_entropy=True, reads=READS["distill"],
             also_reads=(DEMONSTRATIONS,) if distill.lmbda < 1 else (), needs_reward=False, needs_teacher=True,
-            keeps_average=distill.teacher_ema is not None, takes_head=distill.kind is not None and not distill.top_k,
-            keep_candidates=distill.kind is None)
+            keeps_average=distill.teacher_ema is not None, is_own_teacher=distill.teacher_ema is not None,
+            takes_head=distill.kind is not None and not distill.top_k, keep_candidates=distill.kind is None)
 
 
 def _minibatch_size(config: Config) -> int:
@@ -61,12 +60,10 @@ def _trainer(opened: on_policy.RunContext) -> DistillTrainer:
 
 
 def _averaged_teacher(opened: on_policy.RunContext) -> Teacher | None:
-    """The teacher that is the average of the student; UserError where that is not of an adapter alone: the student's
-    update would apply its own head to the teacher's states."""
+    """The teacher that is the average of the student."""
     config, actor = opened.config, opened.roles.actor
     if config.distill.teacher_ema is None:
         return None
-    check(bool(config.model.lora.r), "distill.teacher_ema averages an adapter; give model.lora.r (such as 16)")
     tokens = config.roles.teacher.micro_batch_tokens or actor.max_tokens
     return Teacher(actor.engine, tokens, on_policy.teacher_prompt(config, opened.tokenizer))
 

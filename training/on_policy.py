@@ -52,9 +52,10 @@ class Method(NamedTuple):
     one trainer step; num_sequences: of one optimizer step on a process. num_together: rows that stay in one
     micro-batch. score_clip: bound of normalised scores. critic_warmup_steps: None: by what the critic starts from.
     has_entropy: whether the actor's update computes it. reads: its prompts. also_reads: further rows that it trains on.
-    keeps_average: whether the actor's weights are averaged. needs_reward: whether a score is required. takes_head:
-    whether the actor's update applies the teacher's full head to its hidden states. keep_candidates: whether
-    log-probabilities are over the candidate tokens of truncated sampling.
+    keeps_average: whether the actor's weights are averaged. needs_reward: whether a score is required. is_own_teacher:
+    whether that average of its adapter is the teacher. takes_head: whether the actor's update applies the teacher's
+    full head to its hidden states. keep_candidates: whether log-probabilities are over the candidate tokens of
+    truncated sampling.
     """
 
     sampling: SamplingConfig
@@ -73,6 +74,7 @@ class Method(NamedTuple):
     keeps_average: bool = False
     needs_reward: bool = True
     needs_teacher: bool = False
+    is_own_teacher: bool = False
     takes_head: bool = False
     keep_candidates: bool = False
 
@@ -141,10 +143,14 @@ def _find_teacher(config: OnPolicyConfig, actor: str) -> str | None:
     check(prompt is None or not config.environment.is_given,
           "distill.teacher_prompt takes the place of a user's message, and an environment writes the prompts; leave "
           "one of them out")
+    if config.method.is_own_teacher:
+        check(path == SELF, "distill.teacher_ema averages the student, and roles.teacher.model_name_or_path is "
+                            f"{path}; choose {SELF}")
+        # the student's update would apply its own head to the teacher's states
+        check(bool(config.model.lora.r), "distill.teacher_ema averages an adapter; give model.lora.r (such as 16)")
+        return None
     if path == SELF:
-        return None if getattr(config.distill, "teacher_ema", None) is not None else actor
-    check(getattr(config.distill, "teacher_ema", None) is None,
-          f"distill.teacher_ema averages the student, and roles.teacher.model_name_or_path is {path}; choose {SELF}")
+        return actor
     check(path is not None, "no teacher: give roles.teacher.model_name_or_path (a model or run with the student's "
                             f"tokenizer, or {SELF})")
     path = builders.parent_run(path, config.output_dir, "sft", "roles.teacher.model_name_or_path")
@@ -225,7 +231,7 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: OnPolicyConfig, c
 
 def _teacher_line(opened: RunContext) -> str | None:
     roles, quantize = opened.roles, opened.config.roles.teacher.quantize
-    if getattr(opened.config.method, "keeps_average", False):
+    if opened.config.method.is_own_teacher:
         return "teacher: the average of the student's adapter (distill.teacher_ema)"
     if roles.teacher is None:
         return None
@@ -264,7 +270,11 @@ def open_run(config: OnPolicyConfig) -> RunContext:
     extra = {"environments": None} if environments and not config.environment.isolate else {}
     reward_sources.check_columns(others, {**data.train[0], **extra}, bool(environments))
     reward_sources.leave_unread(data.report, others, environments)
-    _check_teacher_prompt(teacher_prompt(config, tokenizer), data)
+    told = teacher_prompt(config, tokenizer)
+    if told is not None:
+        _check_columns(told, data)
+        asked = replace(model, model_name_or_path=builders.model_folder(sources.teacher or sources.actor))
+        told.check([*data.train, *data.held_out], method.sampling.max_new_tokens, load.configured_positions(asked))
     if environments is not None:
         episodes_setup.check_rows(environments, data, tokenizer, model, longest, lengths_of)
     loader = builders.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
@@ -278,7 +288,7 @@ def open_run(config: OnPolicyConfig) -> RunContext:
                               method.takes_head, is_mixed=bool(others or config.reward.weights),
                               judge=reward_sources.judge_on_base(others))
     if roles.teacher:
-        roles.teacher.prompt = teacher_prompt(config, tokenizer)
+        roles.teacher.prompt = told
     roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
     source, scale = reward_sources.combine(config.reward, model_source, others, scale, tokenizer)
@@ -286,21 +296,20 @@ def open_run(config: OnPolicyConfig) -> RunContext:
                       _reward_line(sources.reward, bool(others)))
 
 
-def _check_teacher_prompt(prompt: TeacherPrompt | None, data: datasets.StageData) -> None:
+def _check_columns(prompt: TeacherPrompt, data: datasets.StageData) -> None:
     """UserError for a template that reads a column which the data lacks; the others count as read in the report. A line
     says which of the data's columns have the name of what the template reads instead, and which have no value."""
-    if prompt is not None:
-        columns, known = prompt.columns(), [c for c in data.train[0] if c not in ("prompt_ids", "text")]
-        for name in sorted(columns):
-            check(name in known, f"distill.teacher_prompt: there is no column {name}{nearest(name, known)}; there are "
-                                 f"{', '.join(known)}")
-            if empty := sum(row.get(name) is None for row in data.train):
-                print_main(f"distill.teacher_prompt: {name} is null in {empty} of {len(data.train)} rows, where the "
-                           f"teacher reads None; ask for it ({{% if {name} %}}), or leave such rows out")
-        for name in sorted((prompt.names() - columns - {"prompt"}) & {*known}):
-            print_main(f"distill.teacher_prompt: {name} is what the run makes, and not the data's column {name}; give "
-                       "the column another name to read it")
-        data.report["unread"] = {c: n for c, n in data.report.get("unread", {}).items() if c not in columns}
+    columns, known = prompt.columns(), [c for c in data.train[0] if c not in ("prompt_ids", "text")]
+    for name in sorted(columns):
+        check(name in known, f"distill.teacher_prompt: there is no column {name}{nearest(name, known)}; there are "
+                             f"{', '.join(known)}")
+        if empty := sum(row.get(name) is None for row in data.train):
+            print_main(f"distill.teacher_prompt: {name} is null in {empty} of {len(data.train)} rows, where the "
+                       f"teacher reads None; ask for it ({{% if {name} %}}), or leave such rows out")
+    for name in sorted((prompt.names() - columns - {"prompt"}) & {*known}):
+        print_main(f"distill.teacher_prompt: {name} is what the run makes, and not the data's column {name}; give "
+                   "the column another name to read it")
+    data.report["unread"] = {c: n for c, n in data.report.get("unread", {}).items() if c not in columns}
 
 
 def _open_sources(config: OnPolicyConfig, environments: Environments | None) -> list[RewardSource]:

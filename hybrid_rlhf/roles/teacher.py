@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -60,6 +60,15 @@ class TeacherPrompt:
         except TemplateSyntaxError as error:
             raise UserError(f"{_TEMPLATE} line {error.lineno}: {error.message}; fix the template") from error
 
+    def check(self, rows: Sequence[dict], num_new: int, limit: int | None) -> None:
+        """UserError for rows of the data (prompt or text, images, columns) that show images and, where the template
+        reads nothing of the response, for one that it cannot be rendered for and for a longest text that exceeds
+        `limit` positions with num_new tokens behind it: before a step asks for it."""
+        _refuse_images(row.get("images") for row in rows)
+        if not self.names() & ({*_OURS} - {"prompt"}):
+            longest = max((self._asked(row.get("prompt") or row["text"], row) for row in rows), key=_size)
+            _check_positions(len(self._encoded(longest)) + num_new, limit)
+
     def of(self, rollout: Rollout) -> Rollout:
         """The rollout with the teacher's prompts before the same responses, so that its actions stay where they are."""
         prompts, others = rollout.prompts, _best_others(rollout)
@@ -72,8 +81,11 @@ class TeacherPrompt:
                 "feedback": rollout.remarks[i] if rollout.remarks else "",
                 "best": "" if best is None else rollout.completions[best],
                 "best_score": None if best is None else _score_of(rollout, best)}
-            ids.append(encode_prompt(self.tokenizer, as_turn(self.tokenizer, self._asked(text, values), self.raw)))
+            ids.append(self._encoded(self._asked(text, values)))
         return replace(rollout, prompts=replace(prompts, ids=ids))
+
+    def _encoded(self, prompt: Text) -> list[int]:
+        return encode_prompt(self.tokenizer, as_turn(self.tokenizer, prompt, self.raw))
 
     def _asked(self, prompt: Text, values: dict[str, Any]) -> Text:
         if isinstance(prompt, str):
@@ -93,6 +105,19 @@ class TeacherPrompt:
 
 
 _TEMPLATE = "distill.teacher_prompt"
+
+
+def _refuse_images(images: Iterable) -> None:
+    check(not any(images), f"{_TEMPLATE}: a prompt has images, which it does not show; leave such rows out")
+
+
+def _check_positions(length: int, limit: int | None) -> None:
+    check(limit is None or length <= limit, f"{_TEMPLATE}: a prompt of the teacher's and a response are {length} "
+                                            f"tokens, more than its {limit} positions; say less")
+
+
+def _size(prompt: Text) -> int:
+    return len(prompt) if isinstance(prompt, str) else sum(len(str(message["content"])) for message in prompt)
 
 
 def _sandbox() -> Any:
@@ -144,12 +169,10 @@ class Teacher:
         its positions, and for a prompt with images."""
         if self.prompt is None:
             return rollout
-        check(not any(rollout.prompts.images), f"{_TEMPLATE}: a prompt has images, which it does not show; leave such "
-                                               "rows out")
-        rollout, limit = self.prompt.of(rollout), max_positions(self._model)
+        _refuse_images(rollout.prompts.images)
+        rollout = self.prompt.of(rollout)
         longest = max(map(len, rollout.prompts.ids), default=0) + rollout.response_mask.shape[1]
-        check(limit is None or longest <= limit, f"{_TEMPLATE}: a prompt of the teacher's and a response are {longest} "
-                                                 f"tokens, more than its {limit} positions; say less")
+        _check_positions(longest, max_positions(self._model))
         return rollout
 
     @property

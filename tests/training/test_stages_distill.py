@@ -18,6 +18,7 @@ from hybrid_rlhf.models.quantize import quantized_layers
 from hybrid_rlhf.trainers.distillation import DistillTrainer
 from hybrid_rlhf.training import builders
 from hybrid_rlhf.training.registry import READS
+from tests.factories.counting import killed_at
 from tests.factories.distill_stage import distill_place, lines, refused, steps, words
 from tests.factories.stage_options import COMMON, WORDS, used
 from tests.factories.tiny import save_tiny
@@ -79,21 +80,12 @@ def test_what_became_of_the_rows_is_said_once(place, capfd, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypatch) -> None:
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys) -> None:
     more = ["--distill.lmbda", "0.5", "--distill.num_minibatches", "2", "--distill.num_epochs", "2",
             "--train.max_steps", "4", "--train.save_steps", "2"]
     assert main(words(place, "whole", *more)) == 0, capsys.readouterr().err[-2000:]
-    step = DistillTrainer.step
-
-    def stopped(self, prompts):
-        if self.num_steps == 3:
-            raise RuntimeError("killed")
-        return step(self, prompts)
-
-    monkeypatch.setattr(DistillTrainer, "step", stopped)
-    with pytest.raises(RuntimeError, match="killed"):
+    with killed_at(DistillTrainer, 3):
         main(words(place, "parts", *more))
-    monkeypatch.setattr(DistillTrainer, "step", step)
     assert main(words(place, "parts", *more)) == 0
     whole, parts = ((place / f"{n}/model/model.safetensors").read_bytes() for n in ("whole", "parts"))
     assert whole == parts != (place / "base/model.safetensors").read_bytes()
@@ -374,20 +366,11 @@ def test_the_student_s_own_start_teaches_by_what_it_reads_beside_the_question(pl
 
 
 @pytest.mark.slow
-def test_a_stopped_run_whose_teacher_is_an_average_goes_on_to_the_same_bits(place, monkeypatch, answered):
+def test_a_stopped_run_whose_teacher_is_an_average_goes_on_to_the_same_bits(place, answered):
     more = [*SELF, TOLD, *answered, "--distill.teacher_ema", "0.5", "--train.max_steps", "4", "--train.save_steps", "2"]
     assert main(words(place, "whole-ema", *more, teacher=None)) == 0
-    step = DistillTrainer.step
-
-    def stopped(self, prompts):
-        if self.num_steps == 3:
-            raise RuntimeError("killed")
-        return step(self, prompts)
-
-    monkeypatch.setattr(DistillTrainer, "step", stopped)
-    with pytest.raises(RuntimeError, match="killed"):
+    with killed_at(DistillTrainer, 3):
         main(words(place, "parts-ema", *more, teacher=None))
-    monkeypatch.setattr(DistillTrainer, "step", step)
     assert main(words(place, "parts-ema", *more, teacher=None)) == 0
     whole, parts = ((place / f"{n}-ema/model/model.safetensors").read_bytes() for n in ("whole", "parts"))
     assert whole == parts
@@ -418,7 +401,18 @@ def test_a_teacher_s_prompt_beside_rewards_changes_the_divergence(place, answere
     ([*SELF, TOLD, "--distill.lmbda", "0.5"], "the teacher reads demonstrations as they are"),
     ([TOLD, "--distill.teacher_ema", "0.9"], "distill.teacher_ema averages the student"),
     ([*SELF[2:], TOLD, "--distill.teacher_ema", "0.9"], "give model.lora.r"),
+    ([*SELF, TOLD, "--distill.teacher_ema", "0.9", "--roles.teacher.dtype", "bfloat16"],
+     "roles.teacher.dtype is set; distill.teacher_ema makes the student's own weights the teacher"),
+    ([*SELF, TOLD + " in a little wood" * 60], "tokens, more than its 256 positions; say less"),
+    ([*SELF, "--distill.teacher_prompt={{ prompt }} {{ answer + 1 }}"], "distill.teacher_prompt: "),
 ])
-def test_a_teacher_that_knows_no_more_or_cannot_be_asked_is_refused(place, answered, capfd, more, message):
+def test_a_teacher_that_knows_no_more_or_cannot_be_asked_is_refused(place, answered, capfd, built, more, message):
     teacher = None if "self" in more else "teacher"
     assert message in refused(capfd, words(place, "refused-self", *answered, *more, teacher=teacher))
+    assert not built  # before anything was loaded
+
+
+def test_an_average_that_is_kept_beside_a_teacher_is_not_named_as_the_teacher(place, capfd):
+    assert main(words(place, "averaged", "--ppo.ema", "true", "--distill.coef", "0.5", "--ppo.sampling.num_samples=2",
+                      f"--reward.functions=['{place}/pay.py:short']", stage="grpo")) == 0
+    assert f"teacher: {place}/teacher;" in capfd.readouterr().err
