@@ -5,7 +5,7 @@ What learns is behind the Protocol `Learning` (training/live.py), as a chat neve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -46,10 +46,14 @@ class Mark:
         pair = {"pair": {"prompt": self.prompt, "chosen": answer, "rejected": other, "how": how}}
         return pair | ({"text": {"prompt": self.prompt, "completion": answer}} if self.kind == "text" else {})
 
+    @property
+    def sign(self) -> str:
+        """What the user wrote for it."""
+        return {"text": "=", "pair": "1/2", "thumb": "+" if self.is_good else "-"}[self.kind]
+
     def shown(self) -> str:
         """The mark in a line."""
-        sign = {"text": "=", "pair": "1/2", "thumb": "+" if self.is_good else "-"}[self.kind]
-        return f"{sign:3} {_short(self.prompt[-1]['content'], 32)} | {_short(self.answer, 48)}"
+        return f"{self.sign:3} {_short(self.prompt[-1]['content'], 32)} | {_short(self.answer, 48)}"
 
 
 class Changed(Protocol):
@@ -86,9 +90,11 @@ class Teaching:
 
     def told(self, session: Session, mark: Mark) -> Effect:
         """Let the model learn a mark that it does not have yet."""
-        same = next((n for n, old in enumerate(self.learner.marks, 1) if (old.prompt, old.answer, old.other, old.kind)
-                     == (mark.prompt, mark.answer, mark.other, mark.kind)), None)
-        check(same is None, f"this answer is mark {same} already; /undo takes the last mark back")
+        marks = self.learner.marks
+        for number, old in enumerate(marks, 1):
+            way = "/undo takes it back" if number == len(marks) else "only the last mark can be taken back"
+            check(replace(old, is_good=mark.is_good) != mark,
+                  f"this answer is mark {number} already, {old.sign}; {way}")
         with activity.slow("learning"):
             change = self.learner.learn(mark)
         session.choice = None

@@ -15,6 +15,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import device, is_main, print_main
 from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.core.options import value_of
+from hybrid_rlhf.core.own_files import is_unfinished
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
@@ -36,7 +37,8 @@ PLACEHOLDERS = {"reward": "PAIRS.jsonl", "ppo": "PROMPTS.jsonl"}  # where the ru
 
 def before(record: runfile.RunRecord, config: object, engines: Mapping[str, HybridEngine], start: str, num_steps: int,
            loader: Loader, learns_from: Iterable[str | None] = ()) -> None:
-    """Print lines about the model, the device, the method's settings and the run; the report begins with them.
+    """Print lines about the model, the device, the method's settings and the run (but of one that a replay takes again
+    in a folder that is removed, which had them); the report begins with them.
     engines: of the trained roles; start: the run or model that the run starts from; learns_from: lines about a teacher
     and a reward model."""
     decoding = _decoding_line(engines["actor"], config.method.sampling) if hasattr(config, "method") else None
@@ -45,7 +47,8 @@ def before(record: runfile.RunRecord, config: object, engines: Mapping[str, Hybr
     lines = [line for line in [*lines, record.resumes_from and f"resuming from {record.resumes_from}"] if line]
     record.facts["header"] = [*record.facts.get("header", []), *lines]
     record.write()
-    print_main(*lines)
+    if not any(map(is_unfinished, Path(record.output_dir).parts)):
+        print_main(*lines)
 
 
 def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str) -> str:

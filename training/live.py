@@ -40,15 +40,17 @@ from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.inference.teaching import Mark
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import Adapters, LoraConfig
-from hybrid_rlhf.models.tokenizer import completion_text, load_tokenizer
+from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.models.weights import identity
 from hybrid_rlhf.report import summary
-from hybrid_rlhf.roles import Actor, Reference, Teacher
+from hybrid_rlhf.roles import Actor, Teacher
 from hybrid_rlhf.roles.role_state import load_training_state, scale_schedule, training_state
 from hybrid_rlhf.roles.scoring import summed
+from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.run import checkpoint, resume, runfile
 from hybrid_rlhf.run.train_config import TrainConfig
-from hybrid_rlhf.training import builders, defaults, preferences, step1_sft, supervised
+from hybrid_rlhf.training import builders, defaults, fixed_prompts, preferences, step1_sft, supervised
+from hybrid_rlhf.training.fixed_prompts import MAX_NEW_TOKENS
 
 STAGE, MARKS, SAVED = "chat", "marks", "saved_step"  # of run.json; the folder of the rows; a fact of the record
 FILES = {"pair": "pairs.jsonl", "thumb": "thumbs.jsonl", "text": "texts.jsonl"}
@@ -59,7 +61,7 @@ REPLAYED, LOOKED_AT = 1, 4  # earlier marks in a step; and looked at after it
 NEUTRAL, KL_WEIGHT = 2, 20.0  # neutral texts of a mark, in every second step: they take as long as the mark itself
 UPDATE_KL = 0.01  # nats a token that a mark may move the neutral texts, as ppo.update_kl bounds a rollout's updates
 NEUTRAL_TOKENS, MAX_TOKENS = 32, 4096  # of a neutral text; of a micro-batch
-NUM_ANSWERED, ANSWER_TOKENS = 4, 64  # marked prompts that the report answers before and after
+NUM_ANSWERED = 4  # marked prompts that the report answers before and after
 # Ordinary text, and what people ask: what the model says of these should not change.
 TEXTS = (
     "The harbour was quiet when the ferry came in. A few people stood on the pier with their coats closed, and a dog "
@@ -132,6 +134,7 @@ class LiveLearner:
 
     def __init__(self, model: str, output: str, seed: int = 0, command: str = "") -> None:
         self.folder, self.base, folder = Path(output), model, builders.model_folder(model)
+        self.saved = self.folder / resume.FOLDER
         self.config = settings_of(folder, output, seed)
         builders.check_model(self.config.model, self.config.engine, self.config.train.optim)
         builders.check_lengths(self.config.model, data__max_length=self.config.data.max_length)
@@ -156,7 +159,7 @@ class LiveLearner:
                                                            adapter=partial(adapters.use, adapters.names[0]))
         start = builders.policy_engine(causal, self.tokenizer, adapter=partial(adapters.use, None))
         supervised.prepare_training(self.engine, config, 1)
-        self.actor, self.reference = Actor(self.engine, self.tokenizer, MAX_TOKENS), Reference(start, MAX_TOKENS)
+        self.actor, self.start = (Actor(engine, self.tokenizer, MAX_TOKENS) for engine in (self.engine, start))
         self.rate = UpdateRate(UPDATE_KL)
         scale_schedule(self.actor, lambda: self.rate.value)
         self.neutral = self._neutral_texts()
@@ -190,9 +193,8 @@ class LiveLearner:
             self.history.append({"step": len(self.marks)} | change._asdict())
             self._save()
         except BaseException as error:
-            before = self._path(len(self.marks) - 1)
-            checkpoint.clear(before.parent, after=len(self.marks) - 1)
-            self._restore(before)
+            checkpoint.clear(self.saved, after=len(self.marks) - 1)
+            self._restore(checkpoint.at(self.saved, len(self.marks) - 1))
             with suppress(OSError):  # else the next mark writes them
                 self._write_rows()
             if refused := refusal(error):
@@ -203,13 +205,13 @@ class LiveLearner:
     def undo(self) -> Mark:
         """Take the last mark back: weights, optimizer and rows are those from before it, bit for bit."""
         check(bool(self.marks), "there is no mark to take back")
-        path = self._path(len(self.marks) - 1)
+        path = checkpoint.at(self.saved, len(self.marks) - 1)
         check(path.is_dir(), f"the last {KEPT} marks can be taken back; choose another --learn folder to start anew")
         wrong = checkpoint.damage(path)
         check(wrong is None, f"the mark cannot be taken back: {path} is damaged ({wrong}); "
                              "choose another --learn folder to start anew")
         mark = self.marks[-1]
-        checkpoint.clear(path.parent, after=len(self.marks) - 1)  # first: what is removed is taken back
+        checkpoint.clear(self.saved, after=len(self.marks) - 1)  # first: what is removed is taken back
         self._restore(path)
         self._note_change()
         return mark
@@ -236,7 +238,7 @@ class LiveLearner:
         batch = collate_sft(rows, self.tokenizer.pad_token_id)
         lengths = batch.loss_mask[:, 1:].sum(1)
         check(bool((lengths > 0).all()), "this answer has no token to learn; give another text")
-        return _Encoded(rows, self.reference.sequence_logprobs(batch), lengths)
+        return _Encoded(rows, self.start.sequence_logprobs(batch), lengths)
 
     def _fit(self) -> tuple[float, int, bool]:
         """A few steps on the newest mark; returns its p before them, their number, and whether the KL ended them."""
@@ -343,9 +345,6 @@ class LiveLearner:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    def _path(self, step: int) -> Path:
-        return self.folder / resume.FOLDER / f"step-{step:08d}"
-
     def _save(self) -> None:
         """A checkpoint of the state, then the files that follow from it."""
         step = len(self.marks)
@@ -353,7 +352,7 @@ class LiveLearner:
                "total_steps": step, "versions": self.record.versions, "data": None, "held_out": None}
         state = {"step": step, "trainer": {"policy": training_state(self.actor)}, "run": run, "rate": self.rate.state(),
                  "marks": [asdict(mark) for mark in self.marks], "history": self.history}
-        checkpoint.save(self._path(0).parent, step, state, keep=KEPT + 1)
+        checkpoint.save(self.saved, step, state, keep=KEPT + 1)
         self._note_change()
 
     def _note_change(self) -> None:
@@ -378,13 +377,12 @@ class LiveLearner:
 
     def _resume(self) -> None:
         """Take the newest complete checkpoint up, or write the first one."""
-        folder = self._path(0).parent
-        path = checkpoint.latest(folder, lambda text: print_main(f"note: {text}"))
+        path = checkpoint.latest(self.saved, lambda text: print_main(f"note: {text}"))
         if path is None:
             self._save()
             return
         self._restore(path)
-        checkpoint.clear(folder, after=len(self.marks))
+        checkpoint.clear(self.saved, after=len(self.marks))
         self._write_rows()
 
     def _restore(self, path: Path) -> None:
@@ -411,8 +409,11 @@ class LiveLearner:
 
     def _saved(self) -> Path:
         folder, step = self.folder / builders.MODEL_FOLDER, len(self.marks)
-        answers = [{"step": number} | answer for number, engine in ((0, self.reference.engine), (step, self.engine))
-                   for answer in self._answers(engine)]
+        asked = [mark.prompt for mark in self.marks[:NUM_ANSWERED]]
+        prompts = Prompts([chat.encode_prompt(self.tokenizer, prompt) for prompt in asked],
+                          [prompt[-1]["content"] for prompt in asked])
+        answers = [{"step": number} | answer for number, actor in ((0, self.start), (step, self.actor)) for answer in
+                   fixed_prompts.of_policy(actor, prompts, SamplingConfig(max_new_tokens=MAX_NEW_TOKENS))()]
         write_file(self.folder / summary.ANSWERS, "".join(f"{to_json(row)}\n" for row in answers))
         with explained("while exporting"), self.engine.active():
             export(self.engine.model, self.tokenizer, folder, self.engine.eos_ids)
@@ -427,16 +428,6 @@ class LiveLearner:
         kinds = Counter(f"{mark.kind}s" for mark in self.marks)
         return ({"base_model": self.base, SAVED: len(self.marks), "data": dict(kinds)}
                 | builders.adapted_weights(self.config.model))
-
-    def _answers(self, engine: HybridEngine) -> list[dict]:
-        """Greedy answers to the first marked prompts."""
-        prompts = [mark.prompt for mark in self.marks[:NUM_ANSWERED]]
-        ids = [chat.encode_prompt(self.tokenizer, prompt) for prompt in prompts]
-        with engine.inference():
-            made = engine.generate(ids, SamplingConfig(temperature=0.0, max_new_tokens=ANSWER_TOKENS))
-        return [{"prompt": prompt[-1]["content"],
-                 "completion": completion_text(self.tokenizer, tokens, reason == "eos")}
-                for prompt, tokens, reason in zip(prompts, made.tokens, made.finish_reasons, strict=True)]
 
     def close(self) -> None:
         """Release the folder. A run with marks since the last `save` is on record as stopped, at that model's step."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.distributed import print_main
-from hybrid_rlhf.core.errors import check
+from hybrid_rlhf.core.errors import UserError, check
 from hybrid_rlhf.core.image_files import ImageRef
 from hybrid_rlhf.core.strict_json import plain, to_json
 from hybrid_rlhf.report.metric_names import is_repeatable
@@ -31,6 +31,7 @@ from hybrid_rlhf.rewards import RewardSource, part_scores, text_of
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.rollout.episode_record import Episode
 from hybrid_rlhf.run import checkpoint, resume, runfile
+from hybrid_rlhf.run.checkpointing import DoesNotFit
 from hybrid_rlhf.run.loop import last_rollout
 from hybrid_rlhf.run.reporter import Asked, watched_by
 from hybrid_rlhf.training import on_policy
@@ -97,8 +98,7 @@ class Past:
     def start(self, step: int | None) -> Path | None:
         """The newest complete checkpoint of at most `step` steps; None: the run's beginning. step None: the beginning,
         or the earliest checkpoint of a run that went on from another one."""
-        paths = [path for path in checkpoint.steps(self.folder / resume.FOLDER)
-                 if checkpoint.number(path) >= self.forked and (step is None or checkpoint.number(path) <= step)
+        paths = [path for path in self.checkpoints() if (step is None or checkpoint.number(path) <= step)
                  and checkpoint.damage(path) is None and resume.made_by(path)]
         check(paths or not self.forked,
               f"{self.folder} went on from step {self.forked} of another run, and has no checkpoint of that step; its "
@@ -112,10 +112,10 @@ class Past:
         codes = runfile.code_of(plain(self.config))
         return [path for path, known in self.record.code.items() if codes.get(path, known) != known]
 
-    def checkpoints(self) -> list[int]:
-        """The steps of the run's own checkpoints."""
-        return [n for path in checkpoint.steps(self.folder / resume.FOLDER) if (n := checkpoint.number(path)) >= max(
-            1, self.forked)]
+    def checkpoints(self) -> list[Path]:
+        """The run's own checkpoints, oldest first, complete or not."""
+        return [path for path in checkpoint.steps(self.folder / resume.FOLDER)
+                if checkpoint.number(path) >= max(1, self.forked)]
 
     def changes(self) -> list[str]:
         """What has changed since the run, a line each: releases, files of rewards and tools, models."""
@@ -243,11 +243,6 @@ def again(past: Past, run: Run, folder: Path, start: Path | None, watch: Watch) 
     return [f"the run said {a!r}, and now it is {b!r}" for a, b in zip(old, new, strict=False) if a != b]
 
 
-def saved_at(folder: Path, step: int) -> Path:
-    """The checkpoint of a step of the run in `folder`."""
-    return folder / resume.FOLDER / f"step-{step:08d}"
-
-
 def _until_done(run: Run, config: OnPolicyConfig, watch: Watch, command: str = "") -> None:
     try:
         with suppress(Done), watched_by(watch):
@@ -293,11 +288,12 @@ def fork(past: Past, run: Run, config: OnPolicyConfig, step: int, folder: Path, 
     run has no checkpoint of that step, the steps before are taken again, in `folder`, which is new. Keeps the rollouts.
     Called again it goes on where it was. Returns the watch of the steps before, None where there were none to take."""
     out, watch, config = Path(config.output_dir), None, with_parents(replace(config, resume="auto"), past.record)
-    changed = changed_settings(past, config)
-    if not runfile.is_run(out):
+    changed, is_begun = changed_settings(past, config), runfile.is_run(out)
+    if not is_begun:
         source, start = past.folder, past.start(step)
         if start is None or checkpoint.number(start) < step:
-            moved, there = past.changed_code(), ", ".join(map(str, past.checkpoints())) or "it has none"
+            moved = past.changed_code()
+            there = ", ".join(str(checkpoint.number(path)) for path in past.checkpoints()) or "it has none"
             check(not moved, f"replay: {', '.join(moved)} has changed since the run, which has no checkpoint of step "
                              f"{step}: the steps up to it would be others; put the file back, or fork at a step with a "
                              f"checkpoint ({there})")
@@ -306,7 +302,7 @@ def fork(past: Past, run: Run, config: OnPolicyConfig, step: int, folder: Path, 
             if watch.differs:
                 print_main(f"warning: step {watch.differs.step} was not the same again ({watch.differs.what}): the "
                            "fork goes on from other weights than the run had")
-            source, start = folder, saved_at(folder, step)
+            source, start = folder, checkpoint.at(folder / resume.FOLDER, step)
         # a checkpoint has the coefficient, which may adapt; everything else that it has is not a setting
         coef = changed.get("ppo.kl_coef")
         more = {("trainer", "kl_coef", "value"): coef[1]} if coef else {}
@@ -314,7 +310,14 @@ def fork(past: Past, run: Run, config: OnPolicyConfig, step: int, folder: Path, 
         (out / FORK).write_text(to_json({"of": str(past.folder), "step": step, "changed": changed}), encoding="utf-8")
         seed_run(source, past.record.stage, start, config, more)
     file = RolloutFile(out / ROLLOUTS)
-    _until_done(run, config, Watch(file.take, begin=file.begin), command)
+    try:
+        _until_done(run, config, Watch(file.take, begin=file.begin), command)
+    except DoesNotFit as error:
+        if is_begun:
+            raise
+        shutil.rmtree(out)  # no step was taken
+        raise UserError(f"replay: {', '.join(changed)}: the run has no state of what this turns on, and a fork goes on "
+                        "with the run's; start a new run instead") from error
     return watch
 
 

@@ -131,10 +131,10 @@ def _open(run: Path, words: list[str] = ()) -> tuple[Past, object, object]:  # t
 def _replay(run: Path, out: Path, options: argparse.Namespace, *, is_needed: bool) -> int:
     """Take the steps again into out/rollouts.jsonl; is_needed: even where that has them already."""
     from hybrid_rlhf.report.rescored import FIGURES, PAGE, PICTURE
-    from hybrid_rlhf.run.runfile import run_at
+    from hybrid_rlhf.run import checkpoint, runfile
     from hybrid_rlhf.training.past_run import ROLLOUTS, RolloutFile, Watch, again
 
-    made, record = out / MADE, run_at(run)
+    made, record = out / MADE, runfile.run_at(run)
     wanted = {"run": str(run.resolve()), "started": record and record.started, "from": options.first, "to": options.to,
               "bytes": (run / METRICS).stat().st_size if (run / METRICS).exists() else 0}  # a run may have gone on
     known = json.loads(made.read_text(encoding="utf-8")) if made.exists() else {}
@@ -148,16 +148,20 @@ def _replay(run: Path, out: Path, options: argparse.Namespace, *, is_needed: boo
           f"replay: --to {options.to}: the first step is 1; give that or a later one")
     last = min(options.to or past.last, past.last)
     start = past.start(options.first)
-    check(start is None or int(start.name.split("-")[1]) < last,
+    check(start is None or checkpoint.number(start) < last,
           f"replay: {start} is of the last step, and none is left to take again; give an earlier --from")
     out.mkdir(parents=True, exist_ok=True)
-    made.write_text(json.dumps(wanted), encoding="utf-8")  # ours, and not whole
-    file = RolloutFile(out / ROLLOUTS)
-    watch = Watch(file.take, last, past, begin=lambda _step: file.begin(0))
-    with own_files.fresh_folder(out.parent) as folder:
-        lines = again(past, stage.run, folder, start, watch)  # type: ignore[attr-defined]
-    compared = _print_comparison(lines, watch)
-    own_files.write_file(made, json.dumps(wanted | {"compared": compared}, indent=1) + "\n")
+    runfile.claim(out, ROLLOUTS)
+    try:
+        made.write_text(json.dumps(wanted), encoding="utf-8")  # ours, and not whole
+        file = RolloutFile(out / ROLLOUTS)
+        watch = Watch(file.take, last, past, begin=lambda _step: file.begin(0))
+        with own_files.fresh_folder(out.parent) as folder:
+            lines = again(past, stage.run, folder, start, watch)  # type: ignore[attr-defined]
+        compared = _print_comparison(lines, watch)
+        own_files.write_file(made, json.dumps(wanted | {"compared": compared}, indent=1) + "\n")
+    finally:
+        runfile.release(out)
     print(f"rollouts: {file.path} ({file.path.stat().st_size / 2**20:.1f} MiB)")
     return DIFFERENT if watch.differs else 0
 
@@ -205,20 +209,20 @@ def _compared(folder: Path) -> str | None:
 
 
 def _fork(run: Path, out: Path, step: int, words: list[str], command: str) -> int:
-    from hybrid_rlhf.run.runfile import is_run
+    from hybrid_rlhf.run import checkpoint, resume
     from hybrid_rlhf.training import past_run
 
     past, stage, config = _open(run, [*words, "--output_dir", str(out)])
     check(1 <= step <= past.last, f"replay: --fork {step}: {run} has steps 1 to {past.last}; give one of them")
-    check(not is_run(out) or past_run.forked_at(out, run) == step, f"replay: {out} holds another run; give another "
-                                                                "--output_dir")
+    check(not out.exists() or not any(out.iterdir()) or past_run.forked_at(out, run) == step,
+          f"replay: {out} holds something else; give another --output_dir")
     with own_files.fresh_folder(out.parent) as folder:
         watch = past_run.fork(past, stage.run, config, step, folder / "before", command)  # type: ignore[attr-defined]
         if watch is not None:
             _print_comparison([], watch)
         if step == past.last:  # there is nothing to compare with
             return 0
-        saved = past_run.saved_at(folder / "before", step)
+        saved = checkpoint.at(folder / "before" / resume.FOLDER, step)
         token, count, watch = past_run.first_difference(
             past, stage.run, out / past_run.ROLLOUTS, folder / "after",  # type: ignore[attr-defined]
             saved if saved.exists() else None)

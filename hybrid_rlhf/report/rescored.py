@@ -55,7 +55,7 @@ def write(folder: Path, history: Sequence[dict], name: str, facts: dict) -> list
     lines = ["# Rescored rollouts", "", *(f"- {key}: {value}" for key, value in facts.items()), "",
              f"**{verdict(history, name)}.**", "", RULE, "",
              f"![both curves]({PICTURE})" if len(paths) > 2 else
-             "No picture: matplotlib is not installed (pip install 'hybrid-rlhf[report]').", "",
+             "No picture: matplotlib is not installed (pip install matplotlib).", "",
              *table(("step", "own reward", name, "responses"), map(_cells, history))]
     write_file(paths[0], "\n".join(lines) + "\n")
     figures = {**facts, "reward": name, "hacking_began": step, "rule": RULE, "curves": list(history)}

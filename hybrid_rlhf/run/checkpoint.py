@@ -42,7 +42,7 @@ def save(folder: str | Path, step: int, state: dict, keep: int = 2, spare: Colle
     in `state`, and SaveError in every process if the disk refuses a file of any.
     """
     folder = Path(folder)
-    target = folder / f"step-{step:08d}"
+    target = at(folder, step)
     tensors: dict[str, Tensor] = {}
     rest = split(state, "", tensors)
     tensors = _not_of_the_first(tensors)
@@ -183,6 +183,11 @@ def clear(folder: str | Path, *, after: int = -1) -> None:
 def steps(folder: str | Path) -> list[Path]:
     """Checkpoint folders, oldest first, complete or not."""
     return sorted((p for p in Path(folder).glob("step-*") if is_name(p.name)), key=number)
+
+
+def at(folder: Path, step: int) -> Path:
+    """The checkpoint of a step in `folder`."""
+    return folder / f"step-{step:08d}"
 
 
 def is_name(name: str) -> bool:

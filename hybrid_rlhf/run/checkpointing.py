@@ -22,6 +22,10 @@ _SKIPPED = "/skipped_updates"  # suffix of metrics that count skipped updates of
 SMALL_IS_GOOD = ("loss", "perplexity", "kl")
 
 
+class DoesNotFit(UserError):
+    """The state of a checkpoint is not one that this run can take up."""
+
+
 class Saver:
     """Saves the whole state of a run, and restores it. step, values: the last step taken and its metrics; num_updates:
     updates of the weights until then. owes_evaluation: whether the evaluation after the restored step is still to be
@@ -59,7 +63,7 @@ class Saver:
             self._spared, self._skipped = saved["spared"], load_all(saved["skipped"])
             random_state.load_state(saved["random"])  # last: code above may draw random numbers
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            raise UserError(f"the checkpoint {self.record.resumes_from} does not fit this run: {error}; give --resume "
+            raise DoesNotFit(f"the checkpoint {self.record.resumes_from} does not fit this run: {error}; give --resume "
                             "never to start again") from error
         self._newest = self.step = step
         self.num_updates = self.num_updates_of()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -184,8 +185,9 @@ def test_a_fork_is_a_run_whose_setting_is_changed_at_that_step(place, tmp_path, 
     run, out = launch(place, name), tmp_path / "fork"
     before = digests(run)
     assert main(["replay", str(run), "--fork", str(step), "--ppo.kl_coef", "0.7", "--output_dir", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert digests(run) == before
+    told = capsys.readouterr()
+    said = told.out
+    assert digests(run) == before and told.err.count("settings: ") == 1  # those of the steps taken again are the run's
 
     def change(event: str, facts: dict) -> Asked:
         if event == "begin":
@@ -340,8 +342,22 @@ def test_a_replay_that_was_stopped_begins_again_and_another_folder_is_left_alone
     assert main([*words, "--to", "2"]) == 0
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("")
-    assert main([*words[:3], str(tmp_path / "mine")]) == 2
-    assert "mine holds something else" in capsys.readouterr().err
+    for more in ([], ["--fork", "2", "--ppo.kl_coef", "1"]):
+        assert main([*words[:3], str(tmp_path / "mine"), *more]) == 2
+        assert "mine holds something else" in capsys.readouterr().err
+    with (out / "rollouts.jsonl").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert main(words) == 2
+    assert "another process is at this run" in capsys.readouterr().err
+
+
+def test_a_fork_that_turns_on_what_the_run_has_no_state_of_leaves_nothing(place, tmp_path, capsys) -> None:
+    out = tmp_path / "fork"
+    words = ["replay", str(launch(place, "grpo")), "--fork", "3", "--output_dir", str(out)]
+    assert main([*words, "--ppo.ema", "true"]) == 2
+    assert "ppo.ema: the run has no state of what this turns on" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main([*words, "--ppo.kl_coef", "0.3"]) == 0
 
 
 def test_what_cannot_be_taken_again_is_said_in_one_line(place, tmp_path, monkeypatch, capsys) -> None:

@@ -116,7 +116,8 @@ def test_a_conversation_with_tools_is_not_marked_as_the_mark_would_lose_them(mon
 
 @pytest.mark.parametrize(("lines", "words"), [
     (["+"], "there is no answer to mark"), (["one?", "/reset", "-"], "there is no answer to mark"),
-    (["one?", "="], "give the text"), (["one?", "+", "+"], "is mark 1 already"),
+    (["one?", "="], "give the text"), (["one?", "+", "-"], "is mark 1 already, +; /undo takes it back"),
+    (["one?", "+", "= a dog", "= cat", "+"], "is mark 1 already, +; only the last mark can be taken back"),
     (["one?", "/two", "two?", "2"], "no second answer")])
 def test_a_mark_without_its_answer_is_refused_in_one_line(monkeypatch, capsys, lines, words):
     code, _, _, err = talked(monkeypatch, capsys, *lines)
