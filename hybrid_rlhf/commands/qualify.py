@@ -137,8 +137,8 @@ def qualify(folder: Path, minutes: float, is_dry: bool, launch: Launch) -> list[
             for row in launch(task) if has_time else [task.row("all of it", State.SKIPPED, NO_TIME)]:
                 rows.append(row)
                 state = "" if row.state == State.NOTE else f"{row.state}, "
-                print(f"{time.monotonic() - began:5.0f} s  {row.part}: {row.name}: {state}{row.detail}", file=sys.stderr,
-                      flush=True)
+                print(f"{time.monotonic() - began:5.0f} s  {row.part}: {row.name}: {state}{row.detail}",
+                      file=sys.stderr, flush=True)
             _save(folder, rows, is_dry, (time.monotonic() - began) / 60)
             if not is_dry:
                 calibrate(rows)
