@@ -154,7 +154,6 @@ mutation: $(STAMP)
 # The documentation site with the API reference, in outputs/site; a warning or a broken link ends it with code 1.
 # SITE_URL and REPO_URL are the addresses that it will have. `.venv/bin/mkdocs serve` shows it while pages are edited.
 site: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 install: $(STAMP)

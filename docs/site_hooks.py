@@ -9,12 +9,12 @@ import re
 import shutil
 from pathlib import Path
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SOURCES = ROOT / "outputs" / "reference"  # `paths` of mkdocstrings
-SOURCES.mkdir(parents=True, exist_ok=True)  # it passes over a path that is not there when the site's file is read
 TOP = ("CHANGELOG.md", "MIGRATION.md", "CONTRIBUTING.md", "RELEASE.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "LICENSE")
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _ITEM = re.compile(r"- |\d+\. ")
@@ -22,6 +22,7 @@ _IN_LIST = re.compile(r"- |\d+\. |\s")
 _TABLE_CODE = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
 
 
+@event_priority(100)  # before mkdocstrings', which leaves out a path that is not there and then reads the checkout
 def on_config(config):  # noqa: ANN001, ANN201 - mkdocs' own
     """A copy of the package as it is installed, with training and inference in it, as setup.py maps them; and the
     pages of results/ and of the reference in the navigation."""

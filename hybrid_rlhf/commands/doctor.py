@@ -38,7 +38,7 @@ class Finding:
 
     name: str
     state: str
-    found: str
+    detail: str
     cure: str = ""
 
 
@@ -74,7 +74,7 @@ def _packages() -> Iterator[Finding]:
         packages = [_package(r, "warning", "") for r in wanted]
         is_complete = all(p.state == "ok" for p in packages)
         yield Finding(f"extra: {extra}", "ok" if is_complete else "warning",
-                      f"{purpose}: " + ", ".join(f"{p.name} {p.found}" for p in packages),
+                      f"{purpose}: " + ", ".join(f"{p.name} {p.detail}" for p in packages),
                       "" if is_complete else f'pip install "hybrid-rlhf[{extra}]"')
 
 
@@ -186,7 +186,7 @@ def show(findings: list[Finding]) -> None:
         table.add_column(title, overflow="fold")
     marks = {"ok": ("ok", "green"), "warning": ("note", "yellow"), "missing": ("MISSING", "bold red")}
     for finding in findings:
-        table.add_row(Text(*marks[finding.state]), Text(finding.name), Text(finding.found))
+        table.add_row(Text(*marks[finding.state]), Text(finding.name), Text(finding.detail))
     console = Console(highlight=False)
     console.print(table)
     cures = [f for f in findings if f.cure]

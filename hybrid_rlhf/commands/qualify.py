@@ -51,7 +51,7 @@ def environment(task: Task) -> Iterator[Row]:
         text = f"{numbers['name']}, {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free, driver {numbers['driver']}"
     yield task.row(CARD, State.PASSED if task.device.type == "cuda" else State.NOTE, text, **numbers)
     for finding in doctor.examine(compile_kernels=False):
-        text = finding.found.split(" free at ")[0] if finding.name.startswith("disk") else finding.found
+        text = finding.detail.split(" free at ")[0] if finding.name.startswith("disk") else finding.detail
         cure = f" ({finding.cure})" if finding.cure else ""
         yield task.row(finding.name, _STATES[finding.state], text + cure)
 
@@ -137,8 +137,8 @@ def qualify(folder: Path, minutes: float, is_dry: bool, launch: Launch) -> list[
             for row in launch(task) if has_time else [task.row("all of it", State.SKIPPED, NO_TIME)]:
                 rows.append(row)
                 state = "" if row.state == State.NOTE else f"{row.state}, "
-                print(f"{time.monotonic() - began:5.0f} s  {row.part}: {row.name}: {state}{row.found}", file=sys.stderr,
-                      flush=True)
+                print(f"{time.monotonic() - began:5.0f} s  {row.part}: {row.name}: {state}{row.detail}",
+                      file=sys.stderr, flush=True)
             _save(folder, rows, is_dry, (time.monotonic() - began) / 60)
             if not is_dry:
                 calibrate(rows)

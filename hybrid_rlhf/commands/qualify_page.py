@@ -35,12 +35,12 @@ WRONG = (State.DIFFERS, State.FAILED)  # make the exit code 1
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one check. found: one line. numbers: measurements, for the JSON."""
+    """Result of one check. detail: one line. numbers: measurements, for the JSON."""
 
     part: str
     name: str
     state: State
-    found: str
+    detail: str
     numbers: dict = field(default_factory=dict)
 
 
@@ -106,7 +106,7 @@ def page_of(rows: Sequence[Row], *, is_dry: bool, minutes: float, version: str, 
         shown = [row for row in rows if row.part == part]
         if part == "environment":  # its passed checks share one line
             fine = [row for row in shown if row.state == State.PASSED and row.name != CARD]
-            text = "; ".join(f"{row.name} {row.found}" for row in fine)
+            text = "; ".join(f"{row.name} {row.detail}" for row in fine)
             shown = [row for row in shown if row not in fine]
             shown += [Row(part, "as it should be", State.NOTE, text)] if fine else []
         lines += _table(title, [(row.name, row) for row in shown])
@@ -118,7 +118,7 @@ def page_of(rows: Sequence[Row], *, is_dry: bool, minutes: float, version: str, 
 def _table(title: str, rows: Sequence[tuple[str, Row]]) -> list[str]:
     if not rows:
         return []
-    cells = [f"| {_cell(name)} | {'' if row.state == State.NOTE else row.state} | {_cell(row.found)} |"
+    cells = [f"| {_cell(name)} | {'' if row.state == State.NOTE else row.state} | {_cell(row.detail)} |"
              for name, row in rows]
     return [f"## {title}", "", "| | | found |", "|---|---|---|", *cells, ""]
 

@@ -289,7 +289,7 @@ def _launched(task: Task, words: list[str]) -> str:
             try:
                 code = main(words)
             except Exception as error:  # reported in this run's row; the other parts continue
-                return task.failed("", error).found
+                return task.failed("", error).detail
         log.seek(start)
         lines = [line.strip() for line in log if line.startswith(("error", "warning"))] or ["no line says why"]
     return f"ended with exit code {code}: {lines[-1]}" if code else ""

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
-from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_rlhf.core.errors import UserError, escape_control
@@ -82,15 +81,14 @@ def blank_image() -> Image:
 def file_digest(image: ImageRef) -> str:
     """A hash of the image's file and its size. Raises UserError where the file is gone."""
     try:
-        about = os.stat(image.path)
-        return f"{_digest(image.path, about.st_size, about.st_mtime_ns)} {image.width}x{image.height}"
+        return f"{_digest(image.path, version(image.path))} {image.width}x{image.height}"
     except OSError as error:
         raise UserError(f"image {image.path} cannot be read ({error.strerror}), and it was read when its row was "
                         "tokenized; put it back") from error
 
 
 @lru_cache(4096)
-def _digest(path: str, _size: int, _time: int) -> str:
+def _digest(path: str, _version: tuple[int, ...]) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
@@ -127,14 +125,13 @@ def thumbnails(paths: Sequence[object]) -> list[tuple[str, str | None]]:
 def thumbnail(path: str) -> str | None:
     """The image in a file as the data URL of a small JPEG, for pages; None where it cannot be read (any more)."""
     try:
-        about = os.stat(path)
-        return _thumbnail(path, about.st_size, about.st_mtime_ns) if S_ISREG(about.st_mode) else None  # no pipe
-    except (OSError, ValueError, ImageError, UserError):  # UserError: Pillow is not installed
+        return _thumbnail(path, version(path)) if os.path.isfile(path) else None  # no pipe
+    except (OSError, ImageError, UserError):  # UserError: Pillow is not installed
         return None
 
 
 @lru_cache(512)
-def _thumbnail(path: str, _size: int, _time: int) -> str:
+def _thumbnail(path: str, _version: tuple[int, ...]) -> str:
     file, image = BytesIO(), _decoded(path, 2 * THUMBNAIL)
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     image.save(file, "JPEG", quality=85)

@@ -39,7 +39,6 @@ from hybrid_rlhf.engine.decode.streaming import Conversation
 from hybrid_rlhf.engine.decode.tensor_parallel import all_agree, as_group, check_shardable, draw_together
 from hybrid_rlhf.engine.device_memory import fewer_slots, release
 from hybrid_rlhf.engine.idle_cache import IdleCache
-from hybrid_rlhf.engine.modes import evaluating
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.engine.train.offload import Activation, IdleOffload, module_tensors
 from hybrid_rlhf.engine.train.optimizers import OptimizerConfig
@@ -47,6 +46,7 @@ from hybrid_rlhf.engine.train.passes import dummy_batch, zero_of
 from hybrid_rlhf.engine.train.patches import training_forms
 from hybrid_rlhf.engine.train.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered
 from hybrid_rlhf.models.dropout import draws_in_training
+from hybrid_rlhf.models.modes import evaluating
 from hybrid_rlhf.models.transformers_compat import checkpoint_without_draws
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hybrid_rlhf.core.config import UserError, check, nearest
-from hybrid_rlhf.core.own_files import fresh_path
+from hybrid_rlhf.core.own_files import replacing
 from hybrid_rlhf.models.folder_files import read_object
 from hybrid_rlhf.models.load import read_settings
 from hybrid_rlhf.models.tokenizer import load_tokenizer, turn_ends
@@ -84,8 +84,9 @@ def check_convertible(folder: str | Path, dtype: str) -> None:
     known = ("default", "linear", "yarn", "llama3", *(["longrope"] if row.arch == "phi3" else []))
     check(kind in known, f"{folder}: rotary scaling {kind!r} has no GGUF form here; {', '.join(known)} have")
     reason = (row.refusal(config) or _odd_yarn(_rope(config)) or _odd_activation(config, row)
-              or _odd_windows(config, row))
-    check(reason is None, f"{folder}: {reason}, which llama.cpp's {row.arch} computes otherwise; leave --gguf out")
+              or _odd_windows(config, row) or _odd_shape(config, row))
+    check(reason is None, f"{folder}: {reason}, which llama.cpp's {row.arch} computes otherwise or not at all; leave "
+                          "--gguf out")
     _vocabulary_kind(Path(folder))
     try:
         import gguf  # noqa: F401
@@ -103,18 +104,15 @@ def write_gguf(folder: str | Path, path: str | Path, dtype: str = "f16", name: s
     folder, path = Path(folder), Path(path)
     check_convertible(folder, dtype)
     row, config = ROWS[read_object(folder / "config.json")["model_type"]], _settings(folder)
-    beside = fresh_path(path.parent)
-    writer = gguf.GGUFWriter(beside, row.arch)
-    try:
-        _add_shape(writer, config, row, name or folder.name, dtype)
-        _add_vocabulary(writer, folder, config["vocab_size"])
-        _add_tensors(writer, list(_tensors(folder, config, row)), dtype)
-    except BaseException:
-        writer.close()
-        beside.unlink(missing_ok=True)
-        raise
-    writer.close()
-    return beside.replace(path)
+    with replacing(path) as (beside,):
+        writer = gguf.GGUFWriter(beside, row.arch)
+        try:
+            _add_shape(writer, config, row, name or folder.name, dtype)
+            _add_vocabulary(writer, folder, config["vocab_size"])
+            _add_tensors(writer, list(_tensors(folder, config, row)), dtype)
+        finally:
+            writer.close()
+    return path
 
 
 def _add_tensors(writer, tensors: list[_Tensor], dtype: str) -> None:  # noqa: ANN001 - gguf's class
@@ -173,6 +171,14 @@ def _odd_windows(config: dict, row: Row) -> str | None:
         return f"rope_parameters.sliding_attention has rope_type {rope['rope_type']}"
     is_odd = row.arch == "olmo2" and rope["rope_theta"] != theta
     return f"rope_parameters.sliding_attention has rope_theta {rope['rope_theta']}, and not {theta}" if is_odd else None
+
+
+def _odd_shape(config: dict, row: Row) -> str | None:
+    """Biases and heads that are rotated in part: llama.cpp loads no file with them where its code knows none."""
+    if row.arch not in ("phi3", "qwen35") and _rotated(config) != _head_dim(config):
+        return f"rope_parameters.partial_rotary_factor is {_rope(config)['partial_rotary_factor']} and not 1"
+    biases = () if row.arch in ("llama", "granite") else ("attention_bias", "mlp_bias")
+    return next((f"{name} is set" for name in biases if config.get(name)), None)
 
 
 def _head_dim(config: dict) -> int:

@@ -18,6 +18,7 @@ from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.models import images
 from hybrid_rlhf.models.hf_attention import forward_parameters
+from hybrid_rlhf.models.modes import evaluating
 from hybrid_rlhf.models.transformers_compat import never_packed
 from hybrid_rlhf.models.weight_parts import computing
 
@@ -153,7 +154,7 @@ def check_head(model: nn.Module) -> None:
     ids = torch.arange(8, device=next(model.parameters()).device)[None] % size
     others, mask = ids.clone(), torch.ones_like(ids, dtype=torch.bool)
     others[0, -1] = (ids[0, -1] + 1) % size
-    with _evaluating(model):
+    with evaluating(model), computing(model):
         full, changed = (causal_part(model)(input_ids=tokens, use_cache=False).logits[0] for tokens in (ids, others))
         try:
             pieces = own_head(model)(hidden_states(model, SequenceBatch(ids, mask, mask))[0])
@@ -184,7 +185,7 @@ def packing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool:
         mask = torch.ones_like(tokens, dtype=torch.bool)
         return hidden_states(model, SequenceBatch(tokens, mask, mask, position_ids)).float()
 
-    with _evaluating(model):
+    with evaluating(model), computing(model):
         try:
             packed = states(ids[None], positions)
         except TypeError:  # the model takes no position_ids at all
@@ -193,17 +194,6 @@ def packing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool:
     scale = alone.abs().max().clamp(min=1e-6)
     bound = tolerance if alone.dtype == torch.float32 and next(model.parameters()).dtype == torch.float32 else 0.05
     return bool((packed - alone).abs().max() / scale < bound)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        with computing(model):
-            yield
-    finally:
-        model.train(training)
 
 
 # -- Find the text part of a model: causal language model, backbone, text backbone -------------------------------------

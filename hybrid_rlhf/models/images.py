@@ -7,7 +7,7 @@ Ours are only the features, computed once for each image of a batch, in whatever
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, cached_property
 from threading import Lock
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from hybrid_rlhf.core.distributed import max_over_ranks, world_size
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.image_files import ImageError, ImageRef, blank_image, open_image, version
 from hybrid_rlhf.models.hf_attention import forward_parameters
+from hybrid_rlhf.models.modes import evaluating
 from hybrid_rlhf.models.processor_compat import image_ids, load_processor
 
 _KEPT_BYTES = 2**30  # of processed images that are remembered: 40 of a million pixels, all of many small ones
@@ -277,34 +278,33 @@ def _alike(images: Mapping[ImageRef, Mapping[str, Tensor]]) -> list[list[ImageRe
     return [group[i : i + sizes[key]] for key, group in alike.items() for i in range(0, len(group), sizes[key])]
 
 
-def _towers(composite: nn.Module) -> list[nn.Module]:
+def towers(composite: nn.Module) -> list[nn.Module]:
+    """The modules that `backbone.towers` names in the whole model: the parts without the embedding of words."""
     words = composite.get_input_embeddings()
     return [child for child in composite.children() if all(module is not words for module in child.modules())]
 
 
 def _is_trained(composite: nn.Module) -> bool:
-    return any(p.requires_grad for tower in _towers(composite) for p in tower.parameters())
+    return any(p.requires_grad for tower in towers(composite) for p in tower.parameters())
 
 
 def _is_fixed(composite: nn.Module) -> bool:
     """Whether an image has the same features in all forwards of a step: no weight of the towers is trained, and none
     has an adapter, which may be off in the next one. In parts (ZeRO 3) all processes make as many passes."""
-    has_adapter = any(hasattr(module, "lora_A") for tower in _towers(composite) for module in tower.modules())
+    has_adapter = any(hasattr(module, "lora_A") for tower in towers(composite) for module in tower.modules())
     return not has_adapter and not _is_trained(composite) and not is_in_parts(composite)
 
 
 @contextmanager
 def _gradients(composite: nn.Module) -> Iterator[None]:
     """Within the block towers of which nothing is trained make no graph, and no dropout either."""
-    training = [] if _is_trained(composite) else [tower for tower in _towers(composite) if tower.training]
-    with torch.set_grad_enabled(torch.is_grad_enabled() and _is_trained(composite)):
-        for tower in training:
-            tower.eval()
-        try:
-            yield
-        finally:
-            for tower in training:
-                tower.train()
+    if _is_trained(composite):
+        yield
+        return
+    with torch.no_grad(), ExitStack() as stack:
+        for tower in towers(composite):
+            stack.enter_context(evaluating(tower))
+        yield
 
 
 def _placed(value: Tensor, composite: nn.Module) -> Tensor:

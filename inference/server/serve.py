@@ -22,10 +22,13 @@ from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.inference.named_models import model_folder, named_models
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from hybrid_rlhf.inference.server.app import Served
 
 KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
-STOP_SECONDS = 3  # in which open answers may end once a signal asks the server to: who presses Ctrl-C is waiting
+STOP_SECONDS = 3  # in which open answers may end after Ctrl-C, when someone waits
+DRAIN_SECONDS = 25  # after SIGTERM, which a service manager sends: Kubernetes kills after 30 seconds, systemd after 90
 
 
 def parser() -> argparse.ArgumentParser:
@@ -142,9 +145,15 @@ def run(argv: list[str] | None) -> int:
     app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
 
     class OrderlyServer(UvicornServer):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if sig == signal.SIGTERM:
+                self.config.timeout_graceful_shutdown = DRAIN_SECONDS
+            super().handle_exit(sig, frame)
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             if self.server_state.tasks:
-                print(f"the server stops: open answers have {STOP_SECONDS} seconds to end", file=sys.stderr, flush=True)
+                seconds = self.config.timeout_graceful_shutdown
+                print(f"the server stops: open answers have {seconds} seconds to end", file=sys.stderr, flush=True)
             await super().shutdown(sockets)
             if self.force_exit:  # after a second signal uvicorn skips this, and the worker would stay
                 await self.lifespan.shutdown()

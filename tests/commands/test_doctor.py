@@ -42,9 +42,9 @@ def by_name(capsys):
 def test_what_the_tests_run_on_lacks_nothing(capsys):
     assert cli.main(["doctor", "--json", "--no_compile"]) == 0
     found = by_name(capsys)
-    assert found["deepspeed"]["found"] == real_version("deepspeed")
+    assert found["deepspeed"]["detail"] == real_version("deepspeed")
     assert all(found[name]["state"] == "ok" for name in ("Python", "torch", "transformers", "C++ compiler"))
-    assert "GiB free" in found["memory"]["found"]
+    assert "GiB free" in found["memory"]["detail"]
 
 
 def test_a_missing_dependency_is_named_with_its_cure_and_exit_code_3(lacking, capsys):
@@ -55,18 +55,18 @@ def test_a_missing_dependency_is_named_with_its_cure_and_exit_code_3(lacking, ca
     assert 'pip install "peft' in said and ">=" in said
 
 
-@pytest.mark.parametrize(("versions", "name", "code", "state", "found", "cure"), [
+@pytest.mark.parametrize(("versions", "name", "code", "state", "detail", "cure"), [
     ({"transformers": "4.40.0"}, "transformers", 3, "missing", "4.40.0, outside the tested range", "pip install"),
     ({"transformers": "9.1.0"}, "transformers", 0, "warning", "9.1.0, newer than 5.",
      f'pip install "transformers=={compat.TESTED["transformers"]}" if anything is slow or fails'),
     ({"bitsandbytes": None}, "extra: quantize", 0, "warning", "", 'pip install "hybrid-rlhf[quantize]"')],
     ids=["too old", "newer than tested", "an extra is missing"])
 def test_a_release_that_is_not_the_tested_one_is_named_with_its_cure(lacking, capsys, versions, name, code, state,
-                                                                     found, cure):
+                                                                     detail, cure):
     lacking(**versions)
     assert doctor.main(["--no_compile", "--json"]) == code
     line = by_name(capsys)[name]
-    assert line["state"] == state and line["found"].startswith(found) and line["cure"].startswith(cure)
+    assert line["state"] == state and line["detail"].startswith(detail) and line["cure"].startswith(cure)
 
 
 def test_without_a_compiler_it_says_what_is_slower(monkeypatch, capsys):
@@ -78,7 +78,7 @@ def test_without_a_compiler_it_says_what_is_slower(monkeypatch, capsys):
 def test_a_full_disk_is_a_note(monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
     assert doctor.main(["--no_compile", "--json"]) == 0
-    assert "1.0 GiB free" in by_name(capsys)["disk: here"]["found"]
+    assert "1.0 GiB free" in by_name(capsys)["disk: here"]["detail"]
 
 
 def test_an_unknown_flag_is_one_line(capsys):
@@ -104,7 +104,7 @@ def test_a_card_that_launches_triton_kernels_is_ok(card, capsys):
     card((8, 6))
     assert doctor.main(["--no_compile", "--json"]) == 0
     found = by_name(capsys)
-    assert found["GPU 0"]["found"] == "T4, 6.0 GiB of 8.0 GiB free, capability 8.6"
+    assert found["GPU 0"]["detail"] == "T4, 6.0 GiB of 8.0 GiB free, capability 8.6"
     assert (found["GPU 0"]["state"], found["GPU kernels"]["state"]) == ("ok", "ok")
 
 
@@ -112,7 +112,7 @@ def test_a_turing_card_is_told_that_auto_is_float16(card, capsys):
     card((7, 5))
     assert doctor.main(["--no_compile", "--json"]) == 0
     found = by_name(capsys)["GPU 0"]
-    assert found["state"] == "warning" and found["found"].endswith("so model.dtype auto is float16")
+    assert found["state"] == "warning" and found["detail"].endswith("so model.dtype auto is float16")
 
 
 def test_a_card_that_torch_has_no_kernels_for_is_missing_something(card, capsys):
@@ -126,7 +126,7 @@ def test_a_card_on_which_triton_launches_nothing_is_a_note_with_the_reason(card,
     card((8, 6), "reference (Triton cannot launch kernels here: Python.h is missing: apt install python3.12-dev)")
     assert doctor.main(["--no_compile", "--json"]) == 0
     found = by_name(capsys)["GPU kernels"]
-    assert found["state"] == "warning" and "apt install python3.12-dev" in found["found"]
+    assert found["state"] == "warning" and "apt install python3.12-dev" in found["detail"]
 
 
 @pytest.mark.parametrize("cuda, states", [("13.0", ["warning"]), (None, [])], ids=["CUDA build", "CPU build"])

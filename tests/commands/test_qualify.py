@@ -64,7 +64,7 @@ def states(rows):
 
 
 def wrong(rows):
-    return [(row.name, row.found) for row in rows if row.state in WRONG]
+    return [(row.name, row.detail) for row in rows if row.state in WRONG]
 
 
 # -- whole commands ----------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_memory_that_is_not_what_was_predicted_is_found(task, sizes, state, name
     """Of 2000 MiB measured 1900 predicted is within a tenth, 1500 is not; 900 of 2600 is less than half."""
     with simulated_card():
         row = qualify_speed.memory_row(task, plan_of(**sizes), METRICS)
-    assert row.state == state and named in row.found
+    assert row.state == state and named in row.detail
     assert row.numbers["measured"] == {"generate": 900 * MIB, "score": 500 * MIB, "actor/update": 2000 * MIB}
     assert row.numbers["predicted"]["actor/update"] == MIB * max(sizes["train_actor"], sizes["step_actor"])
 
@@ -211,7 +211,7 @@ def test_numbers_that_are_not_finite_and_steps_that_are_missing_differ(task):
     assert qualify_speed.run_row(task, "m", sizes, [fine] * 3).state == State.PASSED
     assert qualify_speed.run_row(task, "m", sizes, [fine] * 2).state == State.DIFFERS
     broken = qualify_speed.run_row(task, "m", sizes, [fine, fine | {"policy/loss": float("inf")}, fine])
-    assert (broken.state, "not finite: policy/loss" in broken.found) == (State.DIFFERS, True)
+    assert (broken.state, "not finite: policy/loss" in broken.detail) == (State.DIFFERS, True)
     drifting = qualify_speed.run_row(task, "m", sizes, [fine, fine, fine | {"engine/logprob_drift": 0.5}])
     assert drifting.state == State.DIFFERS
 
@@ -221,7 +221,7 @@ def test_a_run_that_ends_with_an_error_is_a_row_with_its_line(task, monkeypatch)
     monkeypatch.setattr(qualify_speed, "make_inputs", lambda task, *given: (
         make(task, *given), (task.folder / "prompts.jsonl").unlink())[0])
     (row,) = (r for r in PARTS["grpo"].run(replace(task, name="grpo")) if r.name == "run")
-    assert row.state == State.FAILED and "exit code 2" in row.found and "prompts.jsonl does not exist" in row.found
+    assert row.state == State.FAILED and "exit code 2" in row.detail and "prompts.jsonl does not exist" in row.detail
 
 
 # -- processes and time ------------------------------------------------------------------------------------------------
@@ -254,13 +254,13 @@ send = qualify._send_rows
 def test_a_process_that_dies_is_a_row_after_those_that_it_has_sent(task, monkeypatch):
     first, last = child_rows(task, dies, monkeypatch)
     assert first.name == "first" and last.state == State.FAILED
-    assert "ended with signal SIGABRT after 1 rows" in last.found
+    assert "ended with signal SIGABRT after 1 rows" in last.detail
 
 
 def test_a_process_whose_time_is_over_is_stopped(task, monkeypatch):
     began, short = time.monotonic(), replace(task, ends=time.monotonic() + 0.5)
     (row,) = child_rows(short, hangs, monkeypatch)
-    assert row.state == State.FAILED and "stopped: not done after" in row.found and time.monotonic() - began < 30
+    assert row.state == State.FAILED and "stopped: not done after" in row.detail and time.monotonic() - began < 30
     (row,) = child_rows(replace(short, is_last=True), hangs, monkeypatch)
     assert (row.name, row.state) == ("the rest of it", State.SKIPPED)
 

@@ -91,7 +91,7 @@ def test_doctor_tells_of_windows_memory_only_there(system, card, monkeypatch):
     assert not [f for f in doctor._device() if f.name == "WSL2"]
     system(WSL)
     (found,) = [f for f in doctor._device() if f.name == "WSL2"]
-    assert "at most 95% of the memory that is free" in found.found and "Sysmem Fallback" in found.cure
+    assert "at most 95% of the memory that is free" in found.detail and "Sysmem Fallback" in found.cure
 
 
 def test_the_line_of_a_card_says_what_is_not_used_and_what_was_not_tried(system, card, monkeypatch):
@@ -277,8 +277,8 @@ def test_a_system_without_flags_has_no_unit(tmp_path, monkeypatch) -> None:
 def test_doctor_says_in_which_dtype_a_cpu_trains_and_why(computer) -> None:
     computer("zen3")
     finding, = (f for f in doctor.examine(compile_kernels=False) if f.name == "processor")
-    assert (finding.state, finding.found) == ("ok", "no AMX or AVX512-BF16, so bfloat16 is emulated: "
+    assert (finding.state, finding.detail) == ("ok", "no AMX or AVX512-BF16, so bfloat16 is emulated: "
                                                     "model.dtype auto trains in float32 on it")
     computer("amx")
     finding, = (f for f in doctor.examine(compile_kernels=False) if f.name == "processor")
-    assert finding.found == "AMX multiplies bfloat16: model.dtype auto trains in bfloat16 with fp32 masters on it"
+    assert finding.detail == "AMX multiplies bfloat16: model.dtype auto trains in bfloat16 with fp32 masters on it"

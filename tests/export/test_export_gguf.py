@@ -306,7 +306,10 @@ def test_pieces_are_joined_in_the_order_of_the_merges(prepends, folders, tmp_pat
     ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                                    "full_attention": YARN}},
      "sliding_attention has rope_theta 10000.0, and not 500000"),
-    ("llama", {"rope_parameters": YARN | {"beta_fast": 16}}, "rope_parameters.beta_fast is 16")])
+    ("llama", {"rope_parameters": YARN | {"beta_fast": 16}}, "rope_parameters.beta_fast is 16"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+     "partial_rotary_factor is 0.5 and not 1"),
+    ("qwen3", {"attention_bias": True}, "attention_bias is set")])
 def test_settings_that_llama_cpp_computes_otherwise_are_refused(kind, changes, message, folders, tmp_path):
     folder = shutil.copytree(folders[kind], tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())

@@ -47,6 +47,19 @@ def ppo(config, source=None, max_tokens=8192, rate=1e-3):
     return PPOTrainer(roles, source or ModelSource(Reward(scalar(1), max_tokens)), config, seed=0)
 
 
+def noted_losses(trainer: PPOTrainer) -> list[float]:
+    """The actor's loss of each micro-batch, from now on."""
+    losses, actor_loss = [], trainer.actor_loss
+
+    def noted(*given, **options):
+        loss, observed = actor_loss(*given, **options)
+        losses.append(loss.item())
+        return loss, observed
+
+    trainer.actor_loss = noted
+    return losses
+
+
 def settings(**changes):
     defaults = dict(sampling=SamplingConfig(max_new_tokens=10), normalise_scores=False, num_ppo_epochs=1,
                     num_minibatches=1, kl_coef=0.05, missing_eos_penalty=0.0)

@@ -104,6 +104,16 @@ def test_the_tower_has_gradients_only_where_it_is_trained(kind):
     assert all(p.grad is None for p in towers)
 
 
+def test_a_frozen_tower_runs_in_evaluation_and_its_parts_keep_their_modes():
+    model, seen = image_text_model("gemma3").train(), []
+    first, *_, last = [m for m in joining(model).vision_tower.requires_grad_(False).modules() if not [*m.children()]]
+    joining(model).multi_modal_projector.requires_grad_(False)
+    last.register_forward_hook(lambda module, _inputs, _out: seen.append(module.training))
+    first.eval()
+    hidden_states(model, batch_of("gemma3"))
+    assert seen and not any(seen) and last.training and not first.training
+
+
 def test_processed_images_are_remembered_up_to_a_number_of_bytes(monkeypatch):
     first, second, third = image_files()
     reader = fresh_reader()

@@ -7,8 +7,8 @@ from safetensors import safe_open
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine.decode.runner import Runner
-from hybrid_rlhf.models import load, shapes
-from hybrid_rlhf.models.backbone import check_head, hidden_states, own_head, towers
+from hybrid_rlhf.models import images, load, shapes
+from hybrid_rlhf.models.backbone import check_head, hidden_states, joining, own_head, towers
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, load_scalar_model
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
@@ -52,6 +52,7 @@ def test_a_checkpoint_is_of_its_own_class_and_its_towers_are_frozen(name, folder
     model = load_causal_lm(ModelConfig(folder(name)))
     assert type(model).__name__ == checkpoints.CHECKPOINTS[name].architecture
     assert sorted(towers(model)) == TOWERS[name]
+    assert images.towers(joining(model)) == [model.get_submodule(n) for n in towers(model)]
     load.prepare(model, ModelConfig(folder(name)), 0)
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     assert frozen and frozen == {n for n, _ in model.named_parameters() if n.startswith(tuple(TOWERS[name]))}

@@ -23,7 +23,7 @@ from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.roles import Actor, PolicyModule, Reference, Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
-from tests.factories.trainers import CLOCKED, Source
+from tests.factories.trainers import CLOCKED, Source, noted_losses
 from tests.factories.vision import folder, image_files, image_text_model, rows_of
 
 RATE = 0.005
@@ -218,14 +218,7 @@ def test_grpo_s_losses_and_weights_are_trl_s(kind, is_frozen, tmp_path, monkeypa
     trainer = trainer_of(policy, image_text_model(kind), kl_coef=0.04, num_ppo_epochs=2, kl_in="loss",
                          sampling=SamplingConfig(max_new_tokens=32, num_samples=2, temperature=0.8))
     trainer.source = Source(lambda rollout: torch.tensor(SCORES))
-    losses, actor_loss = [], trainer.actor_loss
-
-    def noted(*given, **options):
-        loss, observed = actor_loss(*given, **options)
-        losses.append(loss.item())
-        return loss, observed
-
-    monkeypatch.setattr(trainer, "actor_loss", noted)
+    losses = noted_losses(trainer)
     monkeypatch.setattr(Actor, "generate", lambda _actor, asked, *_: sampled(asked, answers))
     with features_kept():
         trainer.step(prompts)

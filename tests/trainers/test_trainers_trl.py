@@ -23,7 +23,7 @@ from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
 from tests.factories.tiny import tiny_causal_lm
-from tests.factories.trainers import Source
+from tests.factories.trainers import Source, noted_losses
 from tests.factories.trl_episodes import Told, trl_grpo_steps
 from tests.factories.trl_oracle import trl_reward_loss, trl_sft_loss
 from tests.factories.trl_rows import PAD, TOLERANCE, pair_rows, sft_rows, tiny
@@ -98,14 +98,7 @@ def our_steps(told: Told, monkeypatch, settings: dict) -> tuple[dict, list[float
     reference = Reference(HybridEngine(PolicyModule(reference), reference, pad_id=0)) if config.kl_coef else None
     trainer = PPOTrainer(Roles(Actor(engine, tokenizer()), reference), Source(lambda rollout: torch.tensor(SCORES)),
                          config, seed=0)
-    losses, actor_loss = [], trainer.actor_loss
-
-    def noted(*given, **options):
-        loss, observed = actor_loss(*given, **options)
-        losses.append(loss.item())
-        return loss, observed
-
-    monkeypatch.setattr(trainer, "actor_loss", noted)
+    losses = noted_losses(trainer)
     monkeypatch.setattr(Actor, "generate", lambda *_: episodes(told.prompt_ids))
     metrics = trainer.step(Prompts(told.prompt_ids[::2], ["p", "q"])).compute()
     size = len(losses) // config.num_ppo_epochs  # micro-batches of a step
