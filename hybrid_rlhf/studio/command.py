@@ -82,10 +82,10 @@ def run(argv: list[str] | None) -> int:
     server = Server(uvicorn.Config(
         make_app(studio, routes, token, port, closers, options.host), ws="none", lifespan="on", log_level="error",
         access_log=False, server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1))
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops, then raises the signal again, which changes nothing
+        signal.signal(number, server.handle_exit)  # and one that comes before uvicorn listens to signals is not lost
     bound.listen(128)  # before the next line is printed, so that clients can connect
     _announce(folder, f"http://{reachable(options.host)}:{port}/?token={token}", options)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops, then raises the signal again
-        signal.signal(number, lambda *_: None)
     server.run(sockets=[bound])
     return 0
 

@@ -161,6 +161,10 @@ def run(argv: list[str] | None) -> int:
     server = OrderlyServer(Config(
         app, http="h11", ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
         limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=5, timeout_graceful_shutdown=STOP_SECONDS))
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops, then raises the signal again, which changes nothing
+        signal.signal(number, server.handle_exit)  # and one that comes before uvicorn listens to signals is not lost
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the terminal has closed; ignored under nohup
+        signal.signal(signal.SIGHUP, server.handle_exit)
     bound.listen(1024)  # before the next line is printed, so that clients can connect
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {', '.join([m.name for m in models] + ['/score'] * bool(scorer))} at "
@@ -168,10 +172,6 @@ def run(argv: list[str] | None) -> int:
     if models:
         print(f"each model was tried, and its cache for {options.max_batch} answers at once made, in {took:.1f} s: the "
               "first request waits for neither", file=sys.stderr, flush=True)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops, then raises the signal again, which changes nothing
-        signal.signal(number, server.handle_exit)  # and one that comes before uvicorn listens to signals is not lost
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the terminal has closed; ignored under nohup
-        signal.signal(signal.SIGHUP, server.handle_exit)
     server.run(sockets=[bound])
     return 0
 
