@@ -38,7 +38,8 @@ def test_a_signal_right_behind_the_address_asks_the_server_to_stop(words, number
     try:
         for n in before:
             signal.signal(n, lambda *_: None)  # that a lost signal is a failure, not this process's end
-        code = main([*words, "--port", "0", *(["--model", save_tiny(tmp_path / "model")] if words[0] == "serve" else [])])
+        model = ["--model", save_tiny(tmp_path / "model")] if words[0] == "serve" else []
+        code = main([*words, "--port", "0", *model])
     finally:
         for n, handler in before.items():
             signal.signal(n, handler)
