@@ -28,6 +28,7 @@ from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
 from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles, Teacher
 from hybrid_rlhf.roles.sharing import ROLES, TRAINED, Layout, RolesConfig, Start, resolve
+from hybrid_rlhf.roles.spans import OwnTokens
 from hybrid_rlhf.roles.teacher import head_tensors
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders
@@ -40,7 +41,8 @@ POLICIES = ("actor", "ref", "teacher")  # the roles that are language models
 @dataclass(frozen=True)
 class Sources:
     """Where the roles' weights come from: run folders or models; None for a role that the run does not have.
-    reads_text: whether the reward model has another tokenizer or template than the actor, and reads text."""
+    reads_text: whether the reward model has another tokenizer or template than the actor, and reads text;
+    has_own_tokens: whether the teacher has other tokens than the actor."""
 
     actor: str
     reward: str | None
@@ -48,6 +50,7 @@ class Sources:
     critic: str | None
     reads_text: bool = False
     teacher: str | None = None
+    has_own_tokens: bool = False
 
 
 def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dict[str, Start]:
@@ -243,23 +246,25 @@ def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], config: On
 def build(config: OnPolicyConfig, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
           num_updates: Mapping[str, int], scale: Scale | None, reward_tokenizer=None,  # noqa: ANN001
           takes_head: bool = True, is_mixed: bool = False,
-          judge: LocalBackend | None = None) -> tuple[Roles, Reward | None]:
+          judge: LocalBackend | None = None, own_tokens: OwnTokens | None = None) -> tuple[Roles, Reward | None]:
     """The roles in their engines; actor and critic with an optimizer, dropout off everywhere.
 
     num_updates: of each trained role, over the run. scale: normalises scores, and the values of a critic with the
     reward model's head (None: neither). reward_tokenizer: the reward model's own, where it reads text. takes_head: as
     in on_policy.Method. is_mixed: whether the reward model's score is weighted, or one of several: a critic with its
     head, or another model's, is then rescaled by the first scores. judge: one that is to be computed on the actor's
-    base, and is attached to it.
+    base, and is attached to it. own_tokens: the teacher's, where they are not the student's.
     """
     engines: dict[str, HybridEngine] = {}
     head = starts["reward"].head if "reward" in starts else None
     check("reward" not in starts or load.has_score(head, config.model.trust_remote_code),
           f"roles.reward: {head} has no scalar head; a reward model is needed (--stage reward)")
     is_copy = head is not None and "critic" in starts and starts["critic"].head == head and not is_mixed
+    own = {"reward": reward_tokenizer} if reward_tokenizer is not None else {}
+    own |= {"teacher": own_tokens.teacher} if own_tokens else {}
     is_rescaled = "critic" in starts and starts["critic"].head is not None and not is_copy
     for group in layout.bases:
-        role_tokenizer = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
+        role_tokenizer = own.get(group[0], tokenizer)
         with explained(f"while loading the model of {' and '.join(group)}"):
             base = Backbone(group, config, starts, layout, role_tokenizer, judge if "actor" in group else None)
         if judge and "actor" in group:
@@ -267,7 +272,7 @@ def build(config: OnPolicyConfig, starts: dict[str, Start], layout: Layout, toke
         for role in group:
             if role in POLICIES:
                 tp = (config.roles.actor.tp or 1) if role == "actor" else 1
-                engine = builders.policy_engine(base.model, tokenizer, tp, base.turn(role))
+                engine = builders.policy_engine(base.model, role_tokenizer, tp, base.turn(role))
             else:
                 numbers = (scale.mean, scale.std) if role == "critic" and is_copy and scale else ()
                 engine = builders.scalar_engine(base.scalar(role), role_tokenizer, *numbers, adapter=base.turn(role))
@@ -279,5 +284,6 @@ def build(config: OnPolicyConfig, starts: dict[str, Start], layout: Layout, toke
                   Reference(engines["ref"], tokens["ref"]) if "ref" in engines else None,
                   Critic(engines["critic"], tokens["critic"], starts["critic"].head is None, is_rescaled)
                   if "critic" in engines else None,
-                  Teacher(engines["teacher"], tokens["teacher"]) if "teacher" in engines else None),
+                  Teacher(engines["teacher"], tokens["teacher"], own_tokens=own_tokens)
+                  if "teacher" in engines else None),
             Reward(engines["reward"], tokens["reward"]) if "reward" in engines else None)

@@ -342,10 +342,11 @@ def adapted_weights(model: ModelConfig) -> dict[str, str]:
 
 
 def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Sequence[Reads],
-                     tokenizer: str | None = None, *, trust_remote_code: bool = False) -> None:
-    """UserError unless each of the student's tokens is the same for the teacher, which reads ids. Tokenization, padding
-    of the vocabulary and tokens that only the teacher has do not matter; a line is printed for another chat template,
-    and for another end of an answer.
+                     tokenizer: str | None = None, *, trust_remote_code: bool = False,
+                     may_differ: bool = False) -> bool:
+    """Whether each of the student's tokens is the same for the teacher; UserError if not, unless it may_differ. Merges,
+    padding of the vocabulary and tokens that only the teacher has do not matter; a line is printed for another chat
+    template, and for another end of an answer.
 
     tokenizer: the student's, where it is not its model's own.
     """
@@ -357,9 +358,11 @@ def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Se
     unlike = sorted((number, text) for text, number in ours.get_vocab().items() if known.get(number) != text)
     if unlike:
         number, text = unlike[0]
-        raise UserError(f"{student} and the teacher {teacher} have different tokenizers: token {number} is {text!r} to "
-                        f"the student and {known.get(number, 'nothing')!r} to the teacher ({len(unlike)} such); a "
-                        "teacher must have the student's tokens")
+        check(may_differ, f"{student} and the teacher {teacher} have different tokenizers: token {number} is {text!r} "
+                          f"to the student and {known.get(number, 'nothing')!r} to the teacher ({len(unlike)} such); "
+                          "take a teacher with the student's tokens, or --stage distill with --distill.divergence "
+                          "policy_gradient, which compares spans of text")
+        return False
     if ours.chat_template != other.chat_template and ours.chat_template:
         print_main(f"the teacher {teacher} has another chat template; it reads what the student's template writes")
     stops = stop_ids(SimpleNamespace(generation_config=load.read_generation(model_folder(student))), ours)
@@ -369,6 +372,7 @@ def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Se
         print_main(f"the teacher {teacher} ends its answers with {named}, which ends none of the student's: it would "
                    "learn to write that and go on; name it too in eos_token_id of the student's generation_config.json "
                    f"({student})")
+    return True
 
 
 def score_statistics_of(reward: str) -> dict[str, float]:

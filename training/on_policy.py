@@ -10,6 +10,7 @@ from typing import NamedTuple
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.distributed import main_first, print_main
+from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.loader import Loader
@@ -21,14 +22,17 @@ from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.tokenizer import Tokenizer, load_tokenizer
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.mixture import Scale
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.roles.sharing import TRAINED, Layout, Start
+from hybrid_rlhf.roles.spans import OwnTokens
 from hybrid_rlhf.roles.teacher import SELF, WHOLE_HEAD, TeacherPrompt, check_top_k
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import Leaving, Trainer, fit, on_record
+from hybrid_rlhf.trainers.distillation import POLICY_GRADIENT
 from hybrid_rlhf.training import (
     announce,
     builders,
@@ -122,7 +126,7 @@ def find_sources(config: OnPolicyConfig) -> Sources:
         actor, reward, config.data, method.reads, tokenizer, trust_remote_code=trusts)
     sources = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
                       (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
-                      if method.needs_critic else None, bool(reads_text), _find_teacher(config, actor))
+                      if method.needs_critic else None, bool(reads_text), *_find_teacher(config, actor))
     for other in dict.fromkeys((sources.ref, sources.critic)):  # both of them read the actor's token ids
         if other not in (actor, reward, None):
             builders.check_pair(actor, other, config.data, method.reads, tokenizer, trust_remote_code=trusts)
@@ -132,10 +136,11 @@ def find_sources(config: OnPolicyConfig) -> Sources:
     return sources
 
 
-def _find_teacher(config: OnPolicyConfig, actor: str) -> str | None:
-    """The teacher's run or model; UserError where there is none, or it has other tokens than the actor."""
+def _find_teacher(config: OnPolicyConfig, actor: str) -> tuple[str | None, bool]:
+    """The teacher's run or model, and whether it has other tokens than the actor; UserError where there is none, or the
+    method cannot compare these."""
     if not config.method.needs_teacher:
-        return None
+        return None, False
     path, prompt = config.roles.teacher.model_name_or_path, config.distill.teacher_prompt
     check(path != SELF or prompt is not None,
           f"roles.teacher.model_name_or_path is {SELF}, which knows what the student knows; give distill.teacher_prompt"
@@ -148,24 +153,31 @@ def _find_teacher(config: OnPolicyConfig, actor: str) -> str | None:
                             f"{path}; choose {SELF}")
         # the student's update would apply its own head to the teacher's states
         check(bool(config.model.lora.r), "distill.teacher_ema averages an adapter; give model.lora.r (such as 16)")
-        return None
+        return None, False
     if path == SELF:
-        return actor
-    check(path is not None, "no teacher: give roles.teacher.model_name_or_path (a model or run with the student's "
-                            f"tokenizer, or {SELF})")
+        return actor, False
+    check(path is not None, f"no teacher: give roles.teacher.model_name_or_path (a model or run, or {SELF})")
     path = builders.parent_run(path, config.output_dir, "sft", "roles.teacher.model_name_or_path")
-    builders.check_vocabulary(actor, path, config.data, (config.method.reads, *config.method.also_reads),
-                              config.model.tokenizer_name_or_path,
-                              trust_remote_code=config.model.trust_remote_code)
+    has_own_tokens = not builders.check_vocabulary(
+        actor, path, config.data, (config.method.reads, *config.method.also_reads), config.model.tokenizer_name_or_path,
+        trust_remote_code=config.model.trust_remote_code, may_differ=config.distill.divergence == POLICY_GRADIENT)
+    if has_own_tokens:
+        what = f"roles.teacher: {path} has other tokens than the student"
+        check(not config.method.sampling.is_truncated,
+              f"{what}, so it cannot say what top_k, top_p or min_p of {config.method.section}.sampling leave of its "
+              "own; leave these out")
+        check(not config.environment.is_given, f"{what}, and an environment writes the prompts; leave one of them out")
     teacher = load.configuration(replace(config.model, preset=None, model_name_or_path=builders.model_folder(path)))
     check_top_k(config.distill.top_k, teacher.get_text_config().vocab_size)
-    return path
+    return path, has_own_tokens
 
 
-def teacher_prompt(config: OnPolicyConfig, tokenizer) -> TeacherPrompt | None:  # noqa: ANN001
+def teacher_prompt(config: OnPolicyConfig, tokenizer, own: OwnTokens | None = None) -> TeacherPrompt | None:  # noqa: ANN001
     """What the method's teacher reads in the place of the student's prompts; None: the same."""
     template = config.distill.teacher_prompt if hasattr(config, "distill") else None
-    return TeacherPrompt(template, tokenizer, config.data.raw) if template is not None else None
+    if template is None and own is None:
+        return None
+    return TeacherPrompt(template, own.teacher if own else tokenizer, config.data.raw)
 
 
 def actor_model(config: OnPolicyConfig, sources: Sources) -> ModelConfig:
@@ -270,7 +282,8 @@ def open_run(config: OnPolicyConfig) -> RunContext:
     extra = {"environments": None} if environments and not config.environment.isolate else {}
     reward_sources.check_columns(others, {**data.train[0], **extra}, bool(environments))
     reward_sources.leave_unread(data.report, others, environments)
-    told = teacher_prompt(config, tokenizer)
+    own = _open_own_tokens(config, sources, tokenizer)
+    told = teacher_prompt(config, tokenizer, own)
     if told is not None:
         _check_columns(told, data)
         asked = replace(model, model_name_or_path=builders.model_folder(sources.teacher or sources.actor))
@@ -286,7 +299,7 @@ def open_run(config: OnPolicyConfig) -> RunContext:
     with activity.slow("loading the models"):
         roles, reward = build(config, starts, layout, tokenizer, num_updates, scale, reader,
                               method.takes_head, is_mixed=bool(others or config.reward.weights),
-                              judge=reward_sources.judge_on_base(others))
+                              judge=reward_sources.judge_on_base(others), own_tokens=own)
     if roles.teacher:
         roles.teacher.prompt = told
     roles.actor.episodes = player
@@ -369,6 +382,20 @@ def _open_reader(config: OnPolicyConfig, sources: Sources):  # noqa: ANN202 - a 
                "text" + (f"; the critic starts from {sources.critic}" if sources.critic else ""))
     model = replace(config.model, model_name_or_path=builders.model_folder(sources.reward), tokenizer_name_or_path=None)
     return builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
+
+
+def _open_own_tokens(config: OnPolicyConfig, sources: Sources, student: Tokenizer) -> OwnTokens | None:
+    """The tokenizer of a teacher that has other tokens than the student (a line says so), with its own template."""
+    if not sources.has_own_tokens:
+        return None
+    path = present(sources.teacher, "teacher")
+    own = load_tokenizer(builders.model_folder(path), config.model.trust_remote_code)
+    check(bool(own.chat_template) or not datasets.is_conversational(config.data, config.method.reads),
+          f"roles.teacher: {path} has no chat template for prompts that are messages; choose another teacher, or give "
+          "prompts as text")
+    print_main(f"the teacher {path} has other tokens than the student: it reads prompts and responses as text, and "
+               "spans of text that end with a token of both are compared")
+    return OwnTokens(own, student, config.data.raw)
 
 
 def _score_scale(config: OnPolicyConfig, sources: Sources) -> Scale | None:

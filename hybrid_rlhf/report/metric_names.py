@@ -84,6 +84,7 @@ MEANINGS: dict[str, str] = {
     "distill/divergence": "divergence from the teacher, in nats per token of the samples, mean",
     "distill/data_divergence": "the same on the tokens of demonstrations",
     "distill/teacher_kl": "nats per token by which the student finds its samples likelier than the teacher does, mean",
+    "distill/uncompared": "share of the tokens in no span of text that ends with a token of both, which learn nothing",
     "distill/teacher_mass_outside": "probability that the teacher gives to words outside its distill.top_k, mean",
     "refill/rounds": "rounds of sampling until enough prompts had spread",
     "refill/filled": "share of the wanted prompts that were found",

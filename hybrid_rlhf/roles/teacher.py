@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_rlhf.algorithms.divergence import Divergence, TeacherTargets
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
-from hybrid_rlhf.core.errors import UserError, check
+from hybrid_rlhf.core.errors import UserError, check, present
 from hybrid_rlhf.core.tensors import SequenceBatch, predicted
 from hybrid_rlhf.data.chat import Text, as_turn, encode_prompt
 from hybrid_rlhf.engine import HybridEngine
@@ -23,6 +23,7 @@ from hybrid_rlhf.models.load import max_positions
 from hybrid_rlhf.models.tokenizer import Tokenizer
 from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.roles.scoring import per_action, score
+from hybrid_rlhf.roles.spans import OwnTokens
 from hybrid_rlhf.rollout import Rollout
 
 SELF = "self"  # in the place of a teacher's model: that which the student starts from
@@ -40,10 +41,11 @@ class TeacherPrompt:
 
     template: jinja over the row's columns and: prompt (the message), response, score (None: it has none), feedback (the
     judge's remark), best and best_score (another response to the same prompt, that of the highest score; best is empty
-    and best_score None where no other has one). raw: data.raw.
+    and best_score None where no other has one); None: the message itself, in the tokens of a teacher that has its own.
+    raw: data.raw.
     """
 
-    template: str
+    template: str | None
     tokenizer: Tokenizer
     raw: bool = False
 
@@ -55,6 +57,8 @@ class TeacherPrompt:
         """All that the template reads."""
         from jinja2 import TemplateSyntaxError, meta
 
+        if self.template is None:
+            return set()
         try:
             return meta.find_undeclared_variables(_sandbox().parse(self.template))
         except TemplateSyntaxError as error:
@@ -64,10 +68,24 @@ class TeacherPrompt:
         """UserError for rows of the data (prompt or text, images, columns) that show images and, where the template
         reads nothing of the response, for one that it cannot be rendered for and for a longest text that exceeds
         `limit` positions with num_new tokens behind it: before a step asks for it."""
-        _refuse_images(row.get("images") for row in rows)
+        self.refuse_images(row.get("images") for row in rows)
         if not self.names() & ({*_OURS} - {"prompt"}):
             longest = max((self._asked(row.get("prompt") or row["text"], row) for row in rows), key=_size)
-            _check_positions(len(self._encoded(longest)) + num_new, limit)
+            self.check_positions(len(self._encoded(longest)) + num_new, limit)
+
+    @property
+    def _option(self) -> str:
+        return "roles.teacher" if self.template is None else _TEMPLATE
+
+    def refuse_images(self, images: Iterable) -> None:
+        """UserError if any prompt has images."""
+        check(not any(images), f"{self._option}: a prompt has images, which the teacher's does not show; leave such "
+                               "rows out")
+
+    def check_positions(self, length: int, limit: int | None) -> None:
+        """UserError if the teacher has fewer positions than a prompt and a response take."""
+        check(limit is None or length <= limit, f"{self._option}: a prompt of the teacher's and a response are "
+                                                f"{length} tokens, more than its {limit} positions; say less")
 
     def of(self, rollout: Rollout) -> Rollout:
         """The rollout with the teacher's prompts before the same responses, so that its actions stay where they are."""
@@ -88,6 +106,8 @@ class TeacherPrompt:
         return encode_prompt(self.tokenizer, as_turn(self.tokenizer, prompt, self.raw))
 
     def _asked(self, prompt: Text, values: dict[str, Any]) -> Text:
+        if self.template is None:
+            return prompt
         if isinstance(prompt, str):
             return self._rendered(values | {"prompt": prompt})
         last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=-1)
@@ -99,21 +119,12 @@ class TeacherPrompt:
         from jinja2 import TemplateError
 
         try:
-            return _compiled(self.template).render(values)
+            return _compiled(present(self.template, "template")).render(values)
         except (TemplateError, TypeError, ArithmeticError) as error:
             raise UserError(f"{_TEMPLATE}: {' '.join(str(error).split())[:200]}; fix the template") from error
 
 
 _TEMPLATE = "distill.teacher_prompt"
-
-
-def _refuse_images(images: Iterable) -> None:
-    check(not any(images), f"{_TEMPLATE}: a prompt has images, which it does not show; leave such rows out")
-
-
-def _check_positions(length: int, limit: int | None) -> None:
-    check(limit is None or length <= limit, f"{_TEMPLATE}: a prompt of the teacher's and a response are {length} "
-                                            f"tokens, more than its {limit} positions; say less")
 
 
 def _size(prompt: Text) -> int:
@@ -150,7 +161,8 @@ def _best_others(rollout: Rollout) -> list[int | None]:
 class Teacher:
     """The policy that the actor learns from. It is evaluated before the update, and never trained.
 
-    prompt: what it reads in the place of the student's prompts (None: the same).
+    prompt: what it reads in the place of the student's prompts (None: the same). own_tokens: its tokenizer, where its
+    tokens are not the student's (None: they are); it has a prompt then, and only `log_ratios` can be asked of it.
 
     The logits of a whole batch are never stored: the hidden state of each loss token is, and the actor's update applies
     the teacher's head to a chunk of them at a time. So the head's weights have to stay on the device.
@@ -159,6 +171,7 @@ class Teacher:
     engine: HybridEngine[PolicyModule]
     max_tokens: int = 8192
     prompt: TeacherPrompt | None = None
+    own_tokens: OwnTokens | None = None
 
     def __post_init__(self) -> None:
         if self.engine.training is None:  # else it is the actor's own, under the average of its weights
@@ -169,10 +182,10 @@ class Teacher:
         its positions, and for a prompt with images."""
         if self.prompt is None:
             return rollout
-        _refuse_images(rollout.prompts.images)
+        self.prompt.refuse_images(rollout.prompts.images)
         rollout = self.prompt.of(rollout)
         longest = max(map(len, rollout.prompts.ids), default=0) + rollout.response_mask.shape[1]
-        _check_positions(longest, max_positions(self._model))
+        self.prompt.check_positions(longest, max_positions(self._model))
         return rollout
 
     @property
@@ -216,6 +229,28 @@ class Teacher:
         targets = (TeacherTargets(kind, columns[0], ids=columns[1]) if top_k else
                    TeacherTargets(kind, columns[0], head=own_head(module.model)))
         return targets, columns[-1]
+
+    @torch.no_grad()
+    def log_ratios(self, rollout: Rollout) -> tuple[Tensor, Tensor, int]:
+        """log(teacher / student) of the sampled tokens, at the rollout's temperature, (B, R) fp32 twice: at each action
+        that of its span, and once for each span, at its last action; and the number of actions that are in no span.
+
+        A span is a token or, where the teacher has tokens of its own, the least piece of text that ends with a token of
+        both (roles/spans.py). Where the rollout has candidate tokens, both are normalised over them.
+        """
+        if self.own_tokens is None:
+            ratios = (self.logprobs(rollout) - rollout.logprobs).masked_fill(~rollout.action_mask, 0)
+            return ratios, ratios, 0
+        read, spans = self.own_tokens.read(rollout)
+        theirs = self.logprobs(read)
+        at_each, at_ends = (torch.zeros(rollout.action_mask.shape) for _ in range(2))
+        is_in_one = torch.zeros_like(rollout.action_mask)
+        for i, row in enumerate(spans):
+            for span in row:
+                ratio = theirs[i, span.teacher].sum() - rollout.logprobs[i, span.student].sum()
+                at_each[i, span.student] = at_ends[i, span.student.stop - 1] = ratio
+                is_in_one[i, span.student] = True
+        return at_each, at_ends, int((rollout.action_mask & ~is_in_one).sum())
 
     def logprobs(self, rollout: Rollout) -> Tensor:
         """(B, R) log-probabilities of the sampled tokens, at the rollout's temperature, normalised over the candidate

@@ -68,8 +68,8 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
                 rollout.ref_logprobs = roles.ref.logprobs(rollout)  # (B, R)
         with peak("reward/score"):
             rollout.scores = _scores(source, rollout)  # (B,)
-        rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has set its parts
     if not (isinstance(source, Mixture) and not source.parts):  # distillation may have no source, and none skips then
+        rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has set its parts
         _warn_skipped(rollout.scores, roles.actor.engine)
     if isinstance(source, Reporting):
         source.report(metrics)

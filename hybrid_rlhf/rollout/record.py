@@ -345,7 +345,8 @@ class Rollout:
         metrics.add_spread("completions/min_terminated_length", ended, "min")
         metrics.add_spread("completions/max_terminated_length", ended, "max")
         metrics.add("completions/clipped_ratio", (~self.has_eos).float().mean(), size)
-        metrics.add("completions/unscored_ratio", 1 - len(scored) / max(size, 1), size)
+        if self.source_scores:
+            metrics.add("completions/unscored_ratio", 1 - len(scored) / max(size, 1), size)
         if self.completions:
             metrics.add("completions/empty_ratio", sum(not text.strip() for text in self.completions) / size, size)
         self._add_variety(metrics)

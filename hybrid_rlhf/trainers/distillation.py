@@ -170,19 +170,19 @@ class DistillTrainer:
         activity.doing("asking the teacher")
         pad_id, mask = self.roles.actor.engine.pad_id, rollout.action_mask
         if self.kind is None:
-            logprobs = self.teacher.logprobs(rollout)  # (B, R)
-            rollout.advantages = (logprobs - rollout.logprobs).masked_fill(~mask, 0)
+            rollout.advantages, ratios, num_outside = self.teacher.log_ratios(rollout)  # (B, R)
+            distance = masked_mean(-ratios, mask)
+            metrics.add("distill/divergence", distance, mask.sum())
+            if self.teacher.own_tokens is not None:
+                metrics.add("distill/uncompared", num_outside / max(1, int(mask.sum())), mask.sum())
         else:
             rollout.teacher, rows = self.teacher.read(self.teacher.reads(rollout).sequences(pad_id), self.kind,
                                                       self.config.top_k, rollout.temperature)
-            logprobs = scatter(_joined(rows), mask)
+            distance = masked_mean(rollout.logprobs - scatter(_joined(rows), mask), mask)
             if rollout.teacher.ids is not None:
                 outside = _joined([1 - row.exp().sum(-1) for row in rollout.teacher.rows]).clamp(min=0)
                 metrics.add("distill/teacher_mass_outside", outside.mean(), len(outside))
-        distance = masked_mean(rollout.logprobs - logprobs, mask)
         metrics.add("distill/teacher_kl", distance, mask.sum())
-        if self.kind is None:
-            metrics.add("distill/divergence", distance, mask.sum())
 
     def loss(self, tokens: TokenScores, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
         """The loss of these rows as a share of the minibatch's, and its metrics."""

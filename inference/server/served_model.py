@@ -16,10 +16,10 @@ from hybrid_rlhf.core.image_files import MAX_PIXELS, ImageRef
 from hybrid_rlhf.data.chat import Rendered, SkipRow, compose_prompt, encode_first
 from hybrid_rlhf.data.row_images import Files, resolved, sources_in
 from hybrid_rlhf.inference.conversation import image_reader
-from hybrid_rlhf.inference.response_text import IncrementalDetokenizer
 from hybrid_rlhf.inference.sequence_scores import TokenText
 from hybrid_rlhf.inference.server.protocol import ApiError, GenerationRequest
 from hybrid_rlhf.inference.server.worker import ModelQueue
+from hybrid_rlhf.models.detokenizer import IncrementalDetokenizer
 from hybrid_rlhf.models.template_kwargs import KWARGS, split_kwargs
 from hybrid_rlhf.models.tool_calls import check_tools
 

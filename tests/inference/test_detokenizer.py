@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_rlhf.inference.response_text import IncrementalDetokenizer
+from hybrid_rlhf.models.detokenizer import IncrementalDetokenizer
 from tests.factories.tiny import tiny_tokenizer
 
 

@@ -15,13 +15,14 @@ from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.rewards.functions import FunctionSource
 from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.roles import Actor, Roles, Teacher
+from hybrid_rlhf.roles.spans import OwnTokens
 from hybrid_rlhf.roles.teacher import TeacherPrompt
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.run.loop import last_rollout
 from hybrid_rlhf.trainers.distillation import DistillConfig, DistillTrainer
 from hybrid_rlhf.trainers.ppo import PPOTrainer
 from hybrid_rlhf.trainers.ppo_config import DistillTerm
-from tests.factories.tiny import chatml_tokenizer, tiny_tokenizer
+from tests.factories.tiny import chatml_tokenizer, other_tokenizer, tiny_tokenizer
 from tests.factories.trainers import (
     CLOCKED,
     GROUPED,
@@ -105,6 +106,28 @@ def test_a_step_on_samples_is_the_mean_over_their_tokens_by_hand(way):
     assert_trained_on(metrics, twin, losses, found)
     if way == "policy_gradient":  # at a ratio of 1 the loss is what the tokens cost: its sign is that of the gradient
         assert metrics["policy/loss"] == pytest.approx(metrics["distill/divergence"], rel=1e-3)
+
+
+def test_each_token_of_a_span_that_a_teacher_of_other_tokens_shares_costs_what_the_span_does_by_hand():
+    own = other_tokenizer()
+    trainer = distiller(divergence="policy_gradient", teacher=policy(7, vocab_size=len(own), **WIDE))
+    trainer.teacher.prompt, trainer.teacher.own_tokens = TeacherPrompt(None, own), OwnTokens(own, tiny_tokenizer())
+    twin = copy.deepcopy(trainer.roles.actor.engine.model)
+    metrics = trainer.step(PROMPTS).compute()
+    rollout, losses = trainer.sampler.last_rollout, []
+    _, spans = trainer.teacher.own_tokens.read(rollout)
+    at_each, at_ends, num_outside = trainer.teacher.log_ratios(rollout)  # tests/roles/test_spans.py
+    assert any(span.student.stop - span.student.start > 1 for row in spans for span in row)
+    for row in range(len(rollout)):
+        student, answer = plain_logits(twin, rollout, row)
+        logprobs = student.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+        losses.append(-at_each[row][rollout.action_mask[row]] * logprobs)
+    count = int(rollout.action_mask.sum())
+    torch.cat(losses).mean().backward()
+    norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["distill/divergence"] == pytest.approx(-float(at_ends.sum()) / count, rel=1e-4)
+    assert metrics["distill/uncompared"] == pytest.approx(num_outside / count)
 
 
 def test_a_policy_gradient_of_truncated_samples_is_that_of_the_policy_that_drew_them_by_hand():

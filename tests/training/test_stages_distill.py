@@ -15,13 +15,14 @@ from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.models.quantize import quantized_layers
+from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.trainers.distillation import DistillTrainer
 from hybrid_rlhf.training import builders
 from hybrid_rlhf.training.registry import READS
 from tests.factories.counting import killed_at
 from tests.factories.distill_stage import distill_place, lines, refused, steps, words
 from tests.factories.stage_options import COMMON, WORDS, used
-from tests.factories.tiny import save_tiny
+from tests.factories.tiny import chatml_tokenizer, other_tokenizer, save_tiny, tiny_causal_lm
 
 LORA = ["--model.lora.r", "4"]
 REPORTED = {"distill/divergence", "distill/teacher_kl", "entropy", "completions/mean_length", "grad_norm",
@@ -44,6 +45,7 @@ def test_the_stage_trains_reports_and_leaves_a_model_that_loads(place, built, ca
     assert built[0].critic is None and built[0].ref is None and built[0].teacher is not None
     assert len(steps(out)) == 2 and all(row.keys() >= REPORTED for row in steps(out)), rows[0].keys()
     assert not any(name.startswith(("reward", "objective", "eval/reward", "kl")) for row in rows for name in row)
+    assert not any("unscored" in name for row in rows for name in row)  # else an alarm would ask for a source
     assert {"eval/distill/divergence", "eval/distill/teacher_kl", "eval/completions/mean_length"} <= rows[-1].keys()
     record = json.loads((out / "run.json").read_text())
     assert (record["stage"], record["status"]) == ("distill", "finished")
@@ -262,6 +264,74 @@ def test_a_teacher_of_another_tokenizer_is_refused(place, capfd, tmp_path) -> No
     for more in ([], ["--plan"]):
         said = refused(capfd, [*argv, *more])
         assert "have different tokenizers: token" in said and "(2 such)" in said
+
+
+@pytest.fixture(scope="module")
+def foreign(place) -> str:
+    """A teacher with tokens of its own that has learnt to say the word it is asked for."""
+    tokenizer = other_tokenizer()
+    tokenizer.chat_template = chatml_tokenizer().chat_template
+    tiny_causal_lm(5, vocab_size=len(tokenizer), hidden_size=48, eos_token_id=tokenizer.eos_token_id,
+                   pad_token_id=tokenizer.pad_token_id).save_pretrained(place / "foreign")
+    tokenizer.save_pretrained(place / "foreign")
+    return "foreign"
+
+
+AT_SPANS = ["--distill.divergence", "policy_gradient"]
+
+
+def test_a_teacher_of_other_tokens_scores_spans_of_the_students_text(place, foreign, built, capfd) -> None:
+    assert main(words(place, "spans", *AT_SPANS, teacher=foreign)) == 0
+    said = capfd.readouterr().err
+    assert f"the teacher {place}/{foreign} has other tokens than the student: it reads prompts and responses as" in said
+    teacher, tokenizer = built[0].teacher, other_tokenizer()
+    assert teacher.engine.pad_id == tokenizer.pad_token_id and teacher.prompt.tokenizer is teacher.own_tokens.teacher
+    asked = teacher.reads(Rollout.from_responses(Prompts([[1]], ["say cat"]), [[1]], [True], 0, [""])).prompts.ids
+    assert asked == [tokenizer("<|im_start|>user\nsay cat<|im_end|>\n<|im_start|>assistant\n")["input_ids"]]
+    assert all(0 <= row["distill/uncompared"] < 0.5 and row["distill/divergence"] > 0 for row in steps(place / "spans"))
+    told = ["--distill.teacher_prompt", "{{ prompt }} {{ response }}"]
+    assert main(words(place, "spans_told", *AT_SPANS, *told, teacher=foreign)) == 0
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    ([], "or --stage distill with --distill.divergence policy_gradient, which compares spans of text"),
+    ([*AT_SPANS, "--distill.sampling.top_p", "0.9"], "top_k, top_p or min_p of distill.sampling"),
+    ([*AT_SPANS, "--data.sources=[{path: PLACE/turns.jsonl, stages: [distill]}]"], "has no chat template for prompts"),
+])
+def test_what_a_teacher_of_other_tokens_cannot_be_asked_is_refused(place, foreign, built, capfd, more, message):
+    (place / "turns.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "say cat"}]}) + "\n")
+    shutil.copytree(place / foreign, place / "bare", dirs_exist_ok=True)
+    (place / "bare" / "chat_template.jinja").unlink(missing_ok=True)
+    more = [each.replace("PLACE", str(place)) for each in more]
+    assert message in refused(capfd, words(place, "no", *more, teacher="bare"))
+    assert not built
+
+
+@pytest.mark.slow
+def test_a_student_comes_near_a_teacher_of_other_tokens(place, foreign) -> None:
+    """The teacher says the word, the student any of five and that one more often. Wanted: it says that one."""
+    some = WORDS[:5]
+    right = [{"prompt": f"say {word}", "completion": word} for word in some]
+    mixed = [{"prompt": f"say {word}", "completion": other} for word in some for other in some] + right * 5
+    asked = [{"prompt": row["prompt"], "word": row["completion"]} for row in right]
+    for name, rows in (("right", right), ("mixed", mixed), ("asked", asked)):
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "hit.py").write_text("def hit(completions, word, **_):\n"
+                                  "    return [float(c.strip() == w) for c, w in zip(completions, word)]\n")
+    for base, out, data, count in ((foreign, "says", "right", "200"), ("base", "mixes", "mixed", "150")):
+        assert main(["--stage", "sft", "--output_dir", f"{place}/{out}", *used("sft", COMMON), "--data.eval_fraction",
+                     "0", "--model.model_name_or_path", f"{place}/{base}", f"--data.sources=[{place}/{data}.jsonl]",
+                     "--train.max_steps", count, "--train.learning_rate", "1e-2",
+                     "--train.per_device_train_batch_size", "16"]) == 0
+    assert main(words(place, "near", *AT_SPANS, "--model.model_name_or_path", f"{place}/mixes",
+                      f"--data.sources=[{place}/asked.jsonl]", "--data.eval_fraction", "0", "--reward.functions",
+                      f"[{place}/hit.py:hit]", "--train.max_steps", "40", "--roles.actor.learning_rate", "5e-3",
+                      "--distill.sampling.num_samples", "16", "--distill.sampling.max_new_tokens", "8",
+                      teacher="says")) == 0
+    first, last = ({name: sum(row[name] for row in rows) / 5 for name in ("reward", "distill/teacher_kl")}
+                   for found in [steps(place / "near")] for rows in (found[:5], found[-5:]))
+    assert first["reward"] < 0.6 and last["reward"] > first["reward"] + 0.15
+    assert last["distill/teacher_kl"] < 0.6 * first["distill/teacher_kl"]
 
 
 def test_another_template_of_the_same_tokens_is_told_and_a_padded_vocabulary_is_not(place, capfd, tmp_path) -> None:
