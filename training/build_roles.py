@@ -260,11 +260,11 @@ def build(config: OnPolicyConfig, starts: dict[str, Start], layout: Layout, toke
     check("reward" not in starts or load.has_score(head, config.model.trust_remote_code),
           f"roles.reward: {head} has no scalar head; a reward model is needed (--stage reward)")
     is_copy = head is not None and "critic" in starts and starts["critic"].head == head and not is_mixed
-    own = {"reward": reward_tokenizer} if reward_tokenizer is not None else {}
-    own |= {"teacher": own_tokens.teacher} if own_tokens else {}
+    readers = {"reward": reward_tokenizer} if reward_tokenizer is not None else {}
+    readers |= {"teacher": own_tokens.teacher} if own_tokens else {}
     is_rescaled = "critic" in starts and starts["critic"].head is not None and not is_copy
     for group in layout.bases:
-        role_tokenizer = own.get(group[0], tokenizer)
+        role_tokenizer = readers.get(group[0], tokenizer)
         with explained(f"while loading the model of {' and '.join(group)}"):
             base = Backbone(group, config, starts, layout, role_tokenizer, judge if "actor" in group else None)
         if judge and "actor" in group:

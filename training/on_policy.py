@@ -172,12 +172,12 @@ def _find_teacher(config: OnPolicyConfig, actor: str) -> tuple[str | None, bool]
     return path, has_own_tokens
 
 
-def teacher_prompt(config: OnPolicyConfig, tokenizer, own: OwnTokens | None = None) -> TeacherPrompt | None:  # noqa: ANN001
+def teacher_prompt(config: OnPolicyConfig, tokenizer, own_tokens: OwnTokens | None = None) -> TeacherPrompt | None:  # noqa: ANN001
     """What the method's teacher reads in the place of the student's prompts; None: the same."""
     template = config.distill.teacher_prompt if hasattr(config, "distill") else None
-    if template is None and own is None:
+    if template is None and own_tokens is None:
         return None
-    return TeacherPrompt(template, own.teacher if own else tokenizer, config.data.raw)
+    return TeacherPrompt(template, own_tokens.teacher if own_tokens else tokenizer, config.data.raw)
 
 
 def actor_model(config: OnPolicyConfig, sources: Sources) -> ModelConfig:
@@ -282,8 +282,8 @@ def open_run(config: OnPolicyConfig) -> RunContext:
     extra = {"environments": None} if environments and not config.environment.isolate else {}
     reward_sources.check_columns(others, {**data.train[0], **extra}, bool(environments))
     reward_sources.leave_unread(data.report, others, environments)
-    own = _open_own_tokens(config, sources, tokenizer)
-    told = teacher_prompt(config, tokenizer, own)
+    own_tokens = _open_own_tokens(config, sources, tokenizer)
+    told = teacher_prompt(config, tokenizer, own_tokens)
     if told is not None:
         _check_columns(told, data)
         asked = replace(model, model_name_or_path=builders.model_folder(sources.teacher or sources.actor))
@@ -299,7 +299,7 @@ def open_run(config: OnPolicyConfig) -> RunContext:
     with activity.slow("loading the models"):
         roles, reward = build(config, starts, layout, tokenizer, num_updates, scale, reader,
                               method.takes_head, is_mixed=bool(others or config.reward.weights),
-                              judge=reward_sources.judge_on_base(others), own_tokens=own)
+                              judge=reward_sources.judge_on_base(others), own_tokens=own_tokens)
     if roles.teacher:
         roles.teacher.prompt = told
     roles.actor.episodes = player
@@ -389,13 +389,13 @@ def _open_own_tokens(config: OnPolicyConfig, sources: Sources, student: Tokenize
     if not sources.has_own_tokens:
         return None
     path = present(sources.teacher, "teacher")
-    own = load_tokenizer(builders.model_folder(path), config.model.trust_remote_code)
-    check(bool(own.chat_template) or not datasets.is_conversational(config.data, config.method.reads),
+    reader = load_tokenizer(builders.model_folder(path), config.model.trust_remote_code)
+    check(bool(reader.chat_template) or not datasets.is_conversational(config.data, config.method.reads),
           f"roles.teacher: {path} has no chat template for prompts that are messages; choose another teacher, or give "
           "prompts as text")
     print_main(f"the teacher {path} has other tokens than the student: it reads prompts and responses as text, and "
                "spans of text that end with a token of both are compared")
-    return OwnTokens(own, student, config.data.raw)
+    return OwnTokens(reader, student, config.data.raw)
 
 
 def _score_scale(config: OnPolicyConfig, sources: Sources) -> Scale | None:

@@ -43,14 +43,14 @@ class OwnTokens:
         for i, length in enumerate(rollout.response_mask.sum(1).tolist()):
             ids, has_eos = rollout.response_ids[i, :length].tolist(), bool(rollout.has_eos[i])
             text, ours = text_and_ends(self.student, ids[:length - has_eos])
-            own = self.teacher(text, add_special_tokens=False)["input_ids"]
-            same, theirs = text_and_ends(self.teacher, own)
+            read_ids = self.teacher(text, add_special_tokens=False)["input_ids"]
+            same, theirs = text_and_ends(self.teacher, read_ids)
             end = self._end(rollout.prompts.given[i]) if has_eos else None
             row = spans_of(ours, theirs)
             if end is not None:
-                row.append(Span(slice(length - 1, length), slice(len(own), len(own) + 1)))
-                own = [*own, end]
-            responses.append(own or [self.teacher.pad_token_id])  # of an empty response nothing is compared
+                row.append(Span(slice(length - 1, length), slice(len(read_ids), len(read_ids) + 1)))
+                read_ids = [*read_ids, end]
+            responses.append(read_ids or [self.teacher.pad_token_id])  # of an empty response nothing is compared
             spans.append(row if same == text else [])
         read = Rollout.from_responses(rollout.prompts, responses, rollout.has_eos.tolist(), self.teacher.pad_token_id,
                                       rollout.completions, temperature=rollout.temperature)
