@@ -24,6 +24,8 @@ from hybrid_rlhf.inference.named_models import model_folder, named_models
 if TYPE_CHECKING:
     from types import FrameType
 
+    from hybrid_rlhf.inference.chat.repl import OpenLearner
+    from hybrid_rlhf.inference.conversation import Conversation
     from hybrid_rlhf.inference.server.app import Served
 
 KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
@@ -39,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--reward_model", type=expanded, metavar="DIR",
                        help="a reward model, whose scores POST /score gives")
     flags.add_argument("--reward_label", help="which label of a reward model with several is the score")
+    flags.add_argument("--learn", type=expanded, metavar="OUTPUT", help="the model learns from marks on its answers "
+                       "(POST /v1/marks), in the folder of a run, such as outputs/taught")
     flags.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     flags.add_argument("--port", type=int, default=8000, help="port, 0 for any that is free (%(default)s)")
     flags.add_argument("--api_key", default=os.environ.get(KEY_VARIABLE),
@@ -60,6 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parse_command(flags, argv)
     check(bool(options.model or options.reward_model), "serve: no model; give --model DIR, such as --model "
                                                        "outputs/demo/ppo/model, or --reward_model DIR")
+    check(options.learn is None or len(options.model) == 1, "serve: --learn: one model learns; give one --model")
     for name in ("max_batch", "max_context", "max_prompt_tokens", "max_new_tokens", "max_body_bytes",
                  "request_timeout"):
         value = getattr(options, name)
@@ -87,8 +92,9 @@ def bound_socket(command: str, host: str, port: int) -> socket.socket:
     return bound
 
 
-def open_model(name: str, path: str, options: argparse.Namespace) -> Served:
-    """Load one model. UserError for a folder without a causal language model; a note for one that cannot chat."""
+def open_model(name: str, path: str, options: argparse.Namespace, opened: Conversation | None = None) -> Served:
+    """Load one model (opened: is loaded). UserError for a folder without a causal language model; a note for one that
+    cannot chat."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig
     from hybrid_rlhf.inference.chat_models import announced, published_sampling
     from hybrid_rlhf.inference.conversation import open_conversation
@@ -97,7 +103,7 @@ def open_model(name: str, path: str, options: argparse.Namespace) -> Served:
     from hybrid_rlhf.models.backbone import towers
 
     path = str(model_folder(path))
-    opened = open_conversation(path, SamplingConfig(), needs_template=False)
+    opened = opened or open_conversation(path, SamplingConfig(), needs_template=False)
     if not opened.tokenizer.chat_template:
         print(f"note: {name} has no chat template: it serves /v1/completions, and no chat", file=sys.stderr)
     capacity = min(options.max_context, opened.max_positions or options.max_context)
@@ -114,8 +120,10 @@ def default_body_bytes(models: Sequence[Served]) -> int:
     return 20 * 2**20 if any(model.no_images is None for model in models) else 2**20
 
 
-def run(argv: list[str] | None) -> int:
+def run(argv: list[str] | None, open_learner: OpenLearner | None = None) -> int:
     options = parse(argv)
+    check(options.learn is None or open_learner is not None,
+          "--learn trains, and this server does not; start it by hybrid-rlhf serve, or python -m hybrid_rlhf serve")
     named = named_models(options.model)
     bound = bound_socket("serve", options.host, options.port)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -132,7 +140,10 @@ def run(argv: list[str] | None) -> int:
 
     judge = options.reward_model
     scorer = Scorer(str(model_folder(judge)), options.reward_label) if judge else None
-    models = [open_model(name, path, options) for name, path in named.items()]
+    opened, learner = None, None
+    if options.learn is not None and open_learner is not None:
+        opened, learner = open_learner(*named.values(), options.learn)
+    models = [open_model(name, path, options, opened) for name, path in named.items()]
     if scorer:
         scorer.open()
     worker = Worker([m.lane for m in models])
@@ -142,7 +153,8 @@ def run(argv: list[str] | None) -> int:
     took = time.perf_counter() - began
     limits = Limits(options.max_queue, options.max_new_tokens, options.max_prompt_tokens,
                     options.max_body_bytes or default_body_bytes(models), options.request_timeout)
-    app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
+    app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host),
+                   learner=learner)
 
     class OrderlyServer(UvicornServer):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -176,6 +188,7 @@ def run(argv: list[str] | None) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The entry point: returns the exit code (0 stopped by a signal, 2 the input is wrong, 130 interrupted early)."""
-    return exit_code(lambda: run(argv))
+def main(argv: list[str] | None = None, open_learner: OpenLearner | None = None) -> int:
+    """The entry point: returns the exit code (0 stopped by a signal, 2 the input is wrong, 130 interrupted early).
+    open_learner: for --learn, as in the chat."""
+    return exit_code(lambda: run(argv, open_learner))
