@@ -507,7 +507,7 @@ def test_what_cannot_be_learnt_is_said_below_the_answer_and_saving_names_the_run
     lesson(page, "Not learnt: this answer is mark 1 already, +; undo takes it back")
     assert button(page, "Good").get_attribute("aria-pressed") == "true"
     find(page, "#lessons-save").click()
-    until(page, lambda: find(page, "#lessons-about").text == "Saved, from 1 mark: taught-demo-sft")
+    until(page, lambda: texts(page, "#lessons-about") == ["Saved, from 1 mark: taught-demo-sft"])
     assert find(page, "#lessons-about a").get_attribute("href").endswith("#/run/taught-demo-sft")
     say(page, "Sure?")
     press(page, "Good")
