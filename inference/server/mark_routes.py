@@ -40,8 +40,8 @@ def add(app: FastAPI, learner: Learning, worker: Worker) -> None:
 
     @app.post("/v1/marks")
     async def mark(request: Request) -> JSONResponse:
-        given = read_mark(read_json(await request.body()))
-        return await done(lambda: learn(learner, given))
+        on_answer = read_mark(read_json(await request.body()))
+        return await done(lambda: learn(learner, on_answer))
 
     @app.post("/v1/marks/undo")
     async def undo(request: Request) -> JSONResponse:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hybrid_rlhf.inference.chat.repl import OpenLearner
     from hybrid_rlhf.inference.conversation import Conversation
     from hybrid_rlhf.inference.server.app import Served
+    from hybrid_rlhf.inference.teaching import Learning
 
 KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
 STOP_SECONDS = 3  # in which open answers may end after Ctrl-C, when someone waits
@@ -115,6 +116,17 @@ def open_model(name: str, path: str, options: argparse.Namespace, opened: Conver
     return served
 
 
+def open_models(named: dict[str, str], options: argparse.Namespace,
+                open_learner: OpenLearner | None) -> tuple[list[Served], Learning | None]:
+    """Load the models, and for --learn the learner of the one that there is."""
+    if options.learn is None:
+        return [open_model(name, path, options) for name, path in named.items()], None
+    check(open_learner is not None, "--learn trains, and this server does not; start it by hybrid-rlhf serve, or "
+                                    "python -m hybrid_rlhf serve")
+    opened, learner = open_learner(*named.values(), options.learn)
+    return [open_model(name, path, options, opened) for name, path in named.items()], learner
+
+
 def default_body_bytes(models: Sequence[Served]) -> int:
     """The largest request where no option says so: with room for images where a model reads them."""
     return 20 * 2**20 if any(model.no_images is None for model in models) else 2**20
@@ -122,8 +134,6 @@ def default_body_bytes(models: Sequence[Served]) -> int:
 
 def run(argv: list[str] | None, open_learner: OpenLearner | None = None) -> int:
     options = parse(argv)
-    check(options.learn is None or open_learner is not None,
-          "--learn trains, and this server does not; start it by hybrid-rlhf serve, or python -m hybrid_rlhf serve")
     named = named_models(options.model)
     bound = bound_socket("serve", options.host, options.port)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -138,12 +148,8 @@ def run(argv: list[str] | None, open_learner: OpenLearner | None = None) -> int:
     from hybrid_rlhf.inference.server.guard import MAX_CONNECTIONS
     from hybrid_rlhf.inference.server.worker import Worker
 
-    judge = options.reward_model
-    scorer = Scorer(str(model_folder(judge)), options.reward_label) if judge else None
-    opened, learner = None, None
-    if options.learn is not None and open_learner is not None:
-        opened, learner = open_learner(*named.values(), options.learn)
-    models = [open_model(name, path, options, opened) for name, path in named.items()]
+    scorer = Scorer(str(model_folder(options.reward_model)), options.reward_label) if options.reward_model else None
+    models, learner = open_models(named, options, open_learner)
     if scorer:
         scorer.open()
     worker = Worker([m.lane for m in models])

@@ -6,27 +6,28 @@ import {get, post} from "./server.js";
 
 const SIGNS = {"+": "Good", "-": "Bad", "=": "Said better", "1/2": "Better of two"};
 
-// The marks of the run that learns: {node, take(run), run(), isNew(), isBusy(), give, takeBack}. page: {turns, tell(text,
-// isFault), changed() when learning begins and ends, placed(turn) to show a turn anew}.
+// The marks of the run that learns: {node, take(run), run(), isNew(), isBusy(), give, takeBack}. page: {turns,
+// tell(text, isFault), changed() when learning begins and ends, placed(turn) to show a turn anew}.
 export function lessons(page) {
   let run = null, marks = null, isBusy = false; // marks: null until they are loaded
   const about = make("p", {id: "lessons-about", role: "status"});
-  const undo = button("Undo the last mark", takeBack, {id: "lessons-undo"});
+  const undo = button("Undo the last mark", () => takeBack(), {id: "lessons-undo"});
   const save = button("Save as a run", async () => {
     page.tell("Saving.");
     const line = await ask("/save");
     if (line === null) return;
     page.tell("");
-    about.replaceChildren(`Saved, from ${marks.length} ${marks.length === 1 ? "mark" : "marks"}: `,
-      make("a", {href: `#/run/${address(run)}`}, run));
+    about.replaceChildren(`Saved, from ${counted()}: `, make("a", {href: `#/run/${address(run)}`}, run));
   }, {id: "lessons-save"});
   const shown = make("div.lessons");
   const node = make("section.marks", {"aria-label": "Learning", hidden: true}, about,
     make("div.buttons", {}, undo, save), shown);
 
+  const counted = () => `${marks.length} ${marks.length === 1 ? "mark" : "marks"}`;
+
   function show(reply) {
     marks = reply.marks;
-    about.textContent = marks.length ? `Learnt in ${run}: ${marks.length}` : `Marks train ${run} at once. None yet.`;
+    about.textContent = marks.length ? `${counted()} learnt in ${run}` : `Marks train ${run} at once. None yet.`;
     shown.replaceChildren(list(marks.map(({sign, question, answer}) =>
       [make("strong", {}, SIGNS[sign]), ` ${question} `, make("span.quiet", {}, answer)]), "ol"));
     update();
@@ -61,17 +62,18 @@ export function lessons(page) {
     if (line === null) return false;
     answer.lesson = {run, number: marks.length, line, before: {text, original, thumb, lesson}};
     showLesson(answer);
+    answer.node.lastChild.scrollIntoView({block: "nearest"});
     for (const hint of document.querySelectorAll(".judge .hint")) hint.remove();
     return true;
   }
 
   // Take the last mark back, if it is that on `answer` where one is given.
-  async function takeBack({lesson} = {}) {
+  async function takeBack(answer) {
     const number = marks.length, isLast = ({lesson}) => lesson?.run === run && lesson.number === number;
-    if (lesson && !isLast({lesson})) return page.tell("Only the last mark can be taken back.", true), false;
+    if (answer && !isLast(answer)) return page.tell("Only the last mark can be taken back.", true), false;
     const line = await ask("/undo", {number});
     if (line === null) return false;
-    page.tell(`Taken back: ${line}.`);
+    page.tell(line);
     for (const turn of page.turns) {
       for (const answer of turn.answers.filter(isLast)) {
         Object.assign(answer, answer.lesson.before);

@@ -7,8 +7,8 @@ import {get, post} from "./server.js";
 
 let name = "marks"; // of the files; stays while the studio's page is open
 
-// The line that counts the marks, and links to a training on them: {node, load, marked, tell, lessons}. model(): the run that is
-// talked to; tell(text, isFault): shows whether a mark was kept; lessons: of a model that learns from the marks.
+// The line that counts the marks, and links to a training on them: {node, load, marked, tell, lessons}. model(): the
+// run that is talked to; tell(text, isFault): shows whether a mark was kept; lessons: of a model that learns.
 export function tally(model, tell, lessons) {
   const input = make("input", {id: "marks-name", value: name, maxlength: "80", onchange: () => {
     name = input.value.trim() || "marks";
@@ -37,8 +37,8 @@ export function tally(model, tell, lessons) {
   return {node, load, marked, tell, lessons};
 }
 
-// Send one mark on `answer`; returns whether it was kept, and shows why where the server refuses it. A model that learns
-// gets it at once, and its run keeps it.
+// Send one mark on `answer`; returns whether it was kept, and shows why where the server refuses it. A model that
+// learns gets it at once, and its run keeps it.
 async function keep(mark, marks, answer) {
   if (marks.lessons.run()) {
     return mark.is_good === null ? marks.lessons.takeBack(answer) : marks.lessons.give(mark, answer);

@@ -167,7 +167,8 @@ function chooser(take, wanted) {
     third.parentNode.hidden = !second.value;
     if (!second.value) third.value = "";
     taught.parentNode.hidden = !learn.checked;
-    const name = first.value.replaceAll("/", "-") || view.other.value.trim().split("/").filter(Boolean).at(-1) || "model";
+    const typed = view.other.value.split("/").filter(Boolean).at(-1)?.trim();
+    const name = first.value.replaceAll("/", "-") || typed || "model";
     const fresh = runs.some(({id, stage}) => id === first.value && stage === "chat") ? first.value
       : `taught-${name.replace(/[^A-Za-z0-9._-]/g, "-")}`;
     if (["", suggested].includes(taught.value)) taught.value = fresh;

@@ -106,4 +106,4 @@ def test_without_a_learner_there_are_no_marks_and_one_model_learns(folder):
     with pytest.raises(serve.UserError, match="one model learns"):
         serve.parse(["--model", "a", "b", "--learn", "out"])
     with pytest.raises(serve.UserError, match="start it by hybrid-rlhf serve"):
-        serve.run(["--model", folder, "--learn", "out"])
+        serve.run(["--model", folder, "--learn", "out", "--port", "0"])
