@@ -18,25 +18,25 @@ from hybrid_rlhf.inference.teaching import Learning, learn
 def add(app: FastAPI, learner: Learning, worker: Worker) -> None:
     """All answers are {"marks": [{"kind", "sign", "question", "answer"}], "line": what changed, or ""}."""
 
-    async def done(function: Callable[[], str]) -> JSONResponse:
+    async def done(function: Callable[[], str], call: Callable = worker.call_outside) -> JSONResponse:
         def explain() -> dict:
             with explained("while learning", "the marks before it are kept; say less, or take a smaller model"):
                 return told(function())
 
         try:
-            return JSONResponse(await asyncio.wrap_future(worker.call_outside(explain)))
+            return JSONResponse(await asyncio.wrap_future(call(explain)))
         except UserError as error:
             raise ApiError(400, str(error)) from None
         except Stopping as error:
             raise ApiError(503, f"{error}; the marks so far are kept", retry_after=30) from None
 
-    def told(line: str = "") -> dict:
+    def told(line: str) -> dict:
         return {"line": line, "marks": [{"kind": mark.kind, "sign": mark.sign, "question": mark.prompt[-1]["content"],
                                          "answer": mark.answer} for mark in learner.marks]}
 
     @app.get("/v1/marks")
     async def listed() -> JSONResponse:
-        return JSONResponse(told())
+        return await done(str, worker.call)  # behind a mark that is being learnt
 
     @app.post("/v1/marks")
     async def mark(request: Request) -> JSONResponse:
