@@ -25,7 +25,7 @@ SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # options of 
 COMMANDS = {"chat": "hybrid_rlhf.commands.learning_chat", "doctor": "hybrid_rlhf.commands.doctor",
             "qualify": "hybrid_rlhf.commands.qualify", "init": "hybrid_rlhf.commands.init",
             "export": "hybrid_rlhf.commands.export", "label": "hybrid_rlhf.commands.label",
-            "serve": "hybrid_rlhf.inference.server.serve", "studio": "hybrid_rlhf.studio.command",
+            "serve": "hybrid_rlhf.commands.learning_server", "studio": "hybrid_rlhf.studio.command",
             "replay": "hybrid_rlhf.commands.replay"}
 
 USAGE = """usage: {prog} demo

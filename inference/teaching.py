@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FIRST = ("it learns from what you say of its answers:\n"
          "  + good    - bad    = TEXT  what you would have said    /two  a second answer, to choose between\n"
          "  /undo takes the last mark back, /save leaves the trained model, /help lists the rest")
+TEXT_ALONE = "marks are learnt on text alone, without pictures and tools; start without them"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,14 @@ class Learning(Protocol):
         ...
 
 
+def learn(learner: Learning, mark: Mark) -> str:
+    """Let it learn a mark that it does not have yet; returns the line of what changed."""
+    for number, old in enumerate(learner.marks, 1):
+        way = "undo takes it back" if number == len(learner.marks) else "only the last mark can be taken back"
+        check(replace(old, is_good=mark.is_good) != mark, f"this answer is mark {number} already, {old.sign}; {way}")
+    return learner.learn(mark).line()
+
+
 @dataclass
 class Teaching:
     """The commands of a chat whose model learns; each is a function of (session, rest of the line)."""
@@ -90,16 +99,11 @@ class Teaching:
 
     def told(self, session: Session, mark: Mark) -> Effect:
         """Let the model learn a mark that it does not have yet."""
-        marks = self.learner.marks
-        for number, old in enumerate(marks, 1):
-            way = "/undo takes it back" if number == len(marks) else "only the last mark can be taken back"
-            check(replace(old, is_good=mark.is_good) != mark,
-                  f"this answer is mark {number} already, {old.sign}; {way}")
         with activity.slow("learning"):
-            change = self.learner.learn(mark)
+            line = learn(self.learner, mark)
         session.choice = None
         is_cut = session.model.was_cut and mark.kind != "text"
-        return Effect(change.line() + "\n(an answer that was cut is learnt as one that ends there)" * is_cut)
+        return Effect(line + "\n(an answer that was cut is learnt as one that ends there)" * is_cut)
 
     def thumb(self, session: Session, is_good: bool) -> Effect:
         prompt, answer = _marked(session)
@@ -179,8 +183,7 @@ def _marked(session: Session) -> tuple[list[dict], str]:
     messages = session.model.messages
     check(bool(messages) and messages[-1]["role"] == "assistant", "there is no answer to mark; ask something first")
     has_tools = session.model.tools or any(m.get("tool_calls") or m["role"] == "tool" for m in messages)  # of /load
-    check(not has_tools and not sources_in(messages),
-          "marks are learnt on text alone, without pictures and tools; start without them")
+    check(not has_tools and not sources_in(messages), TEXT_ALONE)
     return [dict(message) for message in messages[:-1]], messages[-1]["content"]
 
 

@@ -55,11 +55,13 @@ class Talkable(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatModels:
-    """The models to chat with. is_on_cpu: whether they run on the CPU, to leave a GPU to training."""
+    """The models to chat with. is_on_cpu: whether they run on the CPU, to leave a GPU to training. learn: the run's
+    folder in which the one model learns from marks."""
 
     models: tuple[Talkable, ...]
     reward: Talkable | None = None
     is_on_cpu: bool = False
+    learn: Path | None = None
 
     def names(self) -> dict[str, Talkable]:
         """The models by their names in the server: a run's id without characters that names cannot have."""
@@ -138,6 +140,8 @@ class ChatProcess:
                 words += ["--model", f"{name}={self._model(model, place / name)}"]
             if self.choice.reward is not None:
                 words += ["--reward_model", str(self._model(self.choice.reward, place / "reward"))]
+            if self.choice.learn is not None:
+                words += ["--learn", str(self.choice.learn)]
             self._set_doing("loading " + " and ".join([*names, *(["the reward model"] if self.choice.reward else [])]))
             for line in self._lines(words):
                 if line.startswith(_SHOWN):

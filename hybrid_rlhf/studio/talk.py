@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from hybrid_rlhf.inference.server import page_policy
 from hybrid_rlhf.studio.chat_process import ChatModels, ChatProcess, Talkable
 from hybrid_rlhf.studio.example import hints
+from hybrid_rlhf.studio.new_jobs import run_folder
 from hybrid_rlhf.studio.preflight import may_have_card
 from hybrid_rlhf.studio.run_files import MODEL, RECORD, newest_checkpoint, step_of
 from hybrid_rlhf.studio.runs import RunList
@@ -28,6 +29,7 @@ from hybrid_rlhf.training.registry import STAGES
 IDLE_SECONDS = 15 * 60.0
 SILENCE_SECONDS = 330.0  # the server's request timeout is 300
 POLICY, REWARD = "policy", "reward model"
+TAUGHT = "chat"  # the stage of a run that learns from marks
 SHARED = Path(page_policy.__file__).parent / "page" / "chat_stream.js"  # code of both chat pages
 _RETURNED = ("content-type", "content-length", "retry-after")  # headers of an answer that are passed on
 
@@ -52,6 +54,9 @@ def routes(talk: Talk) -> list[Route]:
         Route("POST", "/api/talk/v1/chat/completions", forward("/v1/chat/completions"), is_raw=True),
         Route("GET", "/api/talk/v1/models", forward("/v1/models"), is_raw=True),
         Route("POST", "/api/talk/score", forward("/score", needs_reward=True), is_raw=True),
+        Route("GET", "/api/talk/v1/marks", forward("/v1/marks"), is_raw=True),
+        *(Route("POST", f"/api/talk/v1/marks{what}", forward(f"/v1/marks{what}"), is_raw=True)
+          for what in ("", "/undo", "/save")),
         Route("GET", "/chat_stream.js", shared, is_raw=True)]
 
 
@@ -102,24 +107,26 @@ class Talk:
     # -- open models --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """State for the page. doing: current work while starting; notes: lines of the server; has_card: whether this
-        machine may have a GPU."""
+        """State for the page. learn: the run that the marks train; doing: current work while starting; notes: lines of
+        the server; has_card: whether this machine may have a GPU."""
         process = self._process
         if process is not None and process.state == "closed":  # it may still be ending
             process = None
         names = process.choice.names() if process else {}
+        learn = process.choice.learn if process else None
         return {"state": process.state if process else "closed", "error": process.error if process else "",
                 "models": [{"name": name, "id": model.id, "step": model.step} for name, model in names.items()],
                 "hints": next(filter(None, (hints(read_json(self._studio.outputs / model.id / RECORD) or {})
                                             for model in names.values())), None),
+                "learn": str(learn.relative_to(self._studio.outputs)) if learn else None,
                 "reward": bool(process and process.choice.reward), "doing": process.doing if process else "",
                 "notes": [*([self._note] if self._note else []), *(process.notes if process else [])],
                 "is_on_cpu": bool(process and process.choice.is_on_cpu),
                 "has_card": may_have_card()}
 
     def open(self, body: dict) -> dict:
-        """Open {"models": [ids], "reward": id or null, "is_on_cpu"}; returns the state. The same choice stays open;
-        another one is closed first. Raises Refused for runs without a model to chat with."""
+        """Open {"models": [ids], "reward": id or null, "is_on_cpu", "learn": id or null}; returns the state. The same
+        choice stays open; another one is closed first. Raises Refused for runs without a model to chat with."""
         choice = self._choice(body)
         folder = own_folder(self._studio, "talk")
         with self._lock:
@@ -138,12 +145,25 @@ class Talk:
         return self.state()
 
     def _choice(self, body: dict) -> ChatModels:
-        models, reward = body["models"], body.get("reward")
-        chosen = [*(self._find(name, POLICY) for name in models), *map(other_model, body.get("paths") or [])]
+        models, reward, learn = body["models"], body.get("reward"), body.get("learn")
+        folder = None if learn is None else run_folder(self._studio, learn)
+        chosen = [self._taught(folder) if folder and name == learn else self._find(name, POLICY) for name in models]
+        chosen += map(other_model, body.get("paths") or [])
         if not chosen:
             raise Refused(400, "choose a model to talk to")
+        if folder and len(chosen) > 1:
+            raise Refused(400, "one model learns: choose no other to compare with")
+        if folder and chosen[0].step is not None:
+            raise Refused(409, f"{chosen[0].id} has no finished model to learn on; talk to it without learning")
         return ChatModels(tuple(chosen), None if reward is None else self._find(reward, REWARD),
-                          body.get("is_on_cpu", False))
+                          body.get("is_on_cpu", False), folder)
+
+    def _taught(self, folder: Path) -> Talkable:
+        """The model that a run of an earlier chat began with, as the chat goes on from its marks."""
+        record, name = read_json(folder / RECORD) or {}, str(folder.relative_to(self._studio.outputs))
+        if record.get("stage") != TAUGHT:
+            raise Refused(409, f"{name} has not learnt from marks; give the run that will another name")
+        return Talkable(name, TAUGHT, record["status"], POLICY, Path(record["config"]["model"]["model_name_or_path"]))
 
     def close(self, note: str = "") -> dict:
         """Close the models, wait for their processes, and return the state."""

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from hybrid_rlhf.core.image_files import ImageRef
-    from hybrid_rlhf.inference.chat.session import Command, Session
+    from hybrid_rlhf.inference.chat.session import Session
     from hybrid_rlhf.inference.conversation import Conversation
+    from hybrid_rlhf.inference.teaching import Learning
 
-    OpenLearner = Callable[..., tuple[Conversation, dict[str, Command]]]
+    OpenLearner = Callable[..., tuple[Conversation, Learning]]
 
 BLOCK = '"""'
 
@@ -236,9 +237,11 @@ def open_session(options: argparse.Namespace, open_learner: OpenLearner | None =
     if options.learn is not None:
         check(open_learner is not None, "--learn trains, and this chat does not; start it by hybrid-rlhf "
               "chat, or python -m hybrid_rlhf chat")
+        from hybrid_rlhf.inference.teaching import commands_of
+
         (name, path), = named.items()
-        conversation, more = open_learner(path, options.learn, sampling, options.seed, options.system)
-        session = Session({name: conversation}, more=more)
+        conversation, learner = open_learner(path, options.learn, sampling, options.seed, options.system)
+        session = Session({name: conversation}, more=commands_of(learner))
     else:
         session = Session(open_chat_models(named, sampling, options.seed, options.system))
     session.set_tools(tools)
@@ -286,8 +289,8 @@ def run(argv: list[str] | None, open_learner: OpenLearner | None = None) -> int:
 
 def main(argv: list[str] | None = None, open_learner: OpenLearner | None = None) -> int:
     """The entry point: returns the exit code (0 done, 2 the user's input is wrong, 130 interrupted). open_learner: for
-    --learn, (model, folder, sampling, seed, system message) -> conversation with the model that learns, and commands
-    for it."""
+    --learn, (model, folder, sampling, seed, system message) -> conversation with the model that learns, and the
+    learner."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # invalid bytes must not end the conversation

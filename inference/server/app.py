@@ -24,6 +24,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.engine.decode import request as engine_request
 from hybrid_rlhf.inference.scorer import Scorer
+from hybrid_rlhf.inference.server import mark_routes
 from hybrid_rlhf.inference.server.choices import Asking
 from hybrid_rlhf.inference.server.guard import Guard, error_response
 from hybrid_rlhf.inference.server.page_policy import with_policy
@@ -38,14 +39,15 @@ from hybrid_rlhf.inference.server.protocol import (
 from hybrid_rlhf.inference.server.replies import Answer, reply
 from hybrid_rlhf.inference.server.served_model import Limits, Prompt, Served
 from hybrid_rlhf.inference.server.worker import GenerationJob, Stopping, Worker
+from hybrid_rlhf.inference.teaching import Learning
 
 PAGE = Path(__file__).parent / "page"
 T = TypeVar("T")
 
 
 def make_app(models: list[Served], worker: Worker, limits: Limits, *, scorer: Scorer | None = None,
-             api_key: str | None = None, is_local: bool = True) -> Guard:
-    """The complete application. It does not start the worker, and stops it on shutdown."""
+             api_key: str | None = None, is_local: bool = True, learner: Learning | None = None) -> Guard:
+    """The complete application. It does not start the worker, and stops it on shutdown. learner: of its one model."""
     server = Server(models, worker, limits, scorer)
 
     @asynccontextmanager
@@ -64,6 +66,8 @@ def make_app(models: list[Served], worker: Worker, limits: Limits, *, scorer: Sc
     app.post("/v1/completions")(server.complete)
     if scorer is not None:
         app.post("/score")(server.score)
+    if learner is not None:
+        mark_routes.add(app, learner, worker)
     for kind in (ApiError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, _refused)
     app.mount("/", with_policy(StaticFiles(directory=PAGE, html=True)))

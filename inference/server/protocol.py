@@ -17,6 +17,7 @@ from hybrid_rlhf.data.messages import clean, tools_of, with_tools
 from hybrid_rlhf.data.row_images import source_of, sources_in
 from hybrid_rlhf.data.turns import IMAGE, IMAGES, is_begun, with_kwargs
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.inference.teaching import TEXT_ALONE, Mark
 from hybrid_rlhf.models.template_kwargs import KWARGS
 
 MAX_MESSAGES, MAX_CHOICES, MAX_SCORES, MAX_TOOLS, MAX_TOP, MAX_PROMPTS = 4096, 8, 256, 128, 20, 256
@@ -128,6 +129,16 @@ _UNREAD = ("logit_bias", "frequency_penalty", "presence_penalty", "stop_token_id
 class _ScoreBody(BaseModel, strict=True):
     prompts: list[str | list[_Message]] = Field(max_length=MAX_SCORES)
     completions: list[str | list[_Message]] = Field(max_length=MAX_SCORES)
+
+
+class _MarkBody(BaseModel, strict=True):
+    kind: Literal["pair", "thumb"]
+    how: Literal["edited", "compared"] = "compared"  # of a pair
+    prompt: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    chosen: str = ""
+    rejected: str = ""
+    completion: str = ""  # of a thumb
+    is_good: bool = True
 
 
 @dataclass(frozen=True)
@@ -292,6 +303,17 @@ def read_score(data: dict) -> tuple[list[str | list[dict]], list[str]]:
         _need(prompt != [], "prompts", f"prompts.{i} has no messages; give one at least")
     completions = [_completion(c, f"completions.{i}") for i, c in enumerate(body.completions)]
     return prompts, completions
+
+
+def read_mark(data: dict) -> Mark:
+    """A mark on an answer, as the studio's page writes it. Raises ApiError 400."""
+    body = _validated(_MarkBody, data)
+    prompt = _messages(body.prompt, "prompt", MAX_IMAGES)
+    _need(not sources_in(prompt) and not any(m.get("tool_calls") or m["role"] == "tool" for m in prompt), "prompt",
+          TEXT_ALONE)
+    if body.kind == "thumb":
+        return Mark("thumb", prompt, body.completion, is_good=body.is_good)
+    return Mark("text" if body.how == "edited" else "pair", prompt, body.chosen, body.rejected)
 
 
 def _completion(completion: str | list[_Message], where: str) -> str:

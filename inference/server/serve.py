@@ -24,7 +24,10 @@ from hybrid_rlhf.inference.named_models import model_folder, named_models
 if TYPE_CHECKING:
     from types import FrameType
 
+    from hybrid_rlhf.inference.chat.repl import OpenLearner
+    from hybrid_rlhf.inference.conversation import Conversation
     from hybrid_rlhf.inference.server.app import Served
+    from hybrid_rlhf.inference.teaching import Learning
 
 KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
 STOP_SECONDS = 3  # in which open answers may end after Ctrl-C, when someone waits
@@ -39,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--reward_model", type=expanded, metavar="DIR",
                        help="a reward model, whose scores POST /score gives")
     flags.add_argument("--reward_label", help="which label of a reward model with several is the score")
+    flags.add_argument("--learn", type=expanded, metavar="OUTPUT", help="the model learns from marks on its answers "
+                       "(POST /v1/marks), in the folder of a run, such as outputs/taught")
     flags.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     flags.add_argument("--port", type=int, default=8000, help="port, 0 for any that is free (%(default)s)")
     flags.add_argument("--api_key", default=os.environ.get(KEY_VARIABLE),
@@ -60,6 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parse_command(flags, argv)
     check(bool(options.model or options.reward_model), "serve: no model; give --model DIR, such as --model "
                                                        "outputs/demo/ppo/model, or --reward_model DIR")
+    check(options.learn is None or len(options.model) == 1, "serve: --learn: one model learns; give one --model")
     for name in ("max_batch", "max_context", "max_prompt_tokens", "max_new_tokens", "max_body_bytes",
                  "request_timeout"):
         value = getattr(options, name)
@@ -87,8 +93,9 @@ def bound_socket(command: str, host: str, port: int) -> socket.socket:
     return bound
 
 
-def open_model(name: str, path: str, options: argparse.Namespace) -> Served:
-    """Load one model. UserError for a folder without a causal language model; a note for one that cannot chat."""
+def open_model(name: str, path: str, options: argparse.Namespace, opened: Conversation | None = None) -> Served:
+    """Load one model (opened: is loaded). UserError for a folder without a causal language model; a note for one that
+    cannot chat."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig
     from hybrid_rlhf.inference.chat_models import announced, published_sampling
     from hybrid_rlhf.inference.conversation import open_conversation
@@ -97,7 +104,7 @@ def open_model(name: str, path: str, options: argparse.Namespace) -> Served:
     from hybrid_rlhf.models.backbone import towers
 
     path = str(model_folder(path))
-    opened = open_conversation(path, SamplingConfig(), needs_template=False)
+    opened = opened or open_conversation(path, SamplingConfig(), needs_template=False)
     if not opened.tokenizer.chat_template:
         print(f"note: {name} has no chat template: it serves /v1/completions, and no chat", file=sys.stderr)
     capacity = min(options.max_context, opened.max_positions or options.max_context)
@@ -109,12 +116,23 @@ def open_model(name: str, path: str, options: argparse.Namespace) -> Served:
     return served
 
 
+def open_models(named: dict[str, str], options: argparse.Namespace,
+                open_learner: OpenLearner | None) -> tuple[list[Served], Learning | None]:
+    """Load the models, and for --learn the learner of the one that there is."""
+    if options.learn is None:
+        return [open_model(name, path, options) for name, path in named.items()], None
+    check(open_learner is not None, "--learn trains, and this server does not; start it by hybrid-rlhf serve, or "
+                                    "python -m hybrid_rlhf serve")
+    opened, learner = open_learner(*named.values(), options.learn)
+    return [open_model(name, path, options, opened) for name, path in named.items()], learner
+
+
 def default_body_bytes(models: Sequence[Served]) -> int:
     """The largest request where no option says so: with room for images where a model reads them."""
     return 20 * 2**20 if any(model.no_images is None for model in models) else 2**20
 
 
-def run(argv: list[str] | None) -> int:
+def run(argv: list[str] | None, open_learner: OpenLearner | None = None) -> int:
     options = parse(argv)
     named = named_models(options.model)
     bound = bound_socket("serve", options.host, options.port)
@@ -130,9 +148,8 @@ def run(argv: list[str] | None) -> int:
     from hybrid_rlhf.inference.server.guard import MAX_CONNECTIONS
     from hybrid_rlhf.inference.server.worker import Worker
 
-    judge = options.reward_model
-    scorer = Scorer(str(model_folder(judge)), options.reward_label) if judge else None
-    models = [open_model(name, path, options) for name, path in named.items()]
+    scorer = Scorer(str(model_folder(options.reward_model)), options.reward_label) if options.reward_model else None
+    models, learner = open_models(named, options, open_learner)
     if scorer:
         scorer.open()
     worker = Worker([m.lane for m in models])
@@ -142,7 +159,8 @@ def run(argv: list[str] | None) -> int:
     took = time.perf_counter() - began
     limits = Limits(options.max_queue, options.max_new_tokens, options.max_prompt_tokens,
                     options.max_body_bytes or default_body_bytes(models), options.request_timeout)
-    app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
+    app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host),
+                   learner=learner)
 
     class OrderlyServer(UvicornServer):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -176,6 +194,7 @@ def run(argv: list[str] | None) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The entry point: returns the exit code (0 stopped by a signal, 2 the input is wrong, 130 interrupted early)."""
-    return exit_code(lambda: run(argv))
+def main(argv: list[str] | None = None, open_learner: OpenLearner | None = None) -> int:
+    """The entry point: returns the exit code (0 stopped by a signal, 2 the input is wrong, 130 interrupted early).
+    open_learner: for --learn, as in the chat."""
+    return exit_code(lambda: run(argv, open_learner))

@@ -84,6 +84,7 @@ class Worker:
         self.lanes = lanes
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_stopping = self._has_ended = False
+        self._modes = ExitStack()  # inference mode of all models
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -119,6 +120,21 @@ class Worker:
         result: Future[T] = Future()
         self._order(self._answering(result, function))
         return result
+
+    def call_outside(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function`, which may train, in the engine thread outside of inference mode. It fails with ApiError 409
+        while an answer is drawn; the caches are made anew behind it."""
+
+        def call() -> T:
+            if any(lane.jobs or lane.readings for lane in self.lanes):
+                raise ApiError(409, "an answer is being drawn; wait for its end")
+            self._leave()
+            try:
+                return function()
+            finally:
+                self._enter()
+
+        return self.call(call)
 
     def score(self, lane: ModelQueue, ids: list[int], first: int, num_top: int,
               with_next: bool) -> Future[list[ScoredToken]]:
@@ -160,14 +176,11 @@ class Worker:
 
     def _work(self) -> None:
         try:
-            with ExitStack() as modes:
-                for lane in self.lanes:
-                    modes.enter_context(lane.engine.inference())
-                    lane.serving = lane.engine.serve(lane.num_slots, lane.capacity)
+            with self._modes:
+                self._enter()
                 self._ready.set_result(None)
                 self._turn_until_stopped()
-                for lane in self.lanes:
-                    lane.serving = lane.scorer = None
+                self._leave()
         except BaseException as error:
             if not self._ready.done():
                 self._ready.set_exception(error)
@@ -179,6 +192,16 @@ class Worker:
                 self._fail(lane, Stopping())
             self._has_ended = True
             self._refuse_orders()
+
+    def _enter(self) -> None:
+        for lane in self.lanes:
+            self._modes.enter_context(lane.engine.inference())
+            lane.serving = lane.engine.serve(lane.num_slots, lane.capacity)
+
+    def _leave(self) -> None:
+        for lane in self.lanes:
+            lane.serving = lane.scorer = None
+        self._modes.close()
 
     def _turn_until_stopped(self) -> None:
         while not self._is_stopping:

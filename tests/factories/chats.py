@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.conversation import Conversation
+from hybrid_rlhf.inference.teaching import Mark
 from tests.factories.tiny import tiny_tokenizer
 
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -62,6 +63,28 @@ class ScriptedEngine:
 def conversation(*answers: str, interrupt_after: int | None = None, tokenizer=None, **changes) -> Conversation:
     engine = ScriptedEngine(*answers, interrupt_after=interrupt_after, tokenizer=tokenizer)
     return Conversation(engine, engine.tokenizer, SamplingConfig(max_new_tokens=64), **changes)
+
+
+class Noting:
+    """A learner that notes its marks."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+        self.last = ""
+
+    def learn(self, mark: Mark) -> Noting:
+        self.marks.append(mark)
+        self.last = f"learnt {len(self.marks)}"
+        return self
+
+    def line(self) -> str:
+        return self.last
+
+    def undo(self) -> Mark:
+        return self.marks.pop()
+
+    def save(self) -> Path:
+        return Path("out/model")
 
 
 def greedy_by_transformers(folder: Path, prompt: str, num_tokens: int) -> str:

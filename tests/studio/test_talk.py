@@ -250,6 +250,44 @@ def test_a_checkpoint_that_gives_no_model_is_told_with_its_run(studio, talk, run
     assert list((studio.home / "talk").iterdir()) == []
 
 
+# -- learning from marks ---------------------------------------------------------------------------------------------
+
+
+def test_one_model_learns_in_a_run_of_its_own_and_goes_on_there(studio, talk):
+    assert opened(talk, "demo/sft", learn="demo/taught")["learn"] == "demo/taught"
+    taught = make_run(studio.outputs, "demo/taught", "chat", parents=["demo/sft"],
+                      settings={"model.model_name_or_path": f"{studio.outputs}/demo/sft/model"})
+    shutil.rmtree(taught.folder / "model")  # it has not been saved yet
+    talk.close()
+    assert opened(talk, "demo/taught", learn="demo/taught")["models"] == [
+        {"name": "demo-taught", "id": "demo/taught", "step": None}]
+    words = [note["words"] for note in notes(studio) if note["what"] == "begin"]
+    assert [(each[each.index("--model") + 1].split("=")[1], each[each.index("--learn") + 1]) for each in words] == [
+        (f"{studio.outputs}/demo/sft/model", f"{studio.outputs}/demo/taught")] * 2
+    talk.close()
+    assert opened(talk, "dpo")["learn"] is None
+
+
+@pytest.mark.parametrize(("body", "status", "text"), [
+    ({"models": ["dpo", "demo/sft"], "learn": "t"}, 400, "one model learns"),
+    ({"models": ["dpo"], "learn": "../t"}, 400, "a run's name has letters"),
+    ({"models": ["dpo"], "learn": ""}, 400, "a run's name has letters"),
+    ({"models": ["dpo"], "learn": "dpo"}, 409, "dpo has not learnt from marks"),
+    ({"models": ["stopped"], "learn": "t"}, 409, "stopped has no finished model to learn on")])
+def test_what_cannot_learn_is_refused_before_anything_is_loaded(studio, talk, body, status, text):
+    make_run(studio.outputs, "stopped", "sft", status="stopped")
+    with pytest.raises(Refused, match=text) as caught:
+        talk.open(body)
+    assert caught.value.status == status and notes(studio) == []
+
+
+def test_marks_go_to_the_server_of_the_model_that_learns(client, talk):
+    opened(talk, "dpo", learn="taught")
+    assert client.get("/api/talk/v1/marks").json()["path"] == "/v1/marks"
+    for what in ("", "/undo", "/save"):
+        assert client.post(f"/api/talk/v1/marks{what}", json={}).json()["path"] == f"/v1/marks{what}"
+
+
 # -- the way through -------------------------------------------------------------------------------------------------
 
 
@@ -297,8 +335,8 @@ def test_a_stream_that_breaks_ends_with_an_error_and_the_state_says_so(client, t
 CHAT = "/api/talk/v1/chat/completions"
 
 
-def opened_by(client: httpx.Client, *models: str) -> dict:
-    found = client.post("/api/talk/open", json={"models": list(models)}).json()
+def opened_by(client: httpx.Client, *models: str, **more: str) -> dict:
+    found = client.post("/api/talk/open", json={"models": list(models), **more}).json()
     end = time.monotonic() + 120
     while found["state"] == "starting" and time.monotonic() < end:
         time.sleep(0.1)
@@ -323,6 +361,39 @@ def test_a_reader_who_leaves_ends_the_answer(tmp_path, monkeypatch):
             studio.client.post(CHAT, json=endless, timeout=0.2)
         assert until(lambda: served.models[0].num_open == 0)
         assert content(studio.client.post(CHAT, json=asked("hi", max_tokens=3))) is not None
+
+
+@pytest.mark.slow
+def test_the_model_learns_at_once_and_the_next_studio_goes_on_with_its_marks(tmp_path):
+    outputs = tmp_path / "outputs"
+    model = make_run(outputs, "a run").folder / "model"
+    shutil.rmtree(model)
+    save_tiny(model)
+    mark = {"kind": "pair", "how": "edited", "prompt": asked("Which animal?")["messages"],
+            "chosen": "a little red fox", "rejected": "the sun"}
+
+    def said(client: httpx.Client) -> list:
+        body = asked("Which animal?", temperature=0, max_tokens=6, logprobs=True)
+        return client.post(CHAT, json=body, timeout=120).json()["choices"][0]["logprobs"]["content"]
+
+    with running_studio(outputs) as studio:
+        assert opened_by(studio.client, "a run", learn="taught")["learn"] == "taught"
+        start = said(studio.client)
+        told = studio.client.post("/api/talk/v1/marks", json=mark, timeout=120).json()
+        assert told["line"].startswith("p(preferred) ") and len(told["marks"]) == 1
+        learnt = said(studio.client)
+        child, = [pid for pid in _children(os.getpid()) if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(child, signal.SIGKILL)  # the mark is in a checkpoint
+        assert until(lambda: studio.client.get("/api/talk").json()["state"] == "failed")
+        assert opened_by(studio.client, "taught", learn="taught")["state"] == "ready"
+        assert studio.client.get("/api/talk/v1/marks").json()["marks"] == told["marks"]
+        assert said(studio.client) == learnt != start
+        undone = studio.client.post("/api/talk/v1/marks/undo", json={"number": 1}, timeout=120).json()
+        assert undone["marks"] == [] and said(studio.client) == start
+        for what, body in (("", mark), ("/save", {})):
+            assert studio.client.post(f"/api/talk/v1/marks{what}", json=body, timeout=120).status_code == 200
+        run = next(row for row in studio.client.get("/api/runs").json()["runs"] if row["id"] == "taught")
+        assert (run["status"], run["has_model"], run["parents"]) == ("finished", True, ["a run"])
 
 
 @pytest.mark.slow

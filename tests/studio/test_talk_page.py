@@ -16,6 +16,7 @@ from hybrid_rlhf.data.schema import format_of, read_row
 from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
+from hybrid_rlhf.inference.teaching import Mark
 from hybrid_rlhf.studio import chat_process
 from tests.factories import vision
 from tests.factories.browser import (
@@ -29,6 +30,7 @@ from tests.factories.browser import (
     texts,
     until,
 )
+from tests.factories.chats import Noting
 from tests.factories.studio_runs import make_run
 from tests.factories.studio_server import running_studio
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
@@ -405,6 +407,129 @@ def test_a_link_leads_to_a_training_on_what_was_marked(page, script, studio):
     press(page, "Say it better")
     press(page, "Save")
     told(page, "Not kept: ")
+
+
+# -- a model that learns ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def learner(studio):
+    """A model that says what it is told to, and learns nothing but a line for each mark."""
+    found, model = Noting(), scripted("demo-sft", "qwen2_5")
+    model.lane.engine.answers = [text + ENDS for text in ("Paris?", "It is Paris.", "Yes.")]
+    with serving([model], learner=found) as served:
+        answering(studio, served)
+        yield found
+
+
+def open_learning(page) -> None:
+    find(page, "#talk-learn").click()
+    open_models(page, "demo/sft")
+
+
+def lesson(page, *expected: str) -> None:
+    until(page, lambda: texts(page, ".lesson") == [*expected])
+
+
+def test_each_mark_is_learnt_at_once_with_its_line_below_the_answer(page, learner, studio):
+    open_learning(page)
+    assert find(page, "#talk-state").text == "Open: demo/sft. Your marks train taught-demo-sft."
+    assert not find(page, "#marks-name").is_displayed()
+    until(page, lambda: find(page, "#lessons-about").text == "Marks train taught-demo-sft at once. None yet.")
+    say(page, "What is the capital of France?")
+    assert texts(page, ".hint") == ["tell it what you would have said"]
+    press(page, "Say it better")
+    page.switch_to.active_element.send_keys(" Paris!")
+    press(page, "Save")
+    lesson(page, "learnt 1")
+    assert texts(page, ".answer .said") == ["Paris? Paris!"] and not texts(page, ".hint")
+    find(page, "#second").click()
+    until(page, lambda: texts(page, ".answer .said") == ["Paris? Paris!", "It is Paris."])
+    until(page, lambda: button(page, "Good")).click()  # an edited answer has none
+    lesson(page, "learnt 1", "learnt 2")
+    prompt = [{"role": "user", "content": "What is the capital of France?"}]
+    assert learner.marks == [Mark("text", prompt, "Paris? Paris!", "Paris?"), Mark("thumb", prompt, "It is Paris.")]
+    assert texts(page, ".lessons li") == ["Said better What is the capital of France? Paris? Paris!",
+                                          "Good What is the capital of France? It is Paris."]
+    assert not studio.client.get("/api/marks").json()["files"]  # its run has them
+    page.get(f"{studio.base}/#/runs")
+    until(page, lambda: not page.find_elements("css selector", ".turn"))
+    page.get(f"{studio.base}/#/talk")
+    lesson(page, "learnt 1", "learnt 2")
+    until(page, lambda: find(page, "#talk-learn").is_selected() and len(texts(page, ".lessons li")) == 2)
+    assert find(page, "#talk-taught").get_attribute("value") == "taught-demo-sft"
+
+
+def test_the_better_of_two_answers_is_a_pair_and_the_talk_goes_on_from_it(page, learner):
+    open_learning(page)
+    say(page, "What is the capital of France?")
+    find(page, "#second").click()
+    until(page, lambda: texts(page, ".answer .said") == ["Paris?", "It is Paris."])
+    until(page, lambda: button(page, "This one is better", 1)).click()
+    lesson(page, "learnt 1")
+    told(page, "Kept: this one was better.")
+    prompt = [{"role": "user", "content": "What is the capital of France?"}]
+    assert learner.marks == [Mark("pair", prompt, "It is Paris.", "Paris?")]
+    say(page, "Sure?")
+    press(page, "Bad")
+    until(page, lambda: len(learner.marks) == 2)
+    assert [m["content"] for m in learner.marks[1].prompt] == [
+        "What is the capital of France?", "It is Paris.", "Sure?"]
+
+
+def test_undo_takes_the_last_mark_back_and_the_answer_is_as_before(page, learner):
+    open_learning(page)
+    say(page, "What is the capital of France?")
+    press(page, "Good")
+    lesson(page, "learnt 1")
+    press(page, "Say it better")
+    page.switch_to.active_element.send_keys(" Paris!")
+    press(page, "Save")
+    lesson(page, "learnt 2")
+    find(page, "#lessons-undo").click()
+    lesson(page, "learnt 1")
+    told(page, "mark 2 is taken back")
+    assert texts(page, ".answer .said") == ["Paris?"] and "edited" not in texts(page, ".answer .who")[0]
+    assert button(page, "Good").get_attribute("aria-pressed") == "true"
+    press(page, "Good")  # again: taken back
+    until(page, lambda: learner.marks == [])
+    lesson(page)
+    until(page, lambda: button(page, "Good").get_attribute("aria-pressed") == "false")
+    assert not find(page, "#lessons-undo").is_enabled() and not find(page, "#lessons-save").is_enabled()
+
+
+def test_what_cannot_be_learnt_is_said_below_the_answer_and_saving_names_the_run(page, learner):
+    open_learning(page)
+    say(page, "What is the capital of France?")
+    press(page, "Good")
+    lesson(page, "learnt 1")
+    press(page, "Bad")
+    lesson(page, "Not learnt: this answer is mark 1 already, +; undo takes it back")
+    assert button(page, "Good").get_attribute("aria-pressed") == "true"
+    find(page, "#lessons-save").click()
+    until(page, lambda: texts(page, "#lessons-about") == ["Saved, from 1 mark: taught-demo-sft"])
+    assert find(page, "#lessons-about a").get_attribute("href").endswith("#/run/taught-demo-sft")
+    say(page, "Sure?")
+    press(page, "Good")
+    lesson(page, "Not learnt: this answer is mark 1 already, +; undo takes it back", "learnt 2")
+    press(page, "Good")
+    lesson(page, "Not learnt: this answer is mark 1 already, +; undo takes it back")
+
+
+def test_where_one_learns_none_is_compared_and_the_name_of_its_run_follows_the_model(page, learner):
+    assert find(page, "#talk-model-2").is_displayed() and not find(page, "#talk-taught").is_displayed()
+    choose(page, "#talk-model-2", "demo/ppo")
+    find(page, "#talk-learn").click()
+    assert not find(page, "#talk-model-2").is_displayed()
+    for name in ("demo/ppo", "demo/sft"):
+        choose(page, "#talk-model-1", name)
+        assert find(page, "#talk-taught").get_attribute("value") == f"taught-{name.replace('/', '-')}"
+    retype(find(page, "#talk-taught"), "mine\t")
+    choose(page, "#talk-model-1", "demo/ppo")
+    assert find(page, "#talk-taught").get_attribute("value") == "mine"
+    retype(find(page, "#talk-taught"), "../mine\t")
+    find(page, "#talk-open").click()
+    until(page, lambda: find(page, "#talk-state").text.startswith("a run's name has letters"))
 
 
 # -- for everybody ---------------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 import {note} from "./chat_stream.js";
 import {button, make} from "./dom.js";
+import {showLesson} from "./lessons.js";
 import {get, post} from "./server.js";
 
 let name = "marks"; // of the files; stays while the studio's page is open
 
-// The line that counts the marks, and links to a training on them: {node, load, marked, tell}. model(): the run that is
-// talked to; tell(text, isFault): shows whether a mark was kept.
-export function tally(model, tell) {
+// The line that counts the marks, and links to a training on them: {node, load, marked, tell, lessons}. model(): the
+// run that is talked to; tell(text, isFault): shows whether a mark was kept; lessons: of a model that learns.
+export function tally(model, tell, lessons) {
   const input = make("input", {id: "marks-name", value: name, maxlength: "80", onchange: () => {
     name = input.value.trim() || "marks";
     input.value = name;
@@ -33,11 +34,15 @@ export function tally(model, tell) {
     marked(files.find((file) => file.name === name) ?? {pairs: 0, thumbs: 0});
   }
 
-  return {node, load, marked, tell};
+  return {node, load, marked, tell, lessons};
 }
 
-// Send one mark; returns whether it was kept, and shows why where the server refuses it.
-async function keep(mark, marks) {
+// Send one mark on `answer`; returns whether it was kept, and shows why where the server refuses it. A model that
+// learns gets it at once, and its run keeps it.
+async function keep(mark, marks, answer) {
+  if (marks.lessons.run()) {
+    return mark.is_good === null ? marks.lessons.takeBack(answer) : marks.lessons.give(mark, answer);
+  }
   try {
     marks.marked(await post("marks", {name, ...mark}));
     return true;
@@ -54,10 +59,12 @@ export function judge(turn, marks) {
   for (const answer of written) {
     const row = make("div.buttons.judge");
     answer.node.append(row);
+    showLesson(answer);
     answer.buttons = row;
     const isOwn = answer.original === undefined; // the model's text, not a person's
     if (answer.isWhole && isOwn) row.append(...thumbs(answer, marks));
     row.append(better(answer, turn, marks));
+    if (marks.lessons.isNew()) row.append(make("span.quiet.hint", {}, "tell it what you would have said"));
     if (written.length > 1 && isOneQuestion && isOwn && written.every((one) => one.isWhole)) {
       row.append(preferred(answer, turn, written, marks));
     }
@@ -74,7 +81,7 @@ function thumbs(answer, marks) {
       const label = thumb.getAttribute("aria-pressed") === "true" ? null : isGood;
       const file = typeof answer.thumb === "boolean" ? answer.thumbFile : name; // where the mark is, if there is one
       const mark = {name: file, kind: "thumb", prompt: answer.asked, completion: answer.text, is_good: label};
-      if (!await keep(mark, marks)) return;
+      if (!await keep(mark, marks, answer)) return;
       Object.assign(answer, {thumb: label, thumbFile: file});
       for (const [i, thumb] of buttons.entries()) thumb.setAttribute("aria-pressed", String(label === (i === 0)));
       marks.tell(label === null ? "Taken back." : `Marked ${isGood ? "good" : "bad"}.`);
@@ -90,13 +97,14 @@ function preferred(answer, turn, written, marks) {
     const others = written.filter((one) => one !== answer && one.text !== answer.text);
     for (const other of others) {
       const mark = {kind: "pair", how: "compared", prompt: answer.asked, chosen: answer.text, rejected: other.text};
-      if (!await keep(mark, marks)) return;
+      if (!await keep(mark, marks, answer)) return;
     }
     turn.kept = turn.better = answer;
     for (const node of turn.node.querySelectorAll(".preferred")) {
       node.setAttribute("aria-pressed", String(node === choose));
     }
-    const [kept, on] = [`Kept: ${answer.model} was better.`, "The conversation goes on from its answer."];
+    const which = others.some((one) => one.model === answer.model) ? "this one" : answer.model;
+    const [kept, on] = [`Kept: ${which} was better.`, "The conversation goes on from its answer."];
     marks.tell(`${others.length ? kept : "Nothing is kept: the answers are equal, and make no pair."} ${on}`);
   }, {class: "preferred", "aria-pressed": String(turn.better === answer)});
   return choose;
@@ -132,7 +140,7 @@ function better(answer, turn, marks) {
 async function rewrite(answer, turn, text, marks) {
   const original = answer.original ?? answer.text;
   const mark = {kind: "pair", how: "edited", prompt: answer.asked, chosen: text, rejected: original};
-  if (!await keep(mark, marks)) return false;
+  if (!await keep(mark, marks, answer)) return false;
   if (answer.original === undefined) note(answer, "edited");
   Object.assign(answer, {original, text});
   answer.said.textContent = text;

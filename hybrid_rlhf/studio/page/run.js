@@ -14,6 +14,7 @@ import {get, on, paced, post, postConfirmed} from "./server.js";
 const SECONDS = "time/step"; // the metric from which the time left is estimated
 const NO_CHAT = ["reward", "evaluate"];
 const CAN_RESUME = ["stopped", "failed", "lost"];
+const TALKED = "chat"; // the stage of a run that learns in Talk, which is where it ends and goes on
 
 export async function show(root, id) {
   if (!id) throw new Error("no run is named; choose one under Runs");
@@ -188,8 +189,8 @@ function update(view) {
   put(view.error, row.error ?? "");
   view.putAlarms(record.alarms);
   view.putFamily([row.parents ?? [], record.children, record.known ?? []]);
-  view.stop.hidden = !isRunning;
-  view.resume.hidden = !CAN_RESUME.includes(row.status);
+  view.stop.hidden = !isRunning || row.stage === TALKED;
+  view.resume.hidden = !CAN_RESUME.includes(row.status) || row.stage === TALKED;
   view.talk.hidden = NO_CHAT.includes(row.stage) || !(row.has_model || record.checkpoints.length);
   view.curves.node.hidden = !record.metrics.length;
   view.replay.node.hidden = !record.metrics.some(({name}) => name === "completions/mean_length"); // it samples

@@ -35,7 +35,7 @@ async function answered(request) {
   });
   const body = await reply.json().catch(() => ({}));
   if (reply.ok) return body;
-  const refusal = new Error(body.error ?? `the studio answered ${reply.status}`);
+  const refusal = new Error(body.error?.message ?? body.error ?? `the studio answered ${reply.status}`);
   throw Object.assign(refusal, {option: body.option, status: reply.status});
 }
 

@@ -3,6 +3,7 @@
 
 import {converse} from "./chat_stream.js";
 import {all, button, make, onChange} from "./dom.js";
+import {lessons} from "./lessons.js";
 import {judge, tally} from "./marks.js";
 import {get, on, post} from "./server.js";
 
@@ -31,17 +32,21 @@ export async function show(root, rest, query) {
     readers = data.filter((model) => model.reads_images).map((model) => model.id);
     talk.update();
   });
-  const marks = tally(() => state.models[0]?.id ?? null, message);
+  const learns = lessons({turns, tell: message, changed: () => talk.update(), placed: (turn) => {
+    talk.place(turn);
+    judge(turn, marks);
+  }});
+  const marks = tally(() => state.models[0]?.id ?? null, message, learns);
   const talk = converse(view, {
     turns, pictures, tell: message, reads: (model) => readers.includes(model), chat: "api/talk/v1/chat/completions",
-    isOpen: () => state.state === "ready",
+    isOpen: () => state.state === "ready" && !learns.isBusy(),
     models: () => state.models.map((model) => model.name),
     settings: () => ({...Object.fromEntries(FIELDS.map(([id]) => [id, Number(settings[id])])), system}),
     score: () => state.reward && view.scores.checked ? "api/talk/score" : null,
     answered: (turn) => judge(turn, marks),
   });
   root.append(make("h1", {}, "Talk"), models.node, view.chat);
-  view.chat.append(marks.node);
+  view.chat.append(marks.node, learns.node);
   take(state);
   for (const turn of turns) {
     talk.place(turn);
@@ -57,6 +62,9 @@ export async function show(root, rest, query) {
     state = status;
     view.chat.hidden = state.state !== "ready" && !turns.length;
     view.scores.parentNode.hidden = !state.reward;
+    marks.node.hidden = Boolean(state.learn);
+    view.second.hidden = !state.learn;
+    learns.take(state.state === "ready" ? state.learn : null);
     showHints(state.hints);
     talk.update();
     findReaders(state.state === "ready" ? state.models : []);
@@ -86,17 +94,18 @@ function build() {
   const files = make("input", {type: "file", id: "files", accept: "image/*", multiple: true, hidden: true});
   const attached = make("div.pictures",
     {id: "attached", role: "group", "aria-label": "Pictures of the next question", hidden: true});
-  const words = [["attach", "Add pictures"], ["stop", "Stop"], ["again", "Answer again"], ["fresh", "New chat"]];
-  const [attach, stop, again, fresh] = words.map(([id, text]) => make("button", {type: "button", id}, text));
+  const words = [["attach", "Add pictures"], ["stop", "Stop"], ["again", "Answer again"], ["second", "Second answer"],
+    ["fresh", "New chat"]];
+  const [attach, stop, again, second, fresh] = words.map(([id, text]) => make("button", {type: "button", id}, text));
   const told = make("p.told", {id: "talk-told", role: "status"});
   const hints = make("div.hints");
   const form = make("form.composer", {}, hints, told, make("label", {for: "message"}, "Message"), message, attached, files,
-    make("div.buttons", {}, send, attach, stop, again, fresh));
+    make("div.buttons", {}, send, attach, stop, again, second, fresh));
   const chat = make("div.chat", {hidden: true}, make("details", {id: "settings"}, make("summary", {}, "Settings"),
     make("div.fields", {}, ...fields, make("label.wide", {}, "System message ", instructions),
       make("label.check.wide", {hidden: true}, scores, " Show the reward model's score of each answer"))), log, form);
   return {chat, hints, told, scores, empty, log, form, message, attach, files, attached, send, stop, again,
-    fresh};
+    second, fresh};
 }
 
 // ---- which models are talked to: choose and open them, and the state of that
@@ -109,6 +118,7 @@ function chooser(take, wanted) {
   const view = buildChooser();
   let state = null, turn = 0;
   let since = 0; // when the present opening began, as this page saw it
+  let runs = [], suggested = "";
 
   async function load() {
     const [{models}, status] = await Promise.all([get("talk/models"), get("talk")]);
@@ -116,14 +126,16 @@ function chooser(take, wanted) {
     const chosen = wanted.length ? wanted : status.models.map((model) => model.id);
     const others = chosen.filter((id) => !policies.some((model) => model.id === id)); // folders and hub ids
     view.other.value ||= others[0] ?? "";
-    const runs = chosen.filter((id) => !others.includes(id));
-    view.selects.forEach((select, i) => fillSelect(select, "nothing", policies, runs[i], !i && !others.length));
+    const ours = chosen.filter((id) => !others.includes(id));
+    view.selects.forEach((select, i) => fillSelect(select, "nothing", policies, ours[i], !i && !others.length));
     fillSelect(view.reward, "no scores", models.filter((model) => model.kind !== "policy"));
+    const isThere = status.state !== "closed" && wanted.every((id) => status.models.some((model) => model.id === id));
+    if (status.learn && isThere) [view.learn.checked, view.taught.value] = [true, status.learn];
     view.empty.hidden = policies.length > 0 || view.other.value !== "";
     view.onCpu.checked = status.models.length ? status.is_on_cpu : models.some((model) => model.status === "running");
-    showThird(view);
+    runs = policies;
+    adapt();
     showState(status);
-    const isThere = status.state !== "closed" && wanted.every((id) => status.models.some((model) => model.id === id));
     if (wanted.length && !isThere) await open(); // a link from a run's page opens that run
   }
 
@@ -147,6 +159,22 @@ function chooser(take, wanted) {
     take(status);
   }
 
+  // What the choice so far offers: another model to compare with, or a name for the run that learns.
+  function adapt() {
+    const {selects: [first, second, third], learn, taught} = view;
+    second.parentNode.hidden = learn.checked;
+    if (learn.checked) second.value = "";
+    third.parentNode.hidden = !second.value;
+    if (!second.value) third.value = "";
+    taught.parentNode.hidden = !learn.checked;
+    const typed = view.other.value.split("/").filter(Boolean).at(-1)?.trim();
+    const name = first.value.replaceAll("/", "-") || typed || "model";
+    const fresh = runs.some(({id, stage}) => id === first.value && stage === "chat") ? first.value
+      : `taught-${name.replace(/[^A-Za-z0-9._-]/g, "-")}`;
+    if (["", suggested].includes(taught.value)) taught.value = fresh;
+    suggested = fresh;
+  }
+
   // The choice makes room for the conversation; the focus stays at it.
   function foldAway(isReady) {
     const hadFocus = view.details.contains(document.activeElement);
@@ -163,7 +191,8 @@ function chooser(take, wanted) {
     const models = [...new Set(view.selects.map((select) => select.value).filter(Boolean))];
     const paths = [view.other.value.trim()].filter(Boolean);
     await act("talk/open", {models, paths, reward: view.reward.value || null,
-      is_on_cpu: view.onCpu.checked && !view.onCpu.parentNode.hidden});
+      is_on_cpu: view.onCpu.checked && !view.onCpu.parentNode.hidden,
+      learn: view.learn.checked ? view.taught.value.trim() : null});
   }
 
   async function act(path, body) {
@@ -181,14 +210,14 @@ function chooser(take, wanted) {
     open();
   });
   view.close.addEventListener("click", () => act("talk/close"));
-  for (const select of view.selects) select.addEventListener("change", () => showThird(view));
+  for (const each of [...view.selects, view.other, view.learn]) each.addEventListener("change", adapt);
   const clock = setInterval(count, 1000);
   return {node: view.node, load, update, leave: () => clearInterval(clock)};
 }
 
-function stateText({state, models, doing, error}) {
+function stateText({state, models, learn, doing, error}) {
   const names = models.map(({id, step}) => (step === null ? id : `${id} at step ${step}`)).join(", ");
-  const texts = {ready: `Open: ${names}.`, starting: `Opening: ${doing} ...`, failed: `It cannot be opened: ${error}`};
+  const texts = {ready: `Open: ${names}.${learn ? ` Your marks train ${learn}.` : ""}`, starting: `Opening: ${doing} ...`, failed: `It cannot be opened: ${error}`};
   return texts[state] ?? "No model is open.";
 }
 
@@ -201,6 +230,8 @@ function buildChooser() {
   const state = make("p", {id: "talk-state", role: "status"});
   const seconds = make("span.quiet", {"aria-hidden": "true"});
   const notes = make("ul.quiet", {id: "talk-notes"});
+  const learn = make("input", {id: "talk-learn", type: "checkbox"});
+  const taught = make("input", {id: "talk-taught", autocomplete: "off", spellcheck: "false", maxlength: "80"});
   const other = make("input", {id: "talk-other", autocomplete: "off", spellcheck: "false",
     placeholder: "HuggingFaceTB/SmolLM2-135M-Instruct"});
   const empty = make("p", {id: "talk-empty", hidden: true}, "There is no run with a model yet: ",
@@ -208,13 +239,15 @@ function buildChooser() {
   const form = make("form", {"aria-label": "Models"}, empty,
     make("div.fields", {}, ...labels, 
       make("label", {}, "Any folder or hub id ", other), make("label", {}, "Reward model ", reward)),
+    make("label.check", {}, learn, " Learn from my marks: each trains it at once, on an adapter"),
+    make("label", {hidden: true}, "In the run ", taught),
     make("label.check", {hidden: true}, onCpu,
       " Answer on the processor: slower, and it leaves the card to the training"),
     make("div.buttons", {}, make("button", {type: "submit", id: "talk-open"}, "Open"), close));
   const details = make("details", {id: "talk-choice", open: true}, make("summary", {}, "Models"), form);
   const node = make("section.card.chooser", {"aria-label": "Models"}, details,
     make("div.opening", {}, state, seconds), notes);
-  return {node, details, form, selects, other, reward, onCpu, close, state, seconds, notes, empty};
+  return {node, details, form, selects, other, learn, taught, reward, onCpu, close, state, seconds, notes, empty};
 }
 
 // isFirst: where nothing is chosen, the first model is.
@@ -227,10 +260,4 @@ function fillSelect(select, none, models, chosen = select.value, isFirst = false
   const usable = options.filter((option) => !option.disabled).map((option) => option.value);
   if (usable.includes(chosen)) select.value = chosen;
   else select.value = isFirst ? usable[0] ?? "" : "";
-}
-
-// The third model is offered when there is a second.
-function showThird({selects: [, second, third]}) {
-  third.parentNode.hidden = !second.value;
-  if (third.parentNode.hidden) third.value = "";
 }

@@ -11,7 +11,8 @@ const make = (tag, className, text, ...children) => {
   return node;
 };
 
-// A conversation in the nodes of `view`: {log, empty, form, message, attach, files, attached, send, stop, again, fresh}.
+// A conversation in the nodes of `view`: {log, empty, form, message, attach, files, attached, send, stop, again, fresh},
+// and second where another answer beside the last one can be asked for.
 // page: {turns, pictures (of the next question), isOpen() (whether questions are taken), models() -> names, reads(model)
 // (whether it reads images), load() where there are none, settings() -> {system, seed, and what
 // else a request has}, chat and score() (addresses; null for no score), headers(), tell(text), answered(turn)}.
@@ -23,7 +24,7 @@ export function converse(view, page) {
   function update() {
     const isFree = page.isOpen() && asking === null && !attaching.isReading();
     view.send.disabled = !isFree;
-    view.again.disabled = !isFree || !turns.length;
+    for (const each of [view.again, view.second]) if (each) each.disabled = !isFree || !turns.length;
     view.stop.disabled = asking === null;
     view.log.setAttribute("aria-busy", String(asking !== null));
     view.empty.hidden = turns.length > 0;
@@ -38,17 +39,18 @@ export function converse(view, page) {
     view.log.scrollTop = view.log.scrollHeight;
   }
 
-  async function answerLast() {
+  async function answerLast(before = []) {
     const index = turns.length - 1, turn = turns[index], asked = asking = new AbortController();
     turn.kept = undefined;
-    turn.answers = page.models().map((model) => ({model, text: ""}));
+    const fresh = page.models().map((model) => ({model, text: ""}));
+    turn.answers = [...before, ...fresh];
     place(turn);
     update();
     page.tell("Answering. Escape stops.");
     const {system, seed, ...rest} = page.settings();
     const common = {chat: page.chat, score: page.score(), signal: asked.signal, grew: () => follow(view.log),
       headers: {"Content-Type": "application/json", ...page.headers?.()}};
-    await Promise.all(turn.answers.map((answer) => {
+    await Promise.all(fresh.map((answer) => {
       answer.asked = messagesFor(turns, index, answer.model, system.trim());
       return fill(answer, {...common, request: {...rest, model: answer.model, messages: answer.asked,
         seed: seed + index + (turn.tries ?? 0) * 1000}});
@@ -79,10 +81,12 @@ export function converse(view, page) {
   const escape = (event) => event.key === "Escape" && stop();
   document.addEventListener("keydown", escape);
   view.stop.addEventListener("click", stop);
-  view.again.addEventListener("click", () => {
+  const again = (before) => {
     turns.at(-1).tries = (turns.at(-1).tries ?? 0) + 1;
-    answerLast();
-  });
+    answerLast(before);
+  };
+  view.again.addEventListener("click", () => again());
+  view.second?.addEventListener("click", () => again(turns.at(-1).answers)); // beside those that are there
   view.fresh.addEventListener("click", () => {
     stop();
     for (const turn of turns.splice(0)) turn.node.remove();

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,29 +12,7 @@ from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.inference.chat.session import Session, obey
 from hybrid_rlhf.inference.teaching import Mark, commands_of
-from tests.factories.chats import conversation, u
-
-
-class Noting:
-    """A learner that notes its marks."""
-
-    def __init__(self) -> None:
-        self.marks: list[Mark] = []
-        self.last = ""
-
-    def learn(self, mark: Mark) -> Noting:
-        self.marks.append(mark)
-        self.last = f"learnt {len(self.marks)}"
-        return self
-
-    def line(self) -> str:
-        return self.last
-
-    def undo(self) -> Mark:
-        return self.marks.pop()
-
-    def save(self) -> Path:
-        return Path("out/model")
+from tests.factories.chats import Noting, conversation, u
 
 
 def talked(monkeypatch, capsys, *lines: str, answers: tuple[str, ...] = ("cat", "sun", "fox", "red")):
@@ -116,7 +93,7 @@ def test_a_conversation_with_tools_is_not_marked_as_the_mark_would_lose_them(mon
 
 @pytest.mark.parametrize(("lines", "words"), [
     (["+"], "there is no answer to mark"), (["one?", "/reset", "-"], "there is no answer to mark"),
-    (["one?", "="], "give the text"), (["one?", "+", "-"], "is mark 1 already, +; /undo takes it back"),
+    (["one?", "="], "give the text"), (["one?", "+", "-"], "is mark 1 already, +; undo takes it back"),
     (["one?", "+", "= a dog", "= cat", "+"], "is mark 1 already, +; only the last mark can be taken back"),
     (["one?", "/two", "two?", "2"], "no second answer")])
 def test_a_mark_without_its_answer_is_refused_in_one_line(monkeypatch, capsys, lines, words):

@@ -1,0 +1,106 @@
+// A model that learns while it is talked to: each mark trains it at once, in a run of its own.
+
+import {button, list, make} from "./dom.js";
+import {address} from "./format.js";
+import {get, post} from "./server.js";
+
+const SIGNS = {"+": "Good", "-": "Bad", "=": "Said better", "1/2": "Better of two"};
+
+// The marks of the run that learns: {node, take(run), run(), isNew(), isBusy(), give, takeBack}. page: {turns,
+// tell(text, isFault), changed() when learning begins and ends, placed(turn) to show a turn anew}.
+export function lessons(page) {
+  let run = null, marks = null, isBusy = false; // marks: null until they are loaded
+  const about = make("p", {id: "lessons-about", role: "status"});
+  const undo = button("Undo the last mark", () => takeBack(), {id: "lessons-undo"});
+  const save = button("Save as a run", async () => {
+    page.tell("Saving.");
+    const line = await ask("/save");
+    if (line === null) return;
+    page.tell("");
+    about.replaceChildren(`Saved, from ${counted()}: `, make("a", {href: `#/run/${address(run)}`}, run));
+  }, {id: "lessons-save"});
+  const shown = make("div.lessons");
+  const node = make("section.marks", {"aria-label": "Learning", hidden: true}, about,
+    make("div.buttons", {}, undo, save), shown);
+
+  const counted = () => `${marks.length} ${marks.length === 1 ? "mark" : "marks"}`;
+
+  function show(reply) {
+    marks = reply.marks;
+    about.textContent = marks.length ? `${counted()} learnt in ${run}` : `Marks train ${run} at once. None yet.`;
+    shown.replaceChildren(list(marks.map(({sign, question, answer}) =>
+      [make("strong", {}, SIGNS[sign]), ` ${question} `, make("span.quiet", {}, answer)]), "ol"));
+    update();
+  }
+
+  function update() {
+    undo.disabled = save.disabled = isBusy || !marks?.length;
+    page.changed();
+  }
+
+  // What the server says it has done; null where it refuses, with the reason shown.
+  async function ask(what, body = {}, refused = (text) => page.tell(text, true)) {
+    if (isBusy) return refused("it still learns; wait a little"), null;
+    isBusy = true;
+    update();
+    try {
+      const reply = await post(`talk/v1/marks${what}`, body);
+      show(reply);
+      return reply.line;
+    } catch (fault) {
+      return refused(fault.message), null;
+    } finally {
+      isBusy = false;
+      update();
+    }
+  }
+
+  async function give(mark, answer) {
+    const {text, original, thumb, lesson} = answer;
+    showLine(answer, "Learning ...");
+    const line = await ask("", mark, (why) => showLine(answer, `Not learnt: ${why}`, true));
+    if (line === null) return false;
+    answer.lesson = {run, number: marks.length, line, before: {text, original, thumb, lesson}};
+    showLesson(answer);
+    answer.node.lastChild.scrollIntoView({block: "nearest"});
+    for (const hint of document.querySelectorAll(".judge .hint")) hint.remove();
+    return true;
+  }
+
+  // Take the last mark back, if it is that on `answer` where one is given.
+  async function takeBack(answer) {
+    const number = marks.length, isLast = ({lesson}) => lesson?.run === run && lesson.number === number;
+    if (answer && !isLast(answer)) return page.tell("Only the last mark can be taken back.", true), false;
+    const line = await ask("/undo", {number});
+    if (line === null) return false;
+    page.tell(line);
+    for (const turn of page.turns) {
+      for (const answer of turn.answers.filter(isLast)) {
+        Object.assign(answer, answer.lesson.before);
+        const isEdited = answer.original !== undefined;
+        answer.notes = answer.notes?.filter(([text]) => text !== "edited" || isEdited);
+        Object.assign(turn, {better: undefined, kept: isEdited ? answer : undefined});
+        page.placed(turn);
+      }
+    }
+    return false; // the turn is shown anew
+  }
+
+  async function take(now) {
+    if (now === run) return;
+    [run, marks, node.hidden] = [now, null, !now];
+    if (run) show(await get("talk/v1/marks").catch((fault) => (page.tell(fault.message, true), {marks: []})));
+  }
+
+  return {node, take, give, takeBack, run: () => run, isNew: () => marks?.length === 0, isBusy: () => isBusy};
+}
+
+// The line of what a mark on this answer has changed.
+export function showLesson(answer) {
+  showLine(answer, answer.lesson?.line ?? "");
+}
+
+function showLine(answer, text, isFault = false) {
+  answer.node.querySelector(".lesson")?.remove();
+  if (text) answer.node.append(make(isFault ? "p.lesson.fault" : "p.lesson", {role: "status"}, text));
+}
