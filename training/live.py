@@ -45,13 +45,14 @@ from hybrid_rlhf.models.weights import identity
 from hybrid_rlhf.report import summary
 from hybrid_rlhf.roles import Actor, Teacher
 from hybrid_rlhf.roles.role_state import load_training_state, scale_schedule, training_state
-from hybrid_rlhf.roles.scoring import summed
+from hybrid_rlhf.roles.scoring import prefix_groups, summed
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.run import checkpoint, resume, runfile
 from hybrid_rlhf.run.train_config import TrainConfig
 from hybrid_rlhf.training import builders, defaults, fixed_prompts, preferences, step1_sft, supervised
 from hybrid_rlhf.training.fixed_prompts import MAX_NEW_TOKENS
 
+DIVERGENCE = Divergence("reverse_kl")
 STAGE, MARKS, SAVED = "chat", "marks", "saved_step"  # of run.json; the folder of the rows; a fact of the record
 FILES = {"pair": "pairs.jsonl", "thumb": "thumbs.jsonl", "text": "texts.jsonl"}
 RANK = 4  # a snapshot of adapter and optimizer takes 12 bytes a weight
@@ -117,12 +118,17 @@ def _share(value: float) -> str:
 
 
 class _Encoded(NamedTuple):
-    """A mark as tokens. rows: {input_ids, loss_mask}, the preferred answer first. start: (rows,) log-probabilities by
-    the start; lengths (rows,): tokens of the answers."""
+    """A mark, or a neutral text, as tokens. rows: {input_ids, loss_mask}, the preferred answer first. start: (rows,)
+    log-probabilities by the start, and targets its hidden states; lengths (rows,): tokens of the answers."""
 
     rows: list[dict]
+    targets: list[Tensor]
     start: Tensor
     lengths: Tensor
+
+    def first(self, count: int) -> _Encoded:
+        """The first rows alone."""
+        return _Encoded(*(column[:count] for column in self))
 
 
 class LiveLearner:
@@ -160,19 +166,33 @@ class LiveLearner:
         start = builders.policy_engine(causal, self.tokenizer, adapter=partial(adapters.use, None))
         supervised.prepare_training(self.engine, config, 1)
         self.actor, self.start = (Actor(engine, self.tokenizer, MAX_TOKENS) for engine in (self.engine, start))
+        self.teacher = Teacher(start, MAX_TOKENS)
         self.rate = UpdateRate(UPDATE_KL)
         scale_schedule(self.actor, lambda: self.rate.value)
         self.neutral = self._neutral_texts()
-        self.targets: TeacherTargets = Teacher(start, MAX_TOKENS).targets(self.neutral, Divergence("reverse_kl"))
         start.name = "start"
         self.marks: list[Mark] = []
         self.history: list[dict] = []
         self._encoded: list[_Encoded] = []  # of the first marks; those of a checkpoint follow at the next mark
 
-    def _neutral_texts(self) -> SequenceBatch:
+    def _neutral_texts(self) -> list[_Encoded]:
         rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"][:NEUTRAL_TOKENS] for text in TEXTS]
-        return collate_sft([{"input_ids": ids, "loss_mask": [True] * len(ids)} for ids in rows],
-                           self.tokenizer.pad_token_id)
+        read = self._read([{"input_ids": ids, "loss_mask": [True] * len(ids)} for ids in rows])
+        return [_Encoded(*(column[i : i + 1] for column in read)) for i in range(len(rows))]
+
+    def _read(self, rows: list[dict]) -> _Encoded:
+        """Rows as the start reads them."""
+        batch = collate_sft(rows, self.tokenizer.pad_token_id)
+        lengths = batch.loss_mask[:, 1:].sum(1)
+        check(bool((lengths > 0).all()), "this answer has no token to learn; give another text")
+        targets, logprobs = self.teacher.read(batch, DIVERGENCE)
+        self.head = targets.head
+        return _Encoded(rows, targets.rows, torch.stack([each.sum() for each in logprobs]), lengths)
+
+    def _batch(self, parts: Sequence[_Encoded]) -> tuple[SequenceBatch, TeacherTargets]:
+        """The rows of several, and what the start makes of them."""
+        batch = collate_sft([row for each in parts for row in each.rows], self.tokenizer.pad_token_id)
+        return batch, TeacherTargets(DIVERGENCE, [rows for each in parts for rows in each.targets], head=self.head)
 
     # -- marks -------------------------------------------------------------------------------------------------------
 
@@ -234,23 +254,18 @@ class LiveLearner:
         most = self.config.data.max_length
         check(longest <= most, f"the conversation is {longest} tokens long, and marks are learnt on {most} at most; "
                                "start anew (/reset)")
-        rows = [{"input_ids": each.ids, "loss_mask": each.loss_mask} for each in encoded]
-        batch = collate_sft(rows, self.tokenizer.pad_token_id)
-        lengths = batch.loss_mask[:, 1:].sum(1)
-        check(bool((lengths > 0).all()), "this answer has no token to learn; give another text")
-        return _Encoded(rows, self.start.sequence_logprobs(batch), lengths)
+        return self._read([{"input_ids": each.ids, "loss_mask": each.loss_mask} for each in encoded])
 
     def _fit(self) -> tuple[float, int, bool]:
         """A few steps on the newest mark; returns its p before them, their number, and whether the KL ended them."""
-        newest, first_kl = len(self.marks) - 1, 0.0
-        before = self._probability(newest, self._logprobs([newest])[newest])
+        newest, before, first_kl = len(self.marks) - 1, 0.0, 0.0
         for step in range(MAX_STEPS):
-            seen, kl = self._step([newest, *self._others(REPLAYED, step)], is_held=step % 2 == 0)
+            seen, kl = self._step([newest, *self._others(REPLAYED, step)], step)
             if step == 0:
-                first_kl = kl
+                before, first_kl = self._probability(newest, seen), kl
             elif kl - first_kl > UPDATE_KL:
                 return before, step + 1, True
-            if self.marks[newest].kind == "pair" and self._probability(newest, seen[newest]) >= ENOUGH:
+            if self.marks[newest].kind == "pair" and self._probability(newest, seen) >= ENOUGH:
                 return before, step + 1, False
         return before, MAX_STEPS, False
 
@@ -259,49 +274,39 @@ class LiveLearner:
         seed = (self.config.seed * 1_000_003 + len(self.marks)) * 101 + step
         return torch.randperm(len(self.marks) - 1, generator=torch.Generator().manual_seed(seed))[:count].tolist()
 
-    def _step(self, chosen: Sequence[int], is_held: bool) -> tuple[dict[int, Tensor], float]:
-        """One optimizer step on the marks `chosen` and, if is_held, some neutral texts, the same in all steps of a
-        mark; returns the log-probabilities of the answers of each mark that are trained, before it, and the KL of these
-        texts (0 without them)."""
-        seen: dict[int, Tensor] = {}
-        streams = [self._rows(which, kind, 1 / len(chosen), seen) for kind in FILES
-                   if (which := [i for i in chosen if self.marks[i].kind == kind])]
-        if not is_held:
-            accumulate(self.engine, MAX_TOKENS, *streams)
-            return seen, 0.0
-        index = (torch.arange(NEUTRAL) + len(self.marks) * NEUTRAL) % len(self.neutral)
-        neutral, targets = self.neutral.rows(index), self.targets.select(index)
-        count = neutral.loss_mask[:, 1:].sum()
+    def _step(self, chosen: Sequence[int], step: int) -> tuple[Tensor, float]:
+        """One optimizer step on the marks `chosen`, the newest first, and in every second step some neutral texts, the
+        same for a mark; all in one pass where that is cheaper. Returns the log-probabilities of the newest mark's
+        answers before it, and the KL of the texts (0 without them)."""
+        marks, is_held = [self.marks[i] for i in chosen], step % 2 == 0
+        sizes = [2 if mark.kind == "pair" else 1 for mark in marks]
+        if step == 0 and marks[0].kind == "text":
+            sizes[0] = 2  # the answer in its place is not trained, and only read for p before
+        texts = [self.neutral[(len(self.marks) * NEUTRAL + i) % len(TEXTS)] for i in range(NEUTRAL * is_held)]
+        parts = [self._encoded[i].first(size) for i, size in zip(chosen, sizes, strict=True)] + texts
+        num_tokens, seen = sum(int(text.lengths) for text in texts), {}
 
-        def kl_loss(rows: Tensor) -> tuple[Tensor, dict]:
-            divergence = self.engine(neutral.rows(rows).to(self.engine.device),
-                                     teacher=targets.select(rows).to(self.engine.device)).divergence
-            return KL_WEIGHT * divergence.sum() / count, {"kl": (divergence.detach().mean(), divergence.numel())}
+        def loss_of(index: Tensor) -> tuple[Tensor, dict]:
+            numbers = index.tolist()
+            here = [parts[i] for i in numbers]
+            rows, targets = (each.to(self.engine.device) for each in self._batch(here))
+            scores = self.engine(rows, teacher=targets) if max(numbers) >= len(marks) else self.engine(rows)
+            sums = summed(scores, rows).split([len(part.rows) for part in here])
+            seen.update((i, each.detach().cpu()) for i, each in zip(numbers, sums, strict=True))
+            losses = [_loss(marks[i], each, parts[i]) / len(marks)
+                      for i, each in zip(numbers, sums, strict=True) if i < len(marks)]
+            if scores.divergence is None:
+                return torch.stack(losses).sum(), {}
+            moved = scores.divergence.split([int(part.lengths.sum()) for part in here])
+            kl = torch.cat([each for i, each in zip(numbers, moved, strict=True) if i >= len(marks)])
+            losses.append(KL_WEIGHT * kl.sum() / num_tokens)
+            return torch.stack(losses).sum(), {"kl": (kl.detach().mean(), len(kl))}
 
-        streams.append(Rows(neutral.attention_mask.sum(1), kl_loss))
-        metrics = accumulate(self.engine, MAX_TOKENS, *streams)
-        return seen, metrics.compute()["kl"]
-
-    def _rows(self, which: Sequence[int], kind: str, weight: float, seen: dict[int, Tensor]) -> Rows:
-        """Marks of one kind as rows of a step; of a text the answer in its place is not trained."""
-        size = 2 if kind == "pair" else 1
-        encoded = [self._encoded[i] for i in which]
-        batch = collate_sft([row for each in encoded for row in each.rows[:size]], self.tokenizer.pad_token_id)
-        groups = torch.arange(len(batch)).view(len(which), size)
-        start, lengths = (torch.stack(column) for column in zip(*(
-            (each.start[:size], each.lengths[:size]) for each in encoded), strict=True))
-
-        def of_rows(index: Tensor) -> tuple[Tensor, dict]:
-            rows = batch.rows(groups[index].reshape(-1)).to(self.engine.device)
-            logprobs = summed(self.engine(rows), rows).view(len(index), size).T
-            for place, column in zip(index.tolist(), logprobs.detach().T.cpu(), strict=True):
-                seen[which[place]] = column
-            labels = torch.tensor([self.marks[which[place]].is_good for place in index.tolist()])
-            losses = _loss(kind, logprobs, *(each.to(logprobs.device) for each in (
-                start[index].T, lengths[index].T, labels)))
-            return weight * losses.sum(), {"loss": (losses.detach().mean(), len(index))}
-
-        return Rows(batch.attention_mask.sum(1).view(-1, size).amax(1) * size, of_rows)
+        shared = prefix_groups(self.engine, self._batch(parts)[0])  # if any, padding costs nothing: one pass
+        metrics = accumulate(self.engine, MAX_TOKENS, Rows(
+            torch.tensor([len(part.rows) * max(len(row["input_ids"]) for row in part.rows) for part in parts]), loss_of,
+            None if shared is None else torch.zeros(len(parts))))
+        return seen[0], metrics.compute().get("kl", 0.0)
 
     # -- measures ----------------------------------------------------------------------------------------------------
 
@@ -315,9 +320,9 @@ class LiveLearner:
 
     def _logprobs(self, which: Sequence[int]) -> dict[int, Tensor]:
         """The log-probabilities (answers,) of these marks under the current weights."""
-        rows = [row for i in which for row in self._encoded[i].rows]
-        values = self.actor.sequence_logprobs(collate_sft(rows, self.tokenizer.pad_token_id))
-        return dict(zip(which, values.split([len(self._encoded[i].rows) for i in which]), strict=True))
+        parts = [self._encoded[i] for i in which]
+        values = self.actor.sequence_logprobs(self._batch(parts)[0])
+        return dict(zip(which, values.split([len(part.rows) for part in parts]), strict=True))
 
     def _probability(self, i: int, logprobs: Tensor) -> float:
         """p(preferred): that of the preferred answer of the two, by the mean log-probability of their tokens, since a
@@ -335,7 +340,7 @@ class LiveLearner:
     @torch.no_grad()
     def kl_now(self) -> float:
         """Nats per token of the neutral texts between the model and its start."""
-        scores = self.actor.score_tokens(self.neutral, self.targets)
+        scores = self.actor.score_tokens(*self._batch(self.neutral))
         return float(torch.cat([each.divergence for each in scores]).mean())
 
     @property
@@ -451,16 +456,16 @@ def settings_of(model: str, output: str, seed: int) -> preferences.Config:
     return config(preferences.Config, learning_rate=2 * config(step1_sft.Config).train.learning_rate)
 
 
-def _loss(kind: str, logprobs: Tensor, start: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
-    """(g,) losses of marks from their answers' summed log-probabilities (k, g), those of the start, their lengths, and
-    labels (g,) of thumbs: DPO of pairs (k = 2), KTO of thumbs (its reference point is 0, as few marks give no estimate
-    of one), and the cross-entropy of texts."""
-    if kind == "pair":
-        return dpo(*(logprobs - start), beta=LOSSES["sigmoid"].beta)
-    if kind == "text":
-        return -logprobs[0] / lengths[0]
-    return kto(logprobs[0] - start[0], labels, logprobs.new_zeros(()), beta=LOSSES["kto"].beta, desirable_weight=1.0,
-               undesirable_weight=1.0)
+def _loss(mark: Mark, logprobs: Tensor, part: _Encoded) -> Tensor:
+    """The loss of a mark from the log-probabilities (k,) of its answers: DPO of a pair, KTO of a thumb (its reference
+    point is 0, as few marks give no estimate of one), and the cross-entropy of a text."""
+    if mark.kind == "text":
+        return -logprobs[0] / int(part.lengths[0])
+    ratios = logprobs - part.start.to(logprobs.device)
+    if mark.kind == "pair":
+        return dpo(*ratios, beta=LOSSES["sigmoid"].beta)
+    return kto(ratios, torch.tensor([mark.is_good], device=ratios.device), ratios.new_zeros(()),
+               beta=LOSSES["kto"].beta, desirable_weight=1.0, undesirable_weight=1.0)[0]
 
 
 def _claimed(folder: Path, config: preferences.Config, model: str, command: str) -> runfile.RunRecord:

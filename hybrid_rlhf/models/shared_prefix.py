@@ -8,7 +8,7 @@ idea in another form). Exact, up to the rounding of sums; whether a model allows
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,6 +51,19 @@ def beginnings(batch: SequenceBatch) -> list[tuple[int, bytes]]:
     return [(n, row[:n].tobytes()) for n, row in zip(lengths, ids, strict=True)]
 
 
+def _common(batch: SequenceBatch, keys: Sequence[tuple[int, bytes]]) -> tuple[int, list[int]]:
+    """How many tokens the different beginnings of rows have in common, such as a system prompt, and these rows: all
+    that have a beginning; 0 where sharing them saves too little."""
+    opened = [i for i, (n, _) in enumerate(keys) if n]
+    ids, num_kinds = batch.on_host().input_ids[opened], len({keys[i] for i in opened})
+    if num_kinds < 2:
+        return 0, []
+    same = (ids == ids[0]).all(0)[: min(keys[i][0] for i in opened)]
+    length = int(same.long().cumprod(0).sum())
+    is_worth = length * (num_kinds - 1) >= LEAST_SAVED * int(batch.attention_mask.sum())
+    return (length, opened) if is_worth else (0, [])
+
+
 def prefix_groups(batch: SequenceBatch) -> Tensor | None:
     """(B,) long: each row's group, the rows with its prefix, as the index of its first row; None where sharing saves
     too little, and for rows with images, whose prefix is more than its tokens."""
@@ -59,7 +72,8 @@ def prefix_groups(batch: SequenceBatch) -> Tensor | None:
     first: dict[tuple[int, bytes], int] = {}
     keys = beginnings(batch)
     groups = torch.tensor([first.setdefault(key, i) for i, key in enumerate(keys)])
-    saved = sum(n for n, _ in keys) - sum(n for n, _ in first)
+    common, _ = _common(batch, keys)
+    saved = sum(n for n, _ in keys) - sum(n for n, _ in first) + common * (sum(n > 0 for n, _ in first) - 1)
     return groups if saved >= LEAST_SAVED * int(batch.attention_mask.sum()) else None
 
 
@@ -70,19 +84,25 @@ def packing(batch: SequenceBatch) -> Packing | None:
     device, batch = batch.input_ids.device, batch.on_host()
     lengths, width = batch.attention_mask.sum(1).tolist(), batch.input_ids.shape[1]
     groups: dict[tuple[int, bytes], list[int]] = {}
-    for i, key in enumerate(beginnings(batch)):
+    keys = beginnings(batch)
+    for i, key in enumerate(keys):
         groups.setdefault(key, []).append(i)
-    size = sum(lengths) - sum(n * (len(rows) - 1) for (n, _), rows in groups.items())
-    if size > (1 - LEAST_SAVED) * len(batch) * width or all(len(rows) == 1 for rows in groups.values()):
+    common, opened = _common(batch, keys)
+    size = (sum(lengths) - sum(n * (len(rows) - 1) for (n, _), rows in groups.items())
+            - common * (sum(n > 0 for n, _ in groups) - 1))
+    if size > (1 - LEAST_SAVED) * len(batch) * width or (not common and all(len(r) == 1 for r in groups.values())):
         return None
-    index, source, positions, shared = torch.zeros(len(batch), width, dtype=torch.long), [], [], []
+    index = torch.zeros(len(batch), width, dtype=torch.long)
+    index[opened, :common] = torch.arange(common)
+    source, positions = [opened[0] * width + t for t in range(common)], list(range(common))
+    shared = [(0, 0, common, opened)] * (common > 0)
     for (n, _), rows in groups.items():
-        start = len(source)
-        source += range(rows[0] * width, rows[0] * width + n)
-        positions += range(n)
-        shared += [(start, n, rows)] * (len(rows) > 1 and n > 0)
+        start, first = len(source), common if n else 0
+        source += range(rows[0] * width + first, rows[0] * width + n)
+        positions += range(first, n)
+        shared += [(start, first, n - first, rows)] * (len(rows) > 1 and n > first)
         for i in rows:
-            index[i, :n] = torch.arange(start, start + n)
+            index[i, first:n] = torch.arange(start, start + n - first)
             index[i, n : lengths[i]] = torch.arange(len(source), len(source) + lengths[i] - n)
             source += range(i * width + n, i * width + lengths[i])
             positions += range(n, lengths[i])
@@ -106,8 +126,8 @@ def documents(batch: SequenceBatch) -> Packing:
 
 
 def _in_blocks(index: Tensor, source: Tensor, positions: Tensor, lengths: Tensor,
-               shared: list[tuple[int, int, list[int]]], device: torch.device) -> Packing:
-    """shared: (first of the N, length, rows) of each prefix of several rows."""
+               shared: list[tuple[int, int, int, list[int]]], device: torch.device) -> Packing:
+    """shared: (first of the N, first column, length, rows) of each run of tokens that several rows have there."""
     unit, cost, width = 1, _BLOCK_TOKENS, index.shape[1]
     if device.type == "cuda":
         unit, cost = _CARD_WIDTHS, min(_CARD_BLOCK_TOKENS, _CARD_SHARE * int(lengths.sum()))
@@ -119,7 +139,7 @@ def _in_blocks(index: Tensor, source: Tensor, positions: Tensor, lengths: Tensor
     for rows, (count, size) in zip(members, blocks, strict=True):
         places[rows, :size] = first + torch.arange(count * size).view(count, size)[:, :width]
         first += count * size
-    groups = [(start, to_device(places[rows, :n], device)) for start, n, rows in shared]
+    groups = [(start, to_device(places[rows, column : column + n], device)) for start, column, n, rows in shared]
     home = places.flatten()[source]
     index, source, positions, spread, home = (to_device(x, device) for x in (index, source, positions, spread, home))
     return Packing(index, source, positions, blocks, spread, home, groups)
@@ -213,8 +233,8 @@ class Packing:
 
     index (B, T): which of the N each token is (padding: any); source (N,): a place of each in the flat (B * T);
     positions (N,). blocks: (rows, width) of each block; spread (S,): which of the N are in the blocks, row by row; home
-    (N,): a place of each of the N in the S. groups: (first of the N, places (rows, length) in the S) of each prefix
-    that several rows share.
+    (N,): a place of each of the N in the S. groups: (first of the N, places (rows, length) in the S) of each run of
+    tokens that several rows share.
     """
 
     index: Tensor

@@ -26,12 +26,12 @@ def batch_of(prompts=PROMPTS, responses=RESPONSES) -> SequenceBatch:
     return SequenceBatch(pad_right(rows, 0), real, real & ~length_mask([len(p) for p in prompts], real.shape[1]))
 
 
-def plain(model, weights) -> torch.Tensor:
+def plain(model, weights, prompts=PROMPTS, responses=RESPONSES) -> torch.Tensor:
     """sum_i weights_i log p_i of all response tokens, each row by the model's own forward alone."""
     found = []
-    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+    for prompt, response in zip(prompts, responses, strict=True):
         logprobs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
-        found += [logprobs[len(prompt) + t - 1, token] for t, token in enumerate(response)]
+        found += [logprobs[len(prompt) + t - 1, token] for t, token in enumerate(response) if prompt or t]
     return torch.stack(found), (torch.stack(found) * weights).sum()
 
 
@@ -56,6 +56,26 @@ def test_log_probabilities_and_gradients_are_those_of_every_row_alone(kind, opti
     for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         if theirs.grad is not None:
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.parametrize("kind, options", [("llama", {}), ("mistral", {"sliding_window": 6})])
+def test_what_different_prompts_have_in_common_is_computed_once_too(kind, options):
+    """A system prompt of three tokens, beside a row without a prompt, whose first token is not predicted."""
+    model, twin = (tiny_causal_lm(3, kind=kind, initializer_range=0.2, **options) for _ in range(2))
+    prompts, responses = [*([47, 48, 49, *prompt] for prompt in PROMPTS), []], [*RESPONSES, [47, 48, 50]]
+    module, seen = PolicyModule(model), []
+    assert module.can_share()
+    model.get_input_embeddings().register_forward_hook(lambda _m, given, _out: seen.append(given[0].numel()))
+    weights = torch.linspace(-1, 2, sum(map(len, responses)) - 1)
+    found = module(batch_of(prompts, responses))
+    (found.logprobs * weights).sum().backward()
+    expected, loss = plain(twin, weights, prompts, responses)
+    loss.backward()
+    assert seen == [3 + DISTINCT + 3]
+    torch.testing.assert_close(found.logprobs, expected, rtol=1e-4, atol=1e-5)
+    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4), name
+    assert prefix_groups(batch_of([[47, 48, 49, 1], [47, 48, 49, 2]], [[4, 5]] * 2)).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("kind, options", [
