@@ -63,6 +63,13 @@ def test_the_version_is_written_once(declared):
     assert declared["version"] == hybrid_rlhf.__version__
 
 
+def test_the_pythons_that_the_package_names_are_those_that_the_tests_run_on(declared):
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(declared["classifiers"]))
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    assert named == re.findall(r"3\.\d+", re.search(r"python: \[(.*)\]", workflow)[1])
+    assert declared["python_requires"] == f">={named[0]}"
+
+
 def test_without_an_address_the_description_is_the_readme_and_no_link_is_made_up(monkeypatch, request):
     monkeypatch.delenv("REPO_URL", raising=False)
     monkeypatch.delenv("SITE_URL", raising=False)
