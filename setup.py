@@ -6,6 +6,7 @@ with other people's, so package_dir maps them under hybrid_rlhf (hybrid_rlhf/__i
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).resolve().parent
 AT_THE_TOP = ("training", "inference")
+REPO_URL, SITE_URL = (os.environ.get(name, "").rstrip("/") for name in ("REPO_URL", "SITE_URL"))  # as for `make site`
 
 # torch and transformers reach back to what accelerator images ship today; the other lower bounds are the releases that
 # this was written with. Upper bounds stand where private parts are used (core/compat.py) and rise when the tests pass
@@ -66,6 +68,20 @@ def version() -> str:
     return re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE).group(1)
 
 
+def at_the_tag(path: str, kind: str = "blob") -> str:
+    """Where REPO_URL, a GitHub repository's address, shows a file of this version; `raw` is the file itself."""
+    return f"{REPO_URL}/{kind}/v{version()}/{path}"
+
+
+def readme() -> str:
+    """README.md; PyPI has no other file of ours, so with REPO_URL its links lead to the repository."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    if not REPO_URL:
+        return text
+    return re.sub(r"(!?)(\[[^\]]*\])\((?!\w+:|#)([^)\s]+)\)",
+                  lambda link: f"{link[1]}{link[2]}({at_the_tag(link[3], 'raw' if link[1] else 'blob')})", text)
+
+
 def packages() -> list[str]:
     """The library's packages and those of training/ and inference/, under the name they are imported by."""
     folders = [folder for folder in AT_THE_TOP if (HERE / folder / "__init__.py").exists()]
@@ -78,8 +94,10 @@ setup(
     name="hybrid-rlhf",
     version=version(),
     description="Supervised fine-tuning, reward modelling and PPO on one machine, around one hybrid engine",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=readme(),
     long_description_content_type="text/markdown",
+    project_urls={**({"Documentation": SITE_URL} if SITE_URL else {}),
+                  **({"Source": REPO_URL, "Changelog": at_the_tag("CHANGELOG.md")} if REPO_URL else {})},
     license="Apache-2.0",
     license_files=["LICENSE"],
     keywords=["rlhf", "ppo", "grpo", "dpo", "sft", "reward model", "fine-tuning", "language models"],

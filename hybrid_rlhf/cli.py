@@ -336,7 +336,10 @@ def _take_stage(argv: list[str], prog: str) -> tuple[str | None, list[str]]:
     if argv and argv[0] == "demo":
         argv = ["all", *argv[1:]]
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # its models gain nothing from a second; torch comes later
-    words = iter(["--stage", *argv] if argv and argv[0] in STAGES else argv)
+    first = next(iter(argv), "-")
+    check(first[:1] == "-" or first in STAGES, f"{first}: there is no such command or stage; choose demo, "
+          f"{', '.join([*COMMANDS, *STAGES])}{nearest(first, ['demo', *COMMANDS, *STAGES])}")
+    words = iter(["--stage", *argv] if first in STAGES else argv)
     for word in words:
         if word == "--stage":
             name = next(words, None)

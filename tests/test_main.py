@@ -28,5 +28,5 @@ def test_a_module_of_the_users_folder_is_not_taken_for_the_librarys(tmp_path):
 def test_it_calls_itself_by_the_installed_command_and_refuses_in_one_line(tmp_path):
     assert launched(ROOT, "--help").stdout.startswith("usage: hybrid-rlhf demo\n       hybrid-rlhf --stage STAGE")
     done = launched(tmp_path, "no_stage")
-    assert (done.returncode, done.stderr) == (2, "error: --stage is missing: choose " + done.stderr.partition(
-        "choose ")[2])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: no_stage: there is no such command or stage; choose demo, chat, ")

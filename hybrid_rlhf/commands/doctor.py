@@ -193,7 +193,7 @@ def show(findings: list[Finding]) -> None:
     if cures:
         console.print("\nwhat would fix it:")
     for finding in cures:
-        console.print(Text(f"  {finding.name}: {finding.cure}"))
+        console.print(Text(f"  {finding.name}: {finding.cure}"), soft_wrap=True)  # a command is copied whole
     num_missing = sum(f.state == "missing" for f in findings)
     console.print(f"\n{num_missing} missing: nothing runs before that is fixed" if num_missing
                   else "\neverything that a run needs is here")

@@ -55,6 +55,12 @@ def test_a_missing_dependency_is_named_with_its_cure_and_exit_code_3(lacking, ca
     assert 'pip install "peft' in said and ">=" in said
 
 
+def test_a_command_to_copy_stands_on_one_line_however_narrow_the_terminal_is(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    doctor.show([doctor.Finding("GPU", "warning", "none", "pip install torch --index-url https://example.org/a/wheel")])
+    assert "  GPU: pip install torch --index-url https://example.org/a/wheel\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("versions", "name", "code", "state", "detail", "cure"), [
     ({"transformers": "4.40.0"}, "transformers", 3, "missing", "4.40.0, outside the tested range", "pip install"),
     ({"transformers": "9.1.0"}, "transformers", 0, "warning", "9.1.0, newer than 5.",

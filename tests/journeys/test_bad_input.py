@@ -79,6 +79,8 @@ BAD = [
     ("stray word", [*SFT, "whatever"], ["whatever"]),
     ("unknown stage", ["--stage", "pop"], ["--stage pop", "did you mean ppo?", "sft, reward, ppo, all"]),
     ("no stage", DEMOS.split(), ["--stage is missing", "sft, reward, ppo, all"]),
+    ("no command", ["train", "--stage", "sft"], ["train: there is no such command or stage", "demo, chat", ", sft, "]),
+    ("a slip in a command", ["exprot"], ["exprot: ", "(did you mean export?)"]),
     ("stage without a value", ["--stage"], ["--stage needs a value", "sft"]),
     ("flag without a value", [*SFT, "--seed"], ["seed"]),
     ("text for an integer", [*SFT, "--train.max_steps", "many"], ["train.max_steps", "'many'; it must be a whole"]),

@@ -63,6 +63,34 @@ def test_the_version_is_written_once(declared):
     assert declared["version"] == hybrid_rlhf.__version__
 
 
+def test_the_pythons_that_the_package_names_are_those_that_the_tests_run_on(declared):
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(declared["classifiers"]))
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    assert named == re.findall(r"3\.\d+", re.search(r"python: \[(.*)\]", workflow)[1])
+    assert declared["python_requires"] == f">={named[0]}"
+
+
+def test_without_an_address_the_description_is_the_readme_and_no_link_is_made_up(monkeypatch, request):
+    monkeypatch.delenv("REPO_URL", raising=False)
+    monkeypatch.delenv("SITE_URL", raising=False)
+    said = request.getfixturevalue("declared")
+    assert (said["long_description"], said["project_urls"]) == ((ROOT / "README.md").read_text(), {})
+
+
+def test_with_the_repositorys_address_every_link_leads_there_at_this_version(monkeypatch, request):
+    monkeypatch.setenv("REPO_URL", "https://example.org/us/hybrid/")
+    monkeypatch.setenv("SITE_URL", "https://example.org/site/")
+    said = request.getfixturevalue("declared")
+    at = f"https://example.org/us/hybrid/blob/v{said['version']}/"
+    assert f"in the studio]({at.replace('/blob/', '/raw/')}docs/images/studio_run.png)" in said["long_description"]
+    assert f"[15 other methods]({at}docs/results/methods.md)" in said["long_description"]
+    assert f"made\nfor]({at}docs/index.md#beside-other-libraries)" in said["long_description"]
+    links = re.findall(r"\]\(([^)]*)\)", said["long_description"])
+    assert links and all((ROOT / re.split(r"/v[\d.]+/", link)[1].split("#")[0]).is_file() for link in links)
+    assert said["project_urls"] == {"Documentation": "https://example.org/site",
+                                    "Source": "https://example.org/us/hybrid", "Changelog": f"{at}CHANGELOG.md"}
+
+
 def test_every_dependency_is_pinned_within_its_declared_range(declared):
     pinned = pins()
     wanted = declared["install_requires"] + [r for extra in declared["extras_require"].values() for r in extra]

@@ -33,9 +33,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1515, 10),
     "training": (6405, 31),
     "inference": (4202, 28),
-    "tests": (63894, 366),
+    "tests": (63930, 366),
     "benchmarks": (8401, 56),
-    ENTRY_POINTS: (2210, 11),
+    ENTRY_POINTS: (2231, 11),
 }
 
 
