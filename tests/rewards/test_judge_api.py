@@ -54,6 +54,18 @@ def test_requests_go_out_so_many_at_a_time_and_no_more(server):
     assert server.busy == 4 and len(server.asked) == 8
 
 
+def test_no_question_is_asked_in_the_place_of_one_whose_answer_is_not_kept_yet(server):
+    """Or a process that is killed then would have paid for an answer that came and is in no cache."""
+    server.answers = [(200, YES)]
+    chats = [[{"role": "user", "content": f"x{i}"}] for i in range(6)]
+    replies = judge(server, concurrency=2).asker.backend.complete(chats, 8, 0)
+    for num_kept in range(3):
+        next(replies)
+        time.sleep(0.1)  # others would be asked meanwhile
+        assert len(server.asked) <= num_kept + 2
+    assert len(list(replies)) == 3 and len(server.asked) == 6
+
+
 def test_the_same_question_is_asked_once_and_never_again(server):
     server.answers = [(200, by_response)]
     source = judge(server)
