@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +20,20 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 gc.set_threshold(100_000, 1_000, 1_000)  # until everything has been imported, as in core/startup.py
 
 
+# What takes minutes comes first, or the last process of pytest works on it while the others have nothing left to do.
+LONGEST = ("journeys/test_journeys.py", "journeys/test_examples.py", "distributed/test_two_processes.py",
+           "benchmarks/test_bench_dry.py", "kernels/test_kernels_triton.py", "journeys/test_notebook_example.py",
+           "benchmarks/test_games_learn.py", "simulated_card/test_stages_on_a_card.py", "roles/test_shared_base.py",
+           "studio/test_studio_journey.py", "commands/test_qualify.py", "training/test_stages_learn.py",
+           "rewards/test_reward_sources.py", "journeys/test_vision_example.py")
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """Files of LONGEST first, the others as they were collected."""
+    places = {str(Path(__file__).parent / name): place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(str(item.path), len(places)))
+
+
 def pytest_collection_finish() -> None:
     """Python's collector leaves alone the ten thousand tests and what they import, which stay."""
     restore_gc()
@@ -27,16 +43,20 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def learned(tmp_path_factory) -> Path:
-    """The folder of the embedded task's SFT and reward runs (seed 0), a minute on one thread; made once for all
-    processes of a test run, and only where a slow test asks for it."""
-    import methods
-
+    """The folder of the demo's runs (seed 0), beside what it `said`: minutes on one thread; made once for all processes
+    of a test run, and only where a slow test asks for it."""
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if base.name.startswith("popen-") else base) / "learned"
     shared.mkdir(exist_ok=True)
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return methods.fixtures(shared, 0)
+        if not (shared / "said").exists():
+            command = [sys.executable, "train.py", "--stage", "all", "--output_dir", str(shared / "demo")]
+            run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent,
+                                 env={"OMP_NUM_THREADS": "2", **os.environ})
+            assert run.returncode == 0, run.stderr[-2000:]
+            (shared / "said").write_text(run.stdout)
+    return shared / "demo"
 
 
 @pytest.fixture(scope="module")
