@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.factories.browser import find, needs_browser, retype, texts, until
+from tests.factories.browser import clicked, find, needs_browser, retype, texts, until
 from tests.factories.studio_jobs import stop_all
 from tests.factories.studio_server import running_studio
 from tests.factories.tiny import chatml_tokenizer, save_tiny
@@ -67,9 +67,8 @@ def begin(browser, studio, model: str, rows: str, name: str, steps: int) -> None
 def reaches(browser, wanted: str) -> None:
     """Until the run is in this state; one that fails says why on its page. Its process alone needs half a minute to
     start where two cores have other work."""
-    ends = {wanted, "failed"}
-    until(browser, lambda: find(browser, ".state").text in ends, 240)
-    assert find(browser, ".state").text == wanted, find(browser, "#page").text
+    ended = until(browser, lambda: (state := find(browser, ".state").text) in (wanted, "failed") and state, 240)
+    assert ended == wanted, find(browser, "#page").text
 
 
 def test_from_a_dropped_file_to_an_exported_model(page, studio, tmp_path):
@@ -78,13 +77,12 @@ def test_from_a_dropped_file_to_an_exported_model(page, studio, tmp_path):
     chatml_tokenizer().save_pretrained(model)
     begin(browser, studio, str(model), rows, "long", STEPS)
 
-    until(browser, lambda: button(browser, "Stop with a checkpoint"), 240)
     until(browser, lambda: find(browser, "[data-metric='loss'] .curve").get_attribute("d"), 240)
-    button(browser, "Stop with a checkpoint").click()
+    until(browser, lambda: clicked(button(browser, "Stop with a checkpoint")), 240)
     reaches(browser, "stopped")
     record = studio.client.get("/api/run", params={"id": "long"}).json()
     assert 0 < record["row"]["step"] < STEPS and record["checkpoints"]
-    until(browser, lambda: button(browser, "Resume")).click()
+    until(browser, lambda: clicked(button(browser, "Resume")))
     reaches(browser, "finished")
     output = studio.studio.outputs / "long" / "metrics.jsonl"
     steps = [row["step"] for row in map(json.loads, output.read_text().splitlines()) if "loss" in row]
@@ -102,7 +100,7 @@ def test_from_a_dropped_file_to_an_exported_model(page, studio, tmp_path):
     until(browser, lambda: [text for text in texts(browser, ".answer .said") if text], 240)
 
     go(browser, studio, "#/export?run=short")
-    until(browser, lambda: button(browser, "Export")).click()
+    until(browser, lambda: clicked(button(browser, "Export")))
     until(browser, lambda: texts(browser, "article.export h3") == ["short"], 240)
     assert (studio.studio.outputs / "exports" / "short" / "model.safetensors").is_file()
 
