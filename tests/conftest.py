@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 from hybrid_rlhf.core.startup import restore_gc  # which notes the usual thresholds
+from hybrid_rlhf.report import plots
 
 hypothesis.settings.register_profile("any load", deadline=None)  # a test's time is the machine's
 hypothesis.settings.load_profile("any load")
@@ -68,11 +69,19 @@ def browser(tmp_path_factory):
         yield found
 
 
+@pytest.fixture(scope="session", autouse=True)
+def undrawn():
+    """Runs draw no plots, half of a tiny run's time; those of a module's fixtures neither, hence the scope."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hybrid_rlhf.report.summary.draw", lambda _history, _folder: [])
+        yield
+
+
 @pytest.fixture(autouse=True)
-def undrawn(request, monkeypatch) -> None:
-    """Runs draw no plots, which is half of a tiny run's time, but in tests that are marked `plots`."""
-    if not request.node.get_closest_marker("plots"):
-        monkeypatch.setattr("hybrid_rlhf.report.summary.draw", lambda _history, _folder: [])
+def drawn(request, undrawn, monkeypatch) -> None:
+    """But in tests that are marked `plots`."""
+    if request.node.get_closest_marker("plots"):
+        monkeypatch.setattr("hybrid_rlhf.report.summary.draw", plots.draw)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 Tests are skipped where chromium and chromedriver are not installed (Debian: apt install chromium chromium-driver). The
 accessibility check needs axe-core from npm: npm install --prefix ~/.cache/hybrid_rlhf/npm axe-core@4, or AXE=FILE.
+What a test does not wait for is seen with BROWSER_LATENCY=400, milliseconds of each reply, or BROWSER_SLOWER=6, times.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def chromium(profile: Path) -> Iterator:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    if "BROWSER_LATENCY" in os.environ:  # milliseconds of each reply: what a test does not wait for is not there then
+    if "BROWSER_LATENCY" in os.environ:
         driver.execute_cdp_cmd("Network.enable", {})
         driver.execute_cdp_cmd("Network.emulateNetworkConditions", {
             "offline": False, "latency": int(os.environ["BROWSER_LATENCY"]), "downloadThroughput": -1,
             "uploadThroughput": -1})
-    if "BROWSER_SLOWER" in os.environ:  # times
+    if "BROWSER_SLOWER" in os.environ:
         driver.execute_cdp_cmd("Emulation.setCPUThrottlingRate", {"rate": int(os.environ["BROWSER_SLOWER"])})
     try:
         yield driver

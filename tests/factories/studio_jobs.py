@@ -131,7 +131,7 @@ class StudioProcess:
         return self.process.wait(120)
 
 
-def until(condition: Callable[[], object], seconds: float = 60) -> object:
+def until(condition: Callable[[], object], seconds: float = 120) -> object:
     """What `condition` says as soon as it says anything."""
     end = time.monotonic() + seconds
     while not (found := condition()):

@@ -72,7 +72,7 @@ def notes(studio) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait(talk, state: str, seconds: float = 60) -> dict:
+def wait(talk, state: str, seconds: float = 120) -> dict:
     end = time.monotonic() + seconds
     while talk.state()["state"] != state:
         assert time.monotonic() < end, talk.state()

@@ -83,7 +83,7 @@ def test_a_whole_answer_is_dropped_too_when_its_client_leaves_or_its_time_is_up(
         late = chat(found.url, **ENDLESS)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
         stream = _open_stream(found.port, **ENDLESS)
-        stream.settimeout(30)
+        stream.settimeout(120)
         text = b""
         while part := stream.recv(65536):
             text += part
@@ -116,7 +116,7 @@ def test_what_is_no_http_is_refused_and_logs_no_traceback(endless, capfd):
 
 def _rest(connection: socket.socket) -> bytes:
     """All that comes until the server closes."""
-    connection.settimeout(30)
+    connection.settimeout(120)
     text = b""
     try:
         while part := connection.recv(65536):
@@ -191,7 +191,7 @@ def test_stopping_ends_open_answers(endless, unhurried):
         client.start()
         assert until(lambda: found.models[0].lane.jobs)
         found.worker.stop()
-        client.join(60)
+        client.join(240)
         assert answers[0].status_code == 503
         assert httpx.get(f"{found.url}/health").status_code == 503
         assert chat(found.url).status_code == 503
@@ -205,7 +205,7 @@ def test_who_is_still_answered_when_the_server_stops_is_told_so_without_a_traceb
         assert until(lambda: len(found.models[0].lane.jobs) == 2)
         found.server.should_exit = True
         assert b'"type": "server_error"' in _rest(stream).rpartition(b"data: ")[2]
-        client.join(60)
+        client.join(240)
         assert (whole[0].status_code, whole[0].json()["error"]["type"]) == (503, "server_error")
     assert "Traceback" not in capfd.readouterr().err
 
