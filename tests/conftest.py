@@ -46,12 +46,15 @@ def pytest_collection_finish() -> None:
 def learned(tmp_path_factory) -> Path:
     """The folder of the demo's runs (seed 0), beside what it `said`: minutes on one thread; made once for all processes
     of a test run, and only where a slow test asks for it."""
+    import methods
+
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if base.name.startswith("popen-") else base) / "learned"
     shared.mkdir(exist_ok=True)
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (shared / "said").exists():
+            methods.own_cache(shared / "cache")  # of what is started from here by methods.py
             command = [sys.executable, "train.py", "--stage", "all", "--output_dir", str(shared / "demo")]
             run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent,
                                  env={"OMP_NUM_THREADS": "2", **os.environ})

@@ -239,7 +239,8 @@ def test_tokens_are_paid_and_an_end_to_the_money_is_an_end(server):
 @pytest.mark.parametrize("options", [{}, {"max_tokens": None}])
 def test_requests_in_flight_pass_the_bound_of_the_money_by_less_than_one(server, options):
     """Each costs 0.0024, and they come back together: eight at a time would be asked while 0.0096 are spent."""
-    server.answers = [(200, lambda body: time.sleep(0.05) or YES)]
+    two = threading.Barrier(2)
+    server.answers = [(200, lambda body: (two.wait(30), YES)[1])] * 2 + [(200, lambda body: time.sleep(0.05) or YES)]
     source = judge(server, max_cost=0.01, cost_per_1m_input=2.0, cost_per_1m_output=40.0, max_new_tokens=20,
                    api_options=options)
     with pytest.raises(BadAnswer, match=r"max_cost is spent \(0.012 of 0.01\); raise it"):
