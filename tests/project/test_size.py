@@ -21,7 +21,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/engine": (6696, 42),
     "hybrid_rlhf/environments": (1858, 9),
     "hybrid_rlhf/export": (1108, 6),
-    "hybrid_rlhf/kernels": (6012, 31),
+    "hybrid_rlhf/kernels": (6034, 31),
     "hybrid_rlhf/memory_plan": (1978, 11),
     "hybrid_rlhf/models": (6080, 32),
     "hybrid_rlhf/report": (2502, 12),
@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1515, 10),
     "training": (6363, 31),
     "inference": (4109, 27),
-    "tests": (63385, 363),
+    "tests": (63407, 363),
     "benchmarks": (8401, 56),
     ENTRY_POINTS: (2210, 11),
 }
