@@ -86,8 +86,10 @@ test: $(STAMP)
 	@failed=0; $(BIN)/python -m ruff check . || failed=1; $(BIN)/python -m mypy || failed=1; \
 	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(PYTEST_ARGS) || failed=1; exit $$failed
 
+# In the order of tests/conftest.py, not by the number of a file's tests: some of the longest files have one.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu" --durations 40 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not gpu" --durations 40 \
+	  $(PYTEST_ARGS)
 
 # The tests with the lowest releases that setup.py admits, in .venv-oldest; PYTHON=python3.13 chooses the interpreter,
 # UV_TORCH_BACKEND=cpu the small CPU build of torch, PYTEST_ARGS=tests/core a part.

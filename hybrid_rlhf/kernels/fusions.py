@@ -8,8 +8,9 @@ Everything else stays as its authors wrote it.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -23,6 +24,8 @@ from hybrid_rlhf.core.torch_compat import copy_with
 from hybrid_rlhf.kernels.ops import Fused
 
 _ROTARY = "apply_rotary_pos_emb"  # transformers' name in every model file whose halves are paired
+_IN_PLACE: dict[ModuleType, list[Callable]] = {}  # file -> its own function, and those in its place: the last runs
+_LOCK = threading.Lock()
 
 
 @contextmanager
@@ -51,15 +54,33 @@ class Fusions:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Within the block the fused operations run; modules whose forward has been replaced meanwhile stay."""
-        originals = [getattr(file, _ROTARY) for file, _ in self.files]
-        with forwards_by([(m, f) for m, f in self.modules if "forward" not in vars(m)]):
-            try:
-                for file, function in self.files:
-                    setattr(file, _ROTARY, function)
-                yield
-            finally:
-                for (file, _), original in zip(self.files, originals, strict=True):
-                    setattr(file, _ROTARY, original)
+        with ExitStack() as stack:
+            stack.enter_context(forwards_by([(m, f) for m, f in self.modules if "forward" not in vars(m)]))
+            for file, function in self.files:
+                stack.enter_context(_rotary_of(file, function))
+            yield
+
+
+@contextmanager
+def _rotary_of(file: ModuleType, function: Callable) -> Iterator[None]:
+    """Within the block a model file calls `function`, in every thread. Blocks of several models may end in any order:
+    the file has its own again after the last."""
+    with _LOCK:
+        _IN_PLACE.setdefault(file, [getattr(file, _ROTARY)]).append(function)
+        setattr(file, _ROTARY, function)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            functions = _IN_PLACE[file]
+            functions.remove(function)
+            setattr(file, _ROTARY, functions[-1])
+            if len(functions) == 1:
+                del _IN_PLACE[file]
+
+
+def _own_rotary(file: ModuleType) -> Callable:
+    return _IN_PLACE[file][0] if file in _IN_PLACE else getattr(file, _ROTARY)
 
 
 @torch.no_grad()
@@ -85,9 +106,9 @@ def find_fusions(model: nn.Module, ops: Fused | None, trial: Fused | None = None
                     fusions.add(name)
         files = {id(f): f for m in model.modules() if hasattr(f := sys.modules.get(type(m).__module__), _ROTARY)}
         for file in files.values():
-            if _agrees(getattr(file, _ROTARY), (trial or ops).rotary,
+            if _agrees(_own_rotary(file), (trial or ops).rotary,
                        _rotary_example(first.dtype, torch.device("cpu") if trial else first.device), num_leaves=2):
-                fusions.files.append((file, _rotary(getattr(file, _ROTARY), ops.rotary, serves)))
+                fusions.files.append((file, _rotary(_own_rotary(file), ops.rotary, serves)))
                 fusions.add("rotary")
     return fusions
 
@@ -198,12 +219,13 @@ def _rotary_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, .
 
 
 def _rotary(original: Callable, ours: Callable, device_type: str | None) -> Callable:
-    """A replacement for the function of a model file, which other models call too: those on other devices keep their
-    own (None: all use ours)."""
+    """A replacement for the function of a model file, which other models call too: those on other devices, and tensors
+    without numbers, of another thread's memory plan, keep their own (None: all use ours)."""
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: object, **named: object):  # noqa: ANN202
         is_plain = (not others and not named and q.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
-                    and q.dtype == k.dtype == cos.dtype == sin.dtype and device_type in (None, q.device.type))
+                    and q.dtype == k.dtype == cos.dtype == sin.dtype
+                    and (device_type is None or (device_type == q.device.type and type(q) is Tensor)))
         return ours(q, k, cos, sin) if is_plain else original(q, k, cos, sin, *others, **named)
 
     return apply

@@ -23,7 +23,8 @@ if __name__ == "__main__":
 
     def run(config: object, command: str) -> None:
         def step() -> None:
-            (folder / f"rank{rank()}").write_text(str(os.getpid()))
+            if not (mark := folder / f"rank{rank()}").exists():
+                mark.write_text(str(os.getpid()))
             time.sleep(seconds)
 
         runner(folder)("run", dict.fromkeys(range(1, 201), step), steps=200, save_steps=0, save_minutes=0.0,

@@ -200,4 +200,4 @@ def test_a_hub_id_without_a_network_fails_at_once_in_one_line(place, no_network,
     assert main([word.replace("PLACE", str(place)) for word in argv]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and "Retrying" not in error
-    assert len(no_network) <= 2 and time.perf_counter() - begin < 15  # retries took half a minute a file
+    assert len(no_network) <= 2 and time.perf_counter() - begin < 28  # retries took half a minute a file

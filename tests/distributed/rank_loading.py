@@ -1,7 +1,8 @@
 """Two processes that read a model in parts, put it under ZeRO 3 and write it: what they hold, and what that takes.
 
-    torchrun --nproc_per_node 2 tests/distributed/rank_loading.py OUT.json equal|peak FOLDER
+    torchrun --nproc_per_node 2 tests/distributed/rank_loading.py OUT.json FOLDER peak equal
 
+OUT.json: for each of the two, one process's findings after the other's.
 equal: models in FOLDER, one in each folder of it, against what transformers reads of the same files by itself.
 peak: of one model of 137M weights, made in FOLDER, for docs/results/memory.md.
 """
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -194,7 +196,6 @@ def once(folder: Path, out: Path, dtype: str, in_parts: bool) -> dict:
 def peak(place: Path) -> dict:
     """Of a process, in bytes, for files in the dtype of training and in another, read in parts and whole."""
     give_back_freed_blocks()
-    saving.MAX_BYTES = 50 * 10**6  # a file of the model's, whole while it is written
     if is_main():
         save_tiny(place / "small")
         shape = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=10, num_attention_heads=8,
@@ -203,14 +204,16 @@ def peak(place: Path) -> dict:
         AutoModelForCausalLM.from_pretrained(place / "float32", dtype=torch.bfloat16).save_pretrained(
             place / "bfloat16", max_shard_size="50MB")
     barrier()
-    once(place / "small", place / "out", "float32", True)  # what libraries load and hold
-    return {f"{name}, {'in parts' if in_parts else 'whole'}": once(place / name, place / "out", "float32", in_parts)
-            for name in ("float32", "bfloat16") for in_parts in (True, False)}
+    with patch.object(saving, "MAX_BYTES", 50 * 10**6):  # a file of the model's, whole while it is written
+        once(place / "small", place / "out", "float32", True)  # what libraries load and hold
+        return {f"{name}, {'in parts' if in_parts else 'whole'}": once(place / name, place / "out", "float32", in_parts)
+                for name in ("float32", "bfloat16") for in_parts in (True, False)}
 
 
 if __name__ == "__main__":
     init_process_group()
-    results = gather_over_ranks({"equal": equal, "peak": peak}[sys.argv[2]](Path(sys.argv[3])))
+    checks = {"equal": equal, "peak": peak}
+    results = {name: gather_over_ranks(checks[name](Path(sys.argv[2]) / name)) for name in sys.argv[3:]}
     if rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
     shutdown()

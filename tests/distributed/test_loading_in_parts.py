@@ -11,7 +11,7 @@ import torch
 from tests.factories.processes import ended, launch
 from tests.factories.tiny import save_tiny, tiny_causal_lm
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
 # sizes whose products do not divide by two
 ODD = dict(hidden_size=35, num_attention_heads=5, num_key_value_heads=5, head_dim=8, intermediate_size=63)
 EXPERTS = dict(kind="mixtral", num_local_experts=4, num_experts_per_tok=2)
@@ -28,15 +28,20 @@ def made(place: Path) -> Path:
     return place
 
 
-def results(place: Path, what: str) -> list[dict]:
-    done = ended(launch("tests/distributed/rank_loading.py", str(place / "out.json"), what, str(place)))
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, list[dict]]:
+    """What each process found, of both parts: memory first, when they have done nothing else yet."""
+    place = tmp_path_factory.mktemp("parts")
+    made(place / "equal")
+    (place / "peak").mkdir()
+    done = ended(launch("tests/distributed/rank_loading.py", str(place / "out.json"), str(place), "peak", "equal"))
     assert (place / "out.json").exists(), done.stderr[-3000:]
     return json.loads((place / "out.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> list[dict]:
-    return results(made(tmp_path_factory.mktemp("parts")), "equal")
+@pytest.fixture
+def found(results) -> list[dict]:
+    return results["equal"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,8 +76,8 @@ def test_where_the_main_process_fails_the_others_are_free_again(found):
         {"has_failed": True, "sizes": [300 * 35] * 2, "left": 0}, {"has_failed": False, "sizes": [], "left": 0}]
 
 
-def test_no_process_ever_has_room_for_the_whole_model(tmp_path):
-    for each in results(tmp_path, "peak"):
+def test_no_process_ever_has_room_for_the_whole_model(results):
+    for each in results["peak"]:
         for name in ("float32, in parts", "bfloat16, in parts"):
             case = each[name]
             assert case["loading"] < 0.65 * case["whole"], (name, case)  # half, tables of words, one weight

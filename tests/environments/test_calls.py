@@ -57,7 +57,7 @@ def others():
     _OTHERS.update(t.ident for t in threading.enumerate())
 
 
-def wait_for(condition, seconds: float = 30) -> None:
+def wait_for(condition, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

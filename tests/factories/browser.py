@@ -2,6 +2,7 @@
 
 Tests are skipped where chromium and chromedriver are not installed (Debian: apt install chromium chromium-driver). The
 accessibility check needs axe-core from npm: npm install --prefix ~/.cache/hybrid_rlhf/npm axe-core@4, or AXE=FILE.
+What a test does not wait for is seen with BROWSER_LATENCY=400, milliseconds of each reply, or BROWSER_SLOWER=6, times.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ def chromium(profile: Path) -> Iterator:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    if "BROWSER_LATENCY" in os.environ:
+        driver.execute_cdp_cmd("Network.enable", {})
+        driver.execute_cdp_cmd("Network.emulateNetworkConditions", {
+            "offline": False, "latency": int(os.environ["BROWSER_LATENCY"]), "downloadThroughput": -1,
+            "uploadThroughput": -1})
+    if "BROWSER_SLOWER" in os.environ:
+        driver.execute_cdp_cmd("Emulation.setCPUThrottlingRate", {"rate": int(os.environ["BROWSER_SLOWER"])})
     try:
         yield driver
     finally:
@@ -60,6 +68,19 @@ def until(browser, condition: Callable[[], object], seconds: float = 60):  # noq
 
     absent = (NoSuchElementException, StaleElementReferenceException, LookupError, StopIteration)
     return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=absent).until(lambda _: condition())
+
+
+def clicked(node) -> bool:  # noqa: ANN001 - of selenium
+    """Whether a click has reached the node, for `until`: what the page draws anew meanwhile is clicked again."""
+    from selenium.common.exceptions import ElementClickInterceptedException, ElementNotInteractableException
+
+    if node is None:
+        return False
+    try:
+        node.click()
+    except (ElementClickInterceptedException, ElementNotInteractableException):  # it moved, or is not there yet
+        return False
+    return True
 
 
 def retype(field, text: str) -> None:  # noqa: ANN001 - of selenium

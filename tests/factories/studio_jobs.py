@@ -128,10 +128,10 @@ class StudioProcess:
         self.client.close()
         self.process.send_signal(number)
         self.process.stderr.close()
-        return self.process.wait(30)
+        return self.process.wait(120)
 
 
-def until(condition: Callable[[], object], seconds: float = 60) -> object:
+def until(condition: Callable[[], object], seconds: float = 120) -> object:
     """What `condition` says as soon as it says anything."""
     end = time.monotonic() + seconds
     while not (found := condition()):
@@ -151,7 +151,7 @@ def look(client, number: str) -> dict:  # noqa: ANN001
     return client.get("/api/job", params={"id": number}).json()["job"]
 
 
-def ended(client, number: str, seconds: float = 30) -> dict:  # noqa: ANN001
+def ended(client, number: str, seconds: float = 120) -> dict:  # noqa: ANN001
     """The job as soon as it has ended."""
     return until(lambda: (job := look(client, number))["state"] not in ("queued", "running") and job, seconds)
 

@@ -35,7 +35,7 @@ class Running:
 
 
 @contextmanager
-def running_studio(outputs: Path, seconds: float = 30) -> Iterator[Running]:
+def running_studio(outputs: Path, seconds: float = 120) -> Iterator[Running]:
     """A studio over the folder `outputs` (made where it is missing), until the block ends. seconds: to start or end."""
     outputs.mkdir(parents=True, exist_ok=True)
     studio = Studio(outputs.resolve())

@@ -395,7 +395,7 @@ def test_the_launcher_itself_answers_bad_input_with_one_line_and_exit_code_2(pla
     before = _tree(place)
     done = subprocess.run([sys.executable, str(ROOT / "train.py"), *_at(place, model("no_weights"))],
                           capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                          timeout=100)
+                          timeout=280)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == ""
@@ -497,11 +497,11 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize("text", [BOMB, "a: &a [*a]\n", "seed: !!python/object/apply:os.getcwd []\n"], ids=range(3))
 def test_settings_that_are_a_trap_are_one_line(text, tmp_path):
     (tmp_path / "c.yaml").write_text(text)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(UserError) as caught:
         parse(Config, ["--config", str(tmp_path / "c.yaml")], prog="x")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_an_error_that_quotes_data_cannot_drive_the_terminal(tmp_path, capsys):

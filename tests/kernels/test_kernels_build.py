@@ -86,7 +86,7 @@ def test_processes_that_start_together_build_once(source, cache):
     """)
     started = [subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
-    ended = [process.communicate(timeout=100) for process in started]
+    ended = [process.communicate(timeout=280) for process in started]
     assert [out.strip() for out, _ in ended] == ["42"] * 2
     assert sum("compiling" in err for _, err in ended) == 1
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]  # nothing half-built is left

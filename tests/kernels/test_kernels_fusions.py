@@ -126,6 +126,28 @@ def test_a_llama_is_fused_everywhere_and_left_as_it_was():
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+def test_models_that_end_in_any_order_leave_a_file_its_own_function(fused):
+    """Of two models on one server the first may end first; then the second's stayed, for all models to come."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.apply_rotary_pos_emb
+    first, second = (find_fusions(build("llama"), fused).swapped() for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    with FakeTensorMode():  # a memory plan, in another thread
+        query, key, angles = torch.empty(2, 4, 3, 16), torch.empty(2, 2, 3, 16), torch.empty(2, 3, 16)
+        assert modeling_llama.apply_rotary_pos_emb(query, key, angles, angles)[0].shape == query.shape
+    first.__exit__(None, None, None)
+    assert modeling_llama.apply_rotary_pos_emb is not original
+    third = find_fusions(build("llama"), fused)  # tried beside the file's own
+    second.__exit__(None, None, None)
+    assert modeling_llama.apply_rotary_pos_emb is original
+    with third.swapped():
+        pass
+    assert modeling_llama.apply_rotary_pos_emb is original
+
+
 def test_gradients_flow_through_the_originals_inside():
     model = build("llama")
     with find_fusions(model, REFERENCE).swapped():

@@ -70,10 +70,10 @@ def said(folder: Path, read: Callable = load) -> str:
 ], ids=lambda value: value.__name__ if callable(value) else str(value))
 def test_a_configuration_that_describes_no_model_is_one_line_with_file_and_key(folder, change, key):
     edit(folder / CONFIG, change)
-    start = time.monotonic()
+    start = time.process_time()
     text = said(folder)
     assert f"PLACE/{CONFIG}" in text and key in text
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
     if "describes a model of" not in key:
         assert key in said(folder, plan)
 

@@ -370,9 +370,9 @@ def test_spaces_before_punctuation_stay():
     ("gptoss", "to=functions.f " * 2_000), ("lfm2_v2", " " * 30_000), ("mistral_named", "[TOOL_CALLS]" * 3_000)])
 def test_long_turns_are_read_in_time_that_grows_with_their_length(name, text):
     ids = tokenizer(name)(text, add_special_tokens=False)["input_ids"]
-    begun = time.perf_counter()
+    begun = time.process_time()
     parse_turn(tokenizer(name), ids, TOOLS)
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 # -- What a model is shown of a function, and the one line for each function that no model could be shown --------------

@@ -95,12 +95,13 @@ def served(block, folder: Path) -> None:
         port = port_of(server)
         for words in (w for w in block.commands if w[0] == "curl"):
             asked = [re.sub(r"localhost:8000", f"127.0.0.1:{port}", w) for w in words]
-            answer = subprocess.run(["curl", "-sS", "-m", "60", *asked[1:]], capture_output=True, text=True, check=True)
+            answer = subprocess.run(["curl", "-sS", "-m", "240", *asked[1:]], capture_output=True, text=True,
+                                    check=True)
             is_stream = json.loads(words[words.index("-d") + 1]).get("stream")
             assert ("data: [DONE]" if is_stream else '"usage"') in answer.stdout, answer.stdout
     finally:
         server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=60)
+        server.communicate(timeout=240)
     assert server.returncode == 0
 
 

@@ -54,6 +54,18 @@ def test_requests_go_out_so_many_at_a_time_and_no_more(server):
     assert server.busy == 4 and len(server.asked) == 8
 
 
+def test_no_question_is_asked_in_the_place_of_one_whose_answer_is_not_kept_yet(server):
+    """Or a process that is killed then would have paid for an answer that came and is in no cache."""
+    server.answers = [(200, YES)]
+    chats = [[{"role": "user", "content": f"x{i}"}] for i in range(6)]
+    replies = judge(server, concurrency=2).asker.backend.complete(chats, 8, 0)
+    for num_kept in range(3):
+        next(replies)
+        time.sleep(0.1)  # others would be asked meanwhile
+        assert len(server.asked) <= num_kept + 2
+    assert len(list(replies)) == 3 and len(server.asked) == 6
+
+
 def test_the_same_question_is_asked_once_and_never_again(server):
     server.answers = [(200, by_response)]
     source = judge(server)
@@ -227,7 +239,8 @@ def test_tokens_are_paid_and_an_end_to_the_money_is_an_end(server):
 @pytest.mark.parametrize("options", [{}, {"max_tokens": None}])
 def test_requests_in_flight_pass_the_bound_of_the_money_by_less_than_one(server, options):
     """Each costs 0.0024, and they come back together: eight at a time would be asked while 0.0096 are spent."""
-    server.answers = [(200, lambda body: time.sleep(0.05) or YES)]
+    two = threading.Barrier(2)
+    server.answers = [(200, lambda body: (two.wait(30), YES)[1])] * 2 + [(200, lambda body: time.sleep(0.05) or YES)]
     source = judge(server, max_cost=0.01, cost_per_1m_input=2.0, cost_per_1m_output=40.0, max_new_tokens=20,
                    api_options=options)
     with pytest.raises(BadAnswer, match=r"max_cost is spent \(0.012 of 0.01\); raise it"):

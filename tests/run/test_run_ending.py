@@ -268,10 +268,10 @@ def test_a_line_is_read_while_the_program_still_runs(flags):
     given = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, *flags, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True, env=given) as child:
-        timer = threading.Timer(60, child.kill)  # where it waits for ever, its input is never closed
+        timer = threading.Timer(240, child.kill)  # where it waits for ever, its input is never closed
         timer.start()
         try:
-            assert select.select([child.stderr], [], [], 20)[0], "nothing was written before the end"
+            assert select.select([child.stderr], [], [], 200)[0], "nothing was written before the end"
             assert child.stderr.readline() == "step 1\n"
         finally:
             child.stdin.close()

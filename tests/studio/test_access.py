@@ -160,7 +160,7 @@ def test_a_studio_for_the_home_network_says_what_that_means_and_needs_its_token(
             assert phone.get("/api/runs", headers={"host": "evil.example"}).status_code == 403
     finally:
         studio.terminate()
-        studio.wait(30)
+        studio.wait(120)
         studio.stderr.close()
 
 

@@ -69,7 +69,7 @@ def test_a_process_is_known_until_it_ends_and_no_other_is_taken_for_it():
     assert find_process(None) is find_process({"pid": process.pid}) is None
     find_process(note).send_signal(signal.SIGTERM)
     until(lambda: find_process(note) is None)  # ended, though its parent has not asked how
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(120) == -signal.SIGTERM
     process.stdin.close()
 
 

@@ -47,6 +47,7 @@ def test_one_process_answers_all_of_a_kind_and_prints_nothing_into_its_answers(m
 
 def test_a_light_question_is_answered_while_a_heavy_one_takes_its_time(make):
     look = make()
+    look.ask("settings", {"say": 0})  # its process has started
     with ThreadPoolExecutor(8) as pool:
         slow = pool.submit(look.ask, "preview", {"sleep": 5})
         time.sleep(0.3)
@@ -63,12 +64,12 @@ def test_a_process_that_never_gets_ready_is_ended_too():
 
 @pytest.mark.slow
 def test_one_without_an_answer_in_time_is_ended_and_the_next_question_has_another(make):
-    look = make(seconds=3.0)
+    look = make(seconds=10.0)
     pid = look.ask("data", {})["pid"]
     begun = time.monotonic()
-    with pytest.raises(Refused, match=r"no answer within 3 seconds; .*--preview") as found:
+    with pytest.raises(Refused, match=r"no answer within 10 seconds; .*--preview") as found:
         look.ask("preview", {"sleep": 60})
-    assert found.value.status == 504 and time.monotonic() - begun < 20 and is_gone(pid)
+    assert found.value.status == 504 and time.monotonic() - begun < 50 and is_gone(pid)
     assert look.ask("data", {"say": 1})["say"] == 1
 
 
@@ -103,7 +104,7 @@ def test_one_that_is_not_needed_is_ended_and_so_is_all_at_the_end(make):
         look.close()
         for each in (slow, waits):
             with pytest.raises(Refused, match="the studio ends"):
-                each.result(10)
+                each.result(100)
     assert is_gone(second)
     with pytest.raises(Refused, match="the studio ends"):
         look.ask("data", {})

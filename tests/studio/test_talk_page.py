@@ -187,7 +187,23 @@ def test_a_link_opens_the_model_that_it_names_and_the_same_link_again_nothing(br
     browser.get("about:blank")
     browser.get(f"{studio.base}/#/talk?model=demo%2Fsft")
     until(browser, lambda: find(browser, "#talk-model-1").get_attribute("value") == "demo/sft")
+    until(browser, lambda: find(browser, "#talk-state").text)
     assert find(browser, "#talk-state").text == "Open: demo/sft."
+
+
+def test_what_is_chosen_and_closed_stays_so_when_the_page_is_shown_again(browser, studio, script):
+    browser.get(studio.url)
+    browser.get(f"{studio.base}/#/talk?model=demo%2Fppo")
+    until(browser, lambda: find(browser, "#talk-state").text == "Open: demo/ppo.")
+    browser.execute_script("document.getElementById('talk-choice').open = true")
+    find(browser, "#talk-close").click()
+    until(browser, lambda: find(browser, "#talk-state").text == "No model is open.")
+    choose(browser, "#talk-model-1", "demo/sft")
+    make_run(studio.studio.outputs, "late", "sft")
+    browser.execute_script("for (const name of ['pagehide', 'pageshow']) dispatchEvent(new Event(name))")
+    until(browser, lambda: browser.find_elements("css selector", "#talk-model-1 option[value=late]"))
+    assert find(browser, "#talk-model-1").get_attribute("value") == "demo/sft"
+    assert find(browser, "#talk-state").text == "No model is open."
 
 
 # -- talking ---------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import islice
 from socket import gaierror
 from threading import Event
 from typing import Any, TypeVar
@@ -79,7 +80,7 @@ class ApiBackend:
     def _all(self, chats: Sequence[Chat], fields: dict[str, object], read: Callable[[dict[str, Any]], T]
              ) -> Arriving[T]:
         """What `read` makes of the answer to each chat, several requests at a time; none is sent after a fatal
-        failure."""
+        failure, nor in the place of one whose answer the caller has not kept yet."""
         ended = Event()
 
         def one(chat: Chat) -> T | Failure:
@@ -92,9 +93,12 @@ class ApiBackend:
             return
         pool = ThreadPoolExecutor(min(self.concurrency, len(chats)), thread_name_prefix="judge")
         try:
-            places = {pool.submit(one, chat): i for i, chat in enumerate(chats)}
-            for done in as_completed(places):
-                yield places[done], done.result()
+            waiting = iter(enumerate(chats))
+            places = {pool.submit(one, chat): i for i, chat in islice(waiting, self.concurrency)}
+            while places:
+                for done in wait(places, return_when=FIRST_COMPLETED).done:
+                    yield places.pop(done), done.result()
+                    places |= {pool.submit(one, chat): i for i, chat in islice(waiting, 1)}
         finally:
             ended.set()
             pool.shutdown(wait=False, cancel_futures=True)

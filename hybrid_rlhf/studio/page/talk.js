@@ -116,27 +116,32 @@ const MODELS = ["Model", "Compare with", "And with"];
 // -> {node, load, update, leave}.
 function chooser(take, wanted) {
   const view = buildChooser();
-  let state = null, turn = 0;
+  let state = null, turn = 0, isFilled = false;
   let since = 0; // when the present opening began, as this page saw it
   let runs = [], suggested = "";
 
+  // Asked again when the page is shown again: then what a person has chosen or closed meanwhile stays so.
   async function load() {
-    const [{models}, status] = await Promise.all([get("talk/models"), get("talk")]);
+    const asked = ++turn, [{models}, status] = await Promise.all([get("talk/models"), get("talk")]);
+    const isFirst = !isFilled;
+    isFilled = true;
     const policies = models.filter((model) => model.kind === "policy");
     const chosen = wanted.length ? wanted : status.models.map((model) => model.id);
     const others = chosen.filter((id) => !policies.some((model) => model.id === id)); // folders and hub ids
-    view.other.value ||= others[0] ?? "";
-    const ours = chosen.filter((id) => !others.includes(id));
-    view.selects.forEach((select, i) => fillSelect(select, "nothing", policies, ours[i], !i && !others.length));
+    if (isFirst) view.other.value ||= others[0] ?? "";
+    const ours = isFirst ? chosen.filter((id) => !others.includes(id)) : [];
+    view.selects.forEach((select, i) => fillSelect(select, "nothing", policies, ours[i],
+      isFirst && !i && !others.length));
     fillSelect(view.reward, "no scores", models.filter((model) => model.kind !== "policy"));
     const isThere = status.state !== "closed" && wanted.every((id) => status.models.some((model) => model.id === id));
-    if (status.learn && isThere) [view.learn.checked, view.taught.value] = [true, status.learn];
+    if (isFirst && status.learn && isThere) [view.learn.checked, view.taught.value] = [true, status.learn];
     view.empty.hidden = policies.length > 0 || view.other.value !== "";
-    view.onCpu.checked = status.models.length ? status.is_on_cpu : models.some((model) => model.status === "running");
+    if (isFirst) view.onCpu.checked = status.models.length ? status.is_on_cpu
+      : models.some((model) => model.status === "running");
     runs = policies;
     adapt();
-    showState(status);
-    if (wanted.length && !isThere) await open(); // a link from a run's page opens that run
+    if (asked === turn) showState(status);
+    if (isFirst && wanted.length && !isThere) await open(); // a link from a run's page opens that run
   }
 
   // The answer to the newest request counts: an older one may come later, with a state that has passed.
@@ -250,14 +255,16 @@ function buildChooser() {
   return {node, details, form, selects, other, learn, taught, reward, onCpu, close, state, seconds, notes, empty};
 }
 
-// isFirst: where nothing is chosen, the first model is.
-function fillSelect(select, none, models, chosen = select.value, isFirst = false) {
+// hasFirst: where nothing is chosen, the first model is. A list that is open stays open where its options are the same.
+function fillSelect(select, none, models, chosen = select.value, hasFirst = false) {
   const options = models.map(({id, status, step, why}) => {
     const about = why !== null ? ` (${status}: ${why})` : step === null ? "" : ` (${status}, step ${step})`;
     return make("option", {value: id, disabled: why !== null}, id + about);
   });
-  select.replaceChildren(new Option(none, ""), ...options);
+  const list = [new Option(none, ""), ...options];
+  const isSame = list.length === select.length && list.every((option, i) => option.isEqualNode(select[i]));
+  if (!isSame) select.replaceChildren(...list);
   const usable = options.filter((option) => !option.disabled).map((option) => option.value);
   if (usable.includes(chosen)) select.value = chosen;
-  else select.value = isFirst ? usable[0] ?? "" : "";
+  else select.value = hasFirst ? usable[0] ?? "" : "";
 }

@@ -40,7 +40,7 @@ def ranks(tmp_path_factory):
                                 env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
                for i in range(2)]
     try:
-        outputs = [process.communicate(timeout=110)[0] for process in running]
+        outputs = [process.communicate(timeout=280)[0] for process in running]
     finally:
         for process in running:
             process.kill()

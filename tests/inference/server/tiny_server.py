@@ -52,7 +52,7 @@ def serving(models: list[Served], limits: Limits | None = None, patience: int = 
         yield SimpleNamespace(url=f"http://127.0.0.1:{port}", port=port, worker=worker, models=models, server=server)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive() and not worker.is_alive
 
 
@@ -83,7 +83,7 @@ def alone(folder: str, text: str, seed: int, **settings) -> str:
                                 opened.max_positions).answer(text))
 
 
-def until(condition, seconds: float = 60.0) -> bool:
+def until(condition, seconds: float = 120.0) -> bool:
     """Whether `condition` comes to hold."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
