@@ -31,9 +31,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/run": (2215, 12),
     "hybrid_rlhf/studio": (8759, 51),
     "hybrid_rlhf/trainers": (1515, 10),
-    "training": (6368, 31),
-    "inference": (4109, 27),
-    "tests": (63305, 363),
+    "training": (6375, 31),
+    "inference": (4113, 27),
+    "tests": (63331, 363),
     "benchmarks": (8401, 56),
     ENTRY_POINTS: (2210, 11),
 }
