@@ -28,7 +28,8 @@ class Mark:
     """What the user said of an answer.
 
     kind: pair (answer is preferred to other, both the model's), text (answer is the user's own, in place of other) or
-    thumb (answer is good, or not). prompt: the messages before it.
+    thumb (answer is good, or not). prompt: the messages before it. is_cut, is_other_cut: whether answer, other reached
+    the longest length; they are then learnt without an end, as a stage learns what it has sampled itself.
     """
 
     kind: str
@@ -36,6 +37,8 @@ class Mark:
     answer: str
     other: str = ""
     is_good: bool = True
+    is_cut: bool = False
+    is_other_cut: bool = False
 
     def rows(self) -> dict[str, dict]:
         """kind of file -> row, as the stages read them: a text is a demonstration, and a pair with the answer that it
@@ -102,34 +105,35 @@ class Teaching:
         with activity.slow("learning"):
             line = learn(self.learner, mark)
         session.choice = None
-        is_cut = session.model.was_cut and mark.kind != "text"
-        return Effect(line + "\n(an answer that was cut is learnt as one that ends there)" * is_cut)
+        is_cut = mark.is_cut or (mark.is_other_cut and mark.kind == "pair")
+        return Effect(line + "\n(an answer that was cut is learnt without an end)" * is_cut)
 
     def thumb(self, session: Session, is_good: bool) -> Effect:
         prompt, answer = _marked(session)
-        return self.told(session, Mark("thumb", prompt, answer, is_good=is_good))
+        return self.told(session, Mark("thumb", prompt, answer, is_good=is_good, is_cut=session.model.was_cut))
 
     def text(self, session: Session, rest: str) -> Effect:
         prompt, answer = _marked(session)
         check(bool(rest), "= TEXT: give the text that it should have answered")
-        effect = self.told(session, Mark("text", prompt, rest, answer))
+        effect = self.told(session, Mark("text", prompt, rest, answer, is_other_cut=session.model.was_cut))
         session.model.messages[-1]["content"] = self.learner.marks[-1].answer  # the conversation goes on from it
         session.model.was_cut = False
         return effect
 
     def two(self, session: Session, _rest: str) -> Effect:
         prompt, answer = _marked(session)
-        question = session.take_back()
-        session.choice = prompt, answer
+        was_cut, question = session.model.was_cut, session.take_back()
+        session.choice = prompt, answer, was_cut
         return Effect(f"1: {answer}\n2:", question=question["content"])
 
     def choose(self, session: Session, number: int) -> Effect:
         prompt, second = _marked(session)
         check(session.choice is not None and session.choice[0] == prompt,
               "there is no second answer to choose between; /two asks for one")
-        both = session.choice[1], second
-        effect = self.told(session, Mark("pair", prompt, both[number], both[1 - number]))
-        session.model.messages[-1]["content"] = both[number]
+        both = session.choice[1:], (second, session.model.was_cut)
+        (answer, is_cut), (other, is_other_cut) = both[number], both[1 - number]
+        effect = self.told(session, Mark("pair", prompt, answer, other, is_cut=is_cut, is_other_cut=is_other_cut))
+        session.model.messages[-1]["content"], session.model.was_cut = answer, is_cut
         return effect
 
     def marks(self, _session: Session, _rest: str) -> Effect:

@@ -38,6 +38,7 @@ from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
 from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.inference.teaching import Mark
+from hybrid_rlhf.models.backbone import own_head
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import Adapters, LoraConfig
 from hybrid_rlhf.models.tokenizer import load_tokenizer
@@ -58,8 +59,9 @@ FILES = {"pair": "pairs.jsonl", "thumb": "thumbs.jsonl", "text": "texts.jsonl"}
 RANK = 4  # a snapshot of adapter and optimizer takes 12 bytes a weight
 KEPT = 32  # marks that can be taken back
 MAX_STEPS, ENOUGH = 4, 0.9  # optimizer steps of a mark; p(preferred) after which there are no more
-REPLAYED, LOOKED_AT = 1, 4  # earlier marks in a step; and looked at after it
+REPLAYED, LOOKED_AT = 1, 2  # earlier marks in a step; and looked at after them
 NEUTRAL, KL_WEIGHT = 2, 20.0  # neutral texts of a mark, in every second step: they take as long as the mark itself
+MEASURED = 4  # of them, by whose KL the next mark's rate follows
 UPDATE_KL = 0.01  # nats a token that a mark may move the neutral texts, as ppo.update_kl bounds a rollout's updates
 NEUTRAL_TOKENS, MAX_TOKENS = 32, 4096  # of a neutral text; of a micro-batch
 NUM_ANSWERED = 4  # marked prompts that the report answers before and after
@@ -86,7 +88,7 @@ TEXTS = (
 
 class Change(NamedTuple):
     """What a mark changed. before, after: p(preferred), or of a thumb p(answer), the mean probability of its tokens;
-    kl: nats a token from the start, on the neutral texts; num_held of num_looked of num_others other marks hold;
+    kl: nats a token from the start, on four neutral texts; num_held of num_looked of num_others other marks hold;
     steps: optimizer steps; is_bounded: the KL ended them (it is seen in a step, which is then the last)."""
 
     kind: str
@@ -166,7 +168,7 @@ class LiveLearner:
         start = builders.policy_engine(causal, self.tokenizer, adapter=partial(adapters.use, None))
         supervised.prepare_training(self.engine, config, 1)
         self.actor, self.start = (Actor(engine, self.tokenizer, MAX_TOKENS) for engine in (self.engine, start))
-        self.teacher = Teacher(start, MAX_TOKENS)
+        self.teacher, self.head = Teacher(start, MAX_TOKENS), own_head(causal)
         self.rate = UpdateRate(UPDATE_KL)
         scale_schedule(self.actor, lambda: self.rate.value)
         self.neutral = self._neutral_texts()
@@ -186,7 +188,6 @@ class LiveLearner:
         lengths = batch.loss_mask[:, 1:].sum(1)
         check(bool((lengths > 0).all()), "this answer has no token to learn; give another text")
         targets, logprobs = self.teacher.read(batch, DIVERGENCE)
-        self.head = targets.head
         return _Encoded(rows, targets.rows, torch.stack([each.sum() for each in logprobs]), lengths)
 
     def _batch(self, parts: Sequence[_Encoded]) -> tuple[SequenceBatch, TeacherTargets]:
@@ -254,7 +255,13 @@ class LiveLearner:
         most = self.config.data.max_length
         check(longest <= most, f"the conversation is {longest} tokens long, and marks are learnt on {most} at most; "
                                "start anew (/reset)")
-        return self._read([{"input_ids": each.ids, "loss_mask": each.loss_mask} for each in encoded])
+        return self._read([{"input_ids": each.ids[:size], "loss_mask": each.loss_mask[:size]} for each, size in zip(
+            encoded, map(self._size, encoded, (mark.is_cut, mark.is_other_cut)), strict=True)])
+
+    def _size(self, row: chat.Encoded, is_cut: bool) -> int:
+        """The tokens of a row; of an answer that was cut those before the end that the template gives it."""
+        last = max((i for i, is_marked in enumerate(row.loss_mask) if is_marked), default=0)
+        return last if is_cut and row.ids[last] in self.engine.eos_ids else len(row.ids)
 
     def _fit(self) -> tuple[float, int, bool]:
         """A few steps on the newest mark; returns its p before them, their number, and whether the KL ended them."""
@@ -339,8 +346,8 @@ class LiveLearner:
 
     @torch.no_grad()
     def kl_now(self) -> float:
-        """Nats per token of the neutral texts between the model and its start."""
-        scores = self.actor.score_tokens(*self._batch(self.neutral))
+        """Nats per token of some neutral texts, always the same, between the model and its start."""
+        scores = self.actor.score_tokens(*self._batch(self.neutral[:MEASURED]))
         return float(torch.cat([each.divergence for each in scores]).mean())
 
     @property

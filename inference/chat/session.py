@@ -50,7 +50,7 @@ class Session:
     asked: list[str] = field(default_factory=list)  # the models that answered the last question
     images: list[ImageRef] = field(default_factory=list)
     more: dict[str, Command] = field(default_factory=dict)
-    choice: tuple[list[dict], str] | None = None
+    choice: tuple[list[dict], str, bool] | None = None
 
     @property
     def commands(self) -> dict[str, Command]:

@@ -31,9 +31,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/run": (2215, 12),
     "hybrid_rlhf/studio": (8936, 52),
     "hybrid_rlhf/trainers": (1515, 10),
-    "training": (6405, 31),
-    "inference": (4202, 28),
-    "tests": (64052, 366),
+    "training": (6412, 31),
+    "inference": (4206, 28),
+    "tests": (64078, 366),
     "benchmarks": (8401, 56),
     ENTRY_POINTS: (2231, 11),
 }

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_each_kind_of_mark_moves_the_model_as_it_asks_and_earlier_marks_hold(pla
         learner.save().rename(folders[-1])
         was, now = (chosen_logprob(folder, mark.prompt[0]["content"], mark.answer) for folder in folders[-2:])
         assert sign * (now - was) > 0 and sign * (changes[-1].after - changes[-1].before) > 0
-    assert [(c.num_others, c.num_looked, c.num_held) for c in changes] == [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3)]
+    assert [(c.num_others, c.num_looked, c.num_held) for c in changes] == [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 2, 2)]
     learner.close()
 
 
@@ -195,6 +196,21 @@ def test_save_leaves_a_finished_run_that_a_stage_starts_from(place):
     for name in ("saved/model", "exported"):
         assert chosen_logprob(place / name, "Which animal?", TEXT.answer) > chosen_logprob(
             place / "base", "Which animal?", TEXT.answer)
+
+
+def test_an_answer_that_was_cut_is_learnt_without_an_end(place):
+    learner = LiveLearner(f"{place}/base", f"{place}/cut")
+    learner.learn(Mark("pair", asked("What is it?"), "cat", "wood sun sun", is_other_cut=True))
+    learner.learn(Mark("thumb", asked("What is it?"), "wood sun", is_cut=True))
+    start = "<|im_start|>user\nWhat is it?<|im_end|>\n<|im_start|>assistant\n"
+    (pair, thumb), encode = learner._encoded, partial(learner.tokenizer, add_special_tokens=False)
+    for row, text, is_ended in zip(pair.rows + thumb.rows, ("cat", "wood sun sun", "wood sun"), (True, False, False),
+                                   strict=True):
+        ids, first = encode(f"{start}{text}" + "<|im_end|>" * is_ended)["input_ids"], len(encode(start)["input_ids"])
+        assert row["input_ids"][: len(ids)] == ids
+        assert [i for i, is_marked in enumerate(row["loss_mask"]) if is_marked] == list(range(first, len(ids)))
+        assert is_ended or len(row["input_ids"]) == len(ids)
+    learner.close()
 
 
 def test_bad_input_is_one_line_and_changes_nothing(place, monkeypatch):

@@ -15,9 +15,11 @@ from hybrid_rlhf.inference.teaching import Mark, commands_of
 from tests.factories.chats import Noting, conversation, u
 
 
-def talked(monkeypatch, capsys, *lines: str, answers: tuple[str, ...] = ("cat", "sun", "fox", "red")):
+def talked(monkeypatch, capsys, *lines: str, answers: tuple[str, ...] = ("cat", "sun", "fox", "red"),
+           length: int = 64):
     """The exit code, the marks, the messages and the notices of a chat with these lines."""
     learner, talk = Noting(), conversation(*answers)
+    talk.sampling = SamplingConfig(max_new_tokens=length)
     session = Session({"tiny": talk}, more=commands_of(learner))
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     code = repl.talk(session)
@@ -72,8 +74,16 @@ def test_a_cut_answer_is_marked_with_a_line_that_says_how_it_is_learnt(monkeypat
         talk.sampling = SamplingConfig(max_new_tokens=3)
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{answer}?\n+\n"))
         repl.talk(Session({"tiny": talk}, more=commands_of(learner)))
-        assert ("learnt as one that ends there" in capsys.readouterr().err) == is_cut
-    assert len(learner.marks) == 2
+        assert ("learnt without an end" in capsys.readouterr().err) == is_cut
+    assert [mark.is_cut for mark in learner.marks] == [True, False]
+
+
+@pytest.mark.parametrize(("number", "flags"), [("1", (True, False)), ("2", (False, True))])
+def test_a_pair_knows_which_of_its_answers_was_cut_and_so_does_the_chat_after_it(monkeypatch, capsys, number, flags):
+    """The first of the two answers has three tokens, the longest there are; the second one."""
+    _, marks, talk, _ = talked(monkeypatch, capsys, "one?", "/two", number, answers=("sun fox red cat", "cat"),
+                               length=3)
+    assert [(mark.is_cut, mark.is_other_cut) for mark in marks] == [flags] and talk.was_cut == flags[0]
 
 
 def test_a_conversation_with_tools_is_not_marked_as_the_mark_would_lose_them(monkeypatch, capsys):
