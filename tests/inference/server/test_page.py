@@ -93,10 +93,10 @@ def test_two_models_answer_side_by_side_each_with_a_score(page):
 def test_stop_keeps_what_was_written_and_escape_stops_too(page, served, monkeypatch):
     from selenium.webdriver.common.keys import Keys
 
-    step = Serving.step  # slower: an answer is not through before a slow browser stops it
-    monkeypatch.setattr(Serving, "step", lambda self: (time.sleep(0.01), step(self))[1])
+    step = Serving.step  # slower: an answer is not through before a slow browser stops it, nor too long to be shown
+    monkeypatch.setattr(Serving, "step", lambda self: (time.sleep(0.03), step(self))[1])
     for stop in (lambda: find(page, "#stop").click(), lambda: find(page, "#message").send_keys(Keys.ESCAPE)):
-        fill(page, "#max_tokens", "8000")
+        fill(page, "#max_tokens", "4000")
         fill(page, "#temperature", "0")  # a random model that is greedy never comes to an end
         say(page, "Tell me everything.")
         until(page, lambda: texts(page, ".turn:last-child .said")[-1] != "")
