@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ERRORS = {"UserError": 0, "BadAnswer": 0, "BadScore": 0, "ExportDiffers": 0, "SkipRow": 0, "ApiError": 1, "check": 1,
-          "SaveError": 0, "NotFinite": 0}
+          "SaveError": 0, "NotFinite": 0, "DoesNotFit": 0}
 CURE = re.compile(r"\b(?:must|needed|needs?|choose|give|takes?|there (?:is|are)|it has|at least|at most|known|use|only|"
                   r"pip install|reads? )\b|\{nearest\}|\{close\}|\{columns\}|\{fault\}|\{refused\}")
 TRANSPARENT = {"str", "repr", "len", "said", "first_line", "_first_line", "type", "one_line", "join", "sorted", "list",
