@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1515, 10),
     "training": (6363, 31),
     "inference": (4109, 27),
-    "tests": (63321, 363),
+    "tests": (63331, 363),
     "benchmarks": (8401, 56),
     ENTRY_POINTS: (2231, 11),
 }
