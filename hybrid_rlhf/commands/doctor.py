@@ -19,7 +19,7 @@ from hybrid_rlhf.core.compat import TESTED, newer_than_tested
 from hybrid_rlhf.core.config import command_flags, parse_command
 from hybrid_rlhf.core.memory import free_host_bytes, is_wsl
 from hybrid_rlhf.core.options import expanded
-from hybrid_rlhf.kernels import launcher
+from hybrid_rlhf.kernels import cpu, launcher
 from hybrid_rlhf.kernels.build import cache_folder
 
 MISSING = 3  # exit code: something that every run needs is missing
@@ -101,7 +101,7 @@ def _compiler() -> Finding:
 
 def _kernels(compile_kernels: bool) -> Finding:
     folder = cache_folder()
-    if not compile_kernels and not any(folder.glob("*/*.so")):
+    if not compile_kernels and not cpu.is_built():  # those of another Python or torch may lie beside
         return Finding("CPU kernels", "warning", f"not compiled yet (cache: {folder})",
                        "hybrid-rlhf doctor compiles them; so does the first run, in about a minute")
     name = kernels.ops_for("cpu").name

@@ -121,6 +121,16 @@ def test_a_turing_card_is_told_that_auto_is_float16(card, capsys):
     assert found["state"] == "warning" and found["detail"].endswith("so model.dtype auto is float16")
 
 
+def test_no_compile_compiles_nothing_beside_the_kernels_of_another_python(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HYBRID_RLHF_CACHE", str(tmp_path))
+    other = doctor.cache_folder() / "hybrid_rlhf_cpu-of-another-python"
+    other.mkdir(parents=True)
+    (other / "hybrid_rlhf_cpu.so").touch()
+    monkeypatch.setattr(kernels_package, "ops_for", lambda device: pytest.fail("compiled"))
+    assert doctor.main(["--no_compile", "--json"]) == 0
+    assert by_name(capsys)["CPU kernels"]["detail"].startswith("not compiled yet")
+
+
 def test_a_card_that_torch_has_no_kernels_for_is_missing_something(card, capsys):
     card((7, 0))
     assert doctor.main(["--no_compile", "--json"]) == 3
