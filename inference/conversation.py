@@ -83,7 +83,7 @@ class Conversation:
         if text is not None:
             self.messages.append(_question(clean(text), images))
         self.messages[:] = without_blank(self.messages)
-        self.was_cut, self.call_errors = False, []
+        was_cut, self.was_cut, self.call_errors = self.was_cut, False, []
         answered: list[str] = []
         calls: list[dict] = []
         is_complete = False
@@ -99,8 +99,11 @@ class Conversation:
                 message: dict = {"role": "assistant", "content": begun + "".join(answered)}
                 self.messages.append(message | ({"tool_calls": calls} if calls else {}))
                 self.num_answers += 1
-            elif not is_begun(self.messages):
-                self.messages.pop()
+                self.was_cut |= not is_complete  # stopped, it has no end of its own either
+            else:  # the last answer is the one before
+                self.was_cut = was_cut
+                if not is_begun(self.messages):
+                    self.messages.pop()
         yield from (f"{chr(10) if i or answered else ''}{shown_call(call)}" for i, call in enumerate(calls))
 
     def _stream(self, calls: list[dict]) -> Iterator[str]:

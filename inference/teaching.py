@@ -5,7 +5,7 @@ What learns is behind the Protocol `Learning` (training/live.py), as a chat neve
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -90,7 +90,8 @@ def learn(learner: Learning, mark: Mark) -> str:
     """Let it learn a mark that it does not have yet; returns the line of what changed."""
     for number, old in enumerate(learner.marks, 1):
         way = "undo takes it back" if number == len(learner.marks) else "only the last mark can be taken back"
-        check(replace(old, is_good=mark.is_good) != mark, f"this answer is mark {number} already, {old.sign}; {way}")
+        check((old.kind, old.prompt, old.answer, old.other) != (mark.kind, mark.prompt, mark.answer, mark.other),
+              f"this answer is mark {number} already, {old.sign}; {way}")
     return learner.learn(mark).line()
 
 

@@ -171,10 +171,11 @@ class DistillTrainer:
         pad_id, mask = self.roles.actor.engine.pad_id, rollout.action_mask
         if self.kind is None:
             rollout.advantages, ratios, num_outside = self.teacher.log_ratios(rollout)  # (B, R)
-            distance = masked_mean(-ratios, mask)
-            metrics.add("distill/divergence", distance, mask.sum())
+            count = int(mask.sum())
+            distance = masked_mean(-ratios, mask) * (count / max(1, count - num_outside))
+            metrics.add("distill/divergence", distance, count - num_outside)
             if self.teacher.own_tokens is not None:
-                metrics.add("distill/uncompared", num_outside / max(1, int(mask.sum())), mask.sum())
+                metrics.add("distill/uncompared", num_outside / max(1, count), count)
         else:
             rollout.teacher, rows = self.teacher.read(self.teacher.reads(rollout).sequences(pad_id), self.kind,
                                                       self.config.top_k, rollout.temperature)

@@ -265,7 +265,7 @@ def load(session: Session, rest: str) -> Effect:
         session.image_readers()
     session.images = []
     for model in session.chat_models.values():
-        model.messages = [dict(m) for m in messages]
+        model.messages, model.was_cut = [dict(m) for m in messages], False
     return Effect(f"{len(messages)} messages read; go on from here")
 
 

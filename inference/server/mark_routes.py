@@ -45,11 +45,13 @@ def add(app: FastAPI, learner: Learning, worker: Worker) -> None:
 
     @app.post("/v1/marks/undo")
     async def undo(request: Request) -> JSONResponse:
-        number = read_json(await request.body()).get("number")
+        body = read_json(await request.body())
 
         def taken_back() -> str:
             count = len(learner.marks)
-            check(number == count, f"only the last mark can be taken back, and that is mark {count}")
+            last = learner.marks[-1].answer if count else None
+            check(body.get("number") == count and body.get("answer", last) == last,
+                  f"only the last mark can be taken back, and that is mark {count}: {last}")
             learner.undo()
             return f"mark {count} is taken back; weights and optimizer are those from before it"
 

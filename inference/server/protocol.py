@@ -138,6 +138,8 @@ class _MarkBody(BaseModel, strict=True):
     chosen: str = ""
     rejected: str = ""
     completion: str = ""  # of a thumb
+    is_cut: bool = False  # whether chosen or completion reached the longest length, or was stopped; and rejected
+    is_other_cut: bool = False
     is_good: bool = True
 
 
@@ -312,8 +314,9 @@ def read_mark(data: dict) -> Mark:
     _need(not sources_in(prompt) and not any(m.get("tool_calls") or m["role"] == "tool" for m in prompt), "prompt",
           TEXT_ALONE)
     if body.kind == "thumb":
-        return Mark("thumb", prompt, body.completion, is_good=body.is_good)
-    return Mark("text" if body.how == "edited" else "pair", prompt, body.chosen, body.rejected)
+        return Mark("thumb", prompt, body.completion, is_good=body.is_good, is_cut=body.is_cut)
+    return Mark("text" if body.how == "edited" else "pair", prompt, body.chosen, body.rejected, is_cut=body.is_cut,
+                is_other_cut=body.is_other_cut)
 
 
 def _completion(completion: str | list[_Message], where: str) -> str:

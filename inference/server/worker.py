@@ -69,7 +69,7 @@ class ModelQueue:
     def running(self) -> Serving:
         """What serves it; ApiError 503 after an error, until it is made anew."""
         if self.serving is None:
-            raise ApiError(503, "the engine starts again; try again", retry_after=1)
+            raise ApiError(503, "the model learns, or its engine starts again; try again", retry_after=1)
         return self.serving
 
 
@@ -132,7 +132,12 @@ class Worker:
             try:
                 return function()
             finally:
-                self._enter()
+                try:
+                    self._enter()
+                except BaseException:
+                    self._is_stopping = True  # /health says so, where each question would be told to try again
+                    _log.exception("the models cannot answer again; what was learnt is kept")
+                    raise
 
         return self.call(call)
 

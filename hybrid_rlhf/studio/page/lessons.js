@@ -69,9 +69,9 @@ export function lessons(page) {
 
   // Take the last mark back, if it is that on `answer` where one is given.
   async function takeBack(answer) {
-    const number = marks.length, isLast = ({lesson}) => lesson?.run === run && lesson.number === number;
+    const number = marks?.length, isLast = ({lesson}) => lesson?.run === run && lesson.number === number;
     if (answer && !isLast(answer)) return page.tell("Only the last mark can be taken back.", true), false;
-    const line = await ask("/undo", {number});
+    const line = await ask("/undo", {number, answer: marks?.at(-1)?.answer});
     if (line === null) return false;
     page.tell(line);
     for (const turn of page.turns) {
@@ -89,7 +89,13 @@ export function lessons(page) {
   async function take(now) {
     if (now === run) return;
     [run, marks, node.hidden] = [now, null, !now];
-    if (run) show(await get("talk/v1/marks").catch((fault) => (page.tell(fault.message, true), {marks: []})));
+    if (!run) return;
+    try {
+      const reply = await get("talk/v1/marks");
+      if (run === now) show(reply);
+    } catch (fault) {
+      if (run === now) about.textContent = `The marks of ${now} are not shown: ${fault.message}`;
+    }
   }
 
   return {node, take, give, takeBack, run: () => run, isNew: () => marks?.length === 0, isBusy: () => isBusy};

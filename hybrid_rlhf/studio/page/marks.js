@@ -41,7 +41,8 @@ export function tally(model, tell, lessons) {
 // learns gets it at once, and its run keeps it.
 async function keep(mark, marks, answer) {
   if (marks.lessons.run()) {
-    return mark.is_good === null ? marks.lessons.takeBack(answer) : marks.lessons.give(mark, answer);
+    if (mark.is_good === null) return marks.lessons.takeBack(answer);
+    return marks.lessons.give({...mark, is_other_cut: mark.how === "edited" && !answer.isWhole}, answer);
   }
   try {
     marks.marked(await post("marks", {name, ...mark}));

@@ -141,6 +141,19 @@ def test_an_interrupt_stops_the_answer_and_not_the_program(monkeypatch, capsys):
     assert (code, "(stopped)" in err, talk.engine.inside, talk.engine.closed) == (0, True, False, 2)
 
 
+def test_an_answer_that_was_stopped_has_no_end_of_its_own_nor_one_before_a_question_taken_back():
+    """What learns from marks asks this of the last answer."""
+    talk = conversation("cat and more of it")
+    answer = talk.answer("one?")
+    next(answer)
+    answer.close()
+    assert talk.was_cut
+    talk.max_positions = 10
+    with pytest.raises(UserError):
+        list(talk.answer("two?"))
+    assert talk.was_cut and len(talk.messages) == 2
+
+
 def test_an_interrupt_before_the_first_token_takes_the_question_back(monkeypatch, capsys):
     talk = conversation("cat", interrupt_after=0)
     typed(monkeypatch, capsys, talk, "one?")

@@ -48,7 +48,7 @@ def test_each_body_becomes_a_mark_and_the_list_is_told_with_every_answer(served,
         {"kind": "text", "sign": "=", "question": "one?", "answer": "a dog"},
         {"kind": "pair", "sign": "1/2", "question": "one?", "answer": "sun"},
         {"kind": "thumb", "sign": "-", "question": "two?", "answer": "fox"}]
-    undone = post(served, {"number": 3}, "/undo").json()
+    undone = post(served, {"number": 3, "answer": "fox"}, "/undo").json()
     assert undone["line"].startswith("mark 3 is taken back") and len(undone["marks"]) == len(learner.marks) == 2
     assert post(served, {}, "/save").json()["line"] == "saved: out/model, from 2 marks"
 
@@ -81,7 +81,9 @@ def test_while_an_answer_is_drawn_a_mark_is_refused_and_the_answer_goes_on(serve
     (EDITED | {"prompt": [*PROMPT, {"role": "tool", "content": "3"}]}, "", "marks are learnt on text alone"),
     (EDITED | {"kind": "score"}, "", "kind: "), (EDITED | {"prompt": []}, "", "prompt: "),
     ({"number": 2}, "/undo", "only the last mark can be taken back, and that is mark 1"),
-    (COMPARED | {"prompt": [u("first")]}, "", "this answer is mark 1 already, 1/2; undo takes it back")])
+    ({"number": 1, "answer": "moon"}, "/undo", "only the last mark can be taken back, and that is mark 1: sun"),
+    (COMPARED | {"prompt": [u("first")]}, "", "this answer is mark 1 already, 1/2; undo takes it back"),
+    (COMPARED | {"prompt": [u("first")], "is_cut": True}, "", "this answer is mark 1 already, 1/2; undo takes it")])
 def test_what_cannot_be_learnt_or_taken_back_is_one_line(served, learner, body, what, words):
     learner.marks.append(Mark("pair", [u("first")], "sun", "cat"))
     refused = post(served, body, what)
@@ -107,3 +109,21 @@ def test_without_a_learner_there_are_no_marks_and_one_model_learns(folder):
         serve.parse(["--model", "a", "b", "--learn", "out"])
     with pytest.raises(serve.UserError, match="start it by hybrid-rlhf serve"):
         serve.run(["--model", folder, "--learn", "out", "--port", "0"])
+
+
+def test_a_mark_says_which_text_was_cut(served, learner):
+    post(served, COMPARED | {"is_other_cut": True})
+    post(served, BAD | {"is_cut": True})
+    assert [(mark.is_cut, mark.is_other_cut) for mark in learner.marks] == [(False, True), (True, False)]
+
+
+def test_models_that_cannot_answer_again_behind_a_mark_are_not_healthy(served, learner, monkeypatch):
+    """The mark is kept, and no question is told to try again."""
+    from hybrid_rlhf.core.errors import UserError
+
+    def no_room(*_, **__):
+        raise UserError("no room for the cache")
+
+    monkeypatch.setattr(served.models[0].lane.engine, "serve", no_room)
+    assert post(served, EDITED).status_code == 400 and len(learner.marks) == 1
+    assert httpx.get(f"{served.url}/health").status_code == 503
