@@ -26,9 +26,8 @@ def tiny_tokenizer(vocab_size: int = 300):
                                    eos_token="<|im_end|>", clean_up_tokenization_spaces=False)
 
 
-@cache
 def other_tokenizer():
-    """Trained on other texts than tiny_tokenizer: other merges, other numbers; pad and eos as there, no template."""
+    """A fresh tokenizer of other texts than tiny_tokenizer's: other merges, other numbers; pad != eos, no template."""
     from hybrid_rlhf.models.tokenizer import train_tokenizer
 
     return train_tokenizer(["the fox is red. is it? answer answer answer: wood", "12 34 46 + =", "cats and dogs é"] * 4,
