@@ -286,6 +286,7 @@ def open_run(config: OnPolicyConfig) -> RunContext:
     told = teacher_prompt(config, tokenizer, own_tokens)
     if told is not None:
         _check_columns(told, data)
+        _check_made(told, config, bool(others or sources.reward))
         asked = replace(model, model_name_or_path=builders.model_folder(sources.teacher or sources.actor))
         told.check([*data.train, *data.held_out], method.sampling.max_new_tokens, load.configured_positions(asked))
     if environments is not None:
@@ -323,6 +324,20 @@ def _check_columns(prompt: TeacherPrompt, data: datasets.StageData) -> None:
         print_main(f"distill.teacher_prompt: {name} is what the run makes, and not the data's column {name}; give "
                    "the column another name to read it")
     data.report["unread"] = {c: n for c, n in data.report.get("unread", {}).items() if c not in columns}
+
+
+def _check_made(prompt: TeacherPrompt, config: OnPolicyConfig, has_score: bool) -> None:
+    """UserError for a template that reads nothing, or what this run never makes."""
+    names, option = prompt.names(), "distill.teacher_prompt"
+    check(prompt.template is None or bool(names), f"{option} reads nothing of the row or the response; give what the "
+          'teacher is to know, such as "{{ prompt }} The answer is {{ answer }}."')
+    check("feedback" not in names or config.reward.judge.is_given,
+          f"{option} reads feedback, and there is no judge whose remark it is; give reward.judge.model")
+    check(has_score or not names & {"score", "best", "best_score"},
+          f"{option} reads scores, and nothing scores the responses; give reward.functions or a reward model")
+    check(config.method.sampling.num_samples > 1 or not names & {"best", "best_score"},
+          f"{option} reads the best other response to a prompt, and there is one response; give "
+          f"{config.method.section}.sampling.num_samples")
 
 
 def _open_sources(config: OnPolicyConfig, environments: Environments | None) -> list[RewardSource]:

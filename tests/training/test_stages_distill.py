@@ -475,6 +475,11 @@ def test_a_teacher_s_prompt_beside_rewards_changes_the_divergence(place, answere
      "roles.teacher.dtype is set; distill.teacher_ema makes the student's own weights the teacher"),
     ([*SELF, TOLD + " in a little wood" * 60], "tokens, more than its 256 positions; say less"),
     ([*SELF, "--distill.teacher_prompt={{ prompt }} {{ answer + 1 }}"], "distill.teacher_prompt: "),
+    ([*SELF, "--distill.teacher_prompt=think"], "reads nothing of the row or the response"),
+    ([*SELF, "--distill.teacher_prompt={{ prompt }} {{ feedback }}"], "no judge whose remark it is"),
+    ([*SELF, "--distill.teacher_prompt={{ prompt }} {{ score }}"], "nothing scores the responses"),
+    ([*SELF, "--distill.teacher_prompt={{ prompt }} {{ best }}", "--reward.functions=[builtin:repetition_penalty]"],
+     "and there is one response; give distill.sampling.num_samples"),
 ])
 def test_a_teacher_that_knows_no_more_or_cannot_be_asked_is_refused(place, answered, capfd, built, more, message):
     teacher = None if "self" in more else "teacher"

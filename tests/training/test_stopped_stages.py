@@ -82,7 +82,7 @@ PHASES = [  # stage, what runs out of memory, what the line says
     ("grpo", "transformers.AutoModelForCausalLM.from_pretrained", "while loading the model of actor"),
     ("grpo", "hybrid_rlhf.engine.hybrid.Runner.probe", "while generating"),
     ("grpo", "hybrid_rlhf.rollout.old_logprobs.OldLogprobs.logprobs", "while scoring"),
-    ("grpo", "hybrid_rlhf.roles.policy_module.PolicyModule.states", "in the actor's"),  # halved until a single row is left
+    ("grpo", "hybrid_rlhf.roles.policy_module.PolicyModule.states", "in the actor's"),  # halved until one row is left
 ]
 
 
