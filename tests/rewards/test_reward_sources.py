@@ -124,9 +124,9 @@ def test_a_function_of_one_s_own_that_is_given_messages_is_told_so_in_a_line(cap
 
 
 def words(folder: str, seed: int, kl_coef: float) -> list[str]:
-    """The demo's own settings of stage 3, but for the KL coefficient and 90 steps; the checker has weight 0."""
+    """The demo's own settings of stage 3, but for the KL coefficient and 150 steps; the checker has weight 0."""
     return ["--stage", "ppo", "--seed", str(seed), *OF_PROMPTS, "--data.sources=[{path: demo/prompts}]",
-            "--train.max_steps=90", "--train.per_device_train_batch_size=128", "--train.warmup_ratio=0.05",
+            "--train.max_steps=150", "--train.per_device_train_batch_size=128", "--train.warmup_ratio=0.05",
             "--train.max_eval_batches=1", "--roles.actor.learning_rate=1e-3", "--roles.critic.learning_rate=2e-3",
             "--ppo.num_ppo_epochs=2", "--ppo.num_minibatches=2", "--ppo.missing_eos_penalty=1.0",
             "--ppo.sampling.max_new_tokens=16", f"--ppo.kl_coef={kl_coef}",
