@@ -580,10 +580,13 @@ def test_a_name_that_was_refused_goes_with_its_model_and_an_emptied_one_is_sugge
     retype(name, "\t")
     until(page, lambda: name.get_attribute("value") == "taught-demo-ppo")
     (studio.studio.outputs.parent / "serving").write_text("error: no room")
+    retype(name, "mine\t")
     find(page, "#talk-open").click()
     until(page, lambda: find(page, "#talk-state").text == "It cannot be opened: no room")
     shown = ("#send", "#message", "#lessons-undo", "#fresh", ".turn")
     assert [find(page, each).is_displayed() for each in shown] == [False, False, False, True, True]
+    choose(page, "#talk-model-1", "demo/sft")
+    assert name.get_attribute("value") == "taught-demo-sft"
 
 
 # -- for everybody ---------------------------------------------------------------------------------------------------
