@@ -14,7 +14,7 @@ from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.data.preview import Preview, look
+from hybrid_rlhf.data.preview import Preview, Shown, look, pieces
 from hybrid_rlhf.data.sources import Reads
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.idle_cache import give_back_idle
@@ -189,8 +189,16 @@ def previews(config: OnPolicyConfig) -> Iterator[Preview]:
     config = prepared(config)
     model = replace(config.model, model_name_or_path=builders.model_folder(find_actor(config)))
     for reads in (config.method.reads, *config.method.also_reads):
-        yield look(config.data, reads, builders.open_tokenizer(model, config.data, reads, config.seed),
-                   stage=config.stage if reads is config.method.reads else "")
+        is_own = reads is config.method.reads
+        tokenizer = builders.open_tokenizer(model, config.data, reads, config.seed)
+        shown = look(config.data, reads, tokenizer, stage=config.stage if is_own else "")
+        told = teacher_prompt(config, tokenizer) if config.roles.teacher.model_name_or_path == SELF and is_own else None
+        if told is not None:  # in the student's tokens, as of no other teacher is known here
+            _check_columns(told, shown.data)
+            if (ids := told.known(shown.data.train[0])) is not None:
+                shown.rows.append(Shown(f"the teacher reads of example 1: {len(ids)} tokens",
+                                        pieces(tokenizer, ids, [False] * len(ids))))
+        yield shown
 
 
 def prepared(config: OnPolicyConfig) -> OnPolicyConfig:

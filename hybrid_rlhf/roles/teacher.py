@@ -69,9 +69,16 @@ class TeacherPrompt:
         reads nothing of the response, for one that it cannot be rendered for and for a longest text that exceeds
         `limit` positions with num_new tokens behind it: before a step asks for it."""
         self.refuse_images(row.get("images") for row in rows)
-        if not self.names() & ({*_OURS} - {"prompt"}):
+        if not self._reads_response():
             longest = max((self._asked(row.get("prompt") or row["text"], row) for row in rows), key=_size)
             self.check_positions(len(self._encoded(longest)) + num_new, limit)
+
+    def known(self, row: dict) -> list[int] | None:
+        """What the teacher reads of a row of the data, in ids; None if that needs the response, not there yet."""
+        return None if self._reads_response() else self._encoded(self._asked(row.get("prompt") or row["text"], row))
+
+    def _reads_response(self) -> bool:
+        return bool(self.names() & ({*_OURS} - {"prompt"}))
 
     @property
     def _option(self) -> str:

@@ -44,8 +44,8 @@ STUDIO_GOALS = {
         "Learn from a judge", "The model answers prompts, and another language model judges the answers by a rubric.",
         _SAMPLING, ("model", "data", "judge"), "prompts (prompt); answers beside them are not read"),
     "distil": StudioGoal(
-        "Learn from a larger model", "A small model is moved towards a larger one on its own answers. Both must have"
-        " the same tokenizer.",
+        "Learn from a larger model", "A small model is moved towards a larger one on its own answers. A teacher with"
+        " other tokens can teach too, by distill.divergence policy_gradient.",
         ("distill",), ("model", "data", "teacher"), "prompts (prompt); answers beside them are not read"),
     "three_stages": StudioGoal(
         "All three stages", "Imitate, learn what is preferred, then PPO against that: the whole of RLHF from one file.",

@@ -23,13 +23,14 @@ from hybrid_rlhf.studio.studio import Refused, Studio
 DEPTH, MAX_FOLDERS = 4, 20_000  # limits of the search for runs
 OWN = frozenset((CHECKPOINTS, MODEL, f"{MODEL}_ema", "plots", "trackers", "rows"))  # folders inside a run
 # The most informative metrics, best first: a row's headline has two of them, and the first one's held-out value.
-HEADLINES = ("reward", "distill/divergence", "rewards/accuracies", "accuracy", "kl", "loss", "mean_token_accuracy")
+HEADLINES = ("reward", "distill/divergence", "rewards/accuracies", "accuracy", "kl", "loss", "mean_token_accuracy",
+             "mark/held", "mark/kl")
 ALARM_WAIT, SIZE_WAIT = 10.0, 30.0  # seconds between two checks of a running run's alarms, and of its size
 _RUN_LINE = re.compile(r"run: (\d{1,12}) steps? ")  # of the header lines of a run (training/announce.py)
 _MODEL_LINE = re.compile(r"model: (.+?); trained: ")
 _ALARM = re.compile(r"- \*\*(.{1,100}?)\*\*: (.{1,2000})")  # of report.md (report/summary.py)
 _OWN_ERROR = re.compile(r"^(UserError|BadAnswer|NotFinite): ")  # these say enough without their names
-_INSIDE_RUN = re.compile(r"/(model|model_ema|checkpoints)(/.*)?$")
+_INSIDE_RUN = re.compile(r"/(model|model_ema|checkpoints|marks|rows)(/.*)?$")
 
 
 class Parent(NamedTuple):
@@ -281,7 +282,8 @@ def _seconds(folder: Path, record: Record, status: str) -> float:
 
 
 def parents_of(run: str, record: Mapping, outputs: Path) -> list[Parent]:
-    """The models in a run's settings from which it starts and learns, the trained one first."""
+    """The models in a run's settings from which it starts and learns, the trained one first, and runs whose files are
+    its data, such as marks."""
     config, facts = _inner(record, "config"), _inner(record, "facts")
     roles, reward = _inner(config, "roles"), _inner(config, "reward")
     role = {name: part.get("model_name_or_path") for name, part in roles.items() if isinstance(part, Mapping)}
@@ -299,7 +301,9 @@ def parents_of(run: str, record: Mapping, outputs: Path) -> list[Parent]:
     has_reward = "reward_model" in facts or bool(role.get("reward")) or _has_sources(config, record)
     if "reward" in role and not has_reward:
         parents["reward"] = Parent("reward", (f"{beside}reward",), is_guess=True)
-    return list(parents.values())
+    data = [each.get("path") if isinstance(each, Mapping) else each for each in _listed(_inner(config, "data"))]
+    return [*parents.values(), *(Parent(text, _ids(text, roots), is_guess=True) for text in data
+                                 if isinstance(text, str) and _INSIDE_RUN.search(text))]
 
 
 def parent_names(run: str, parents: Iterable[Parent], known: Collection[str]) -> list[str]:
@@ -338,6 +342,11 @@ def _has_sources(config: Mapping, record: Mapping) -> bool:
     return bool(reward.get("functions") or reward.get("models") or reward.get("url") or judge.get("model")
                 or judge.get("url") or _inner(config, "environment").get("factory")
                 or record.get("stage") in ("distill", "evaluate"))
+
+
+def _listed(data: Mapping) -> list:
+    sources = data.get("sources") or []
+    return sources if isinstance(sources, list) else [sources]
 
 
 def _texts(value: str | list[str] | None) -> list[str]:

@@ -113,7 +113,7 @@ class Talk:
         if process is not None and process.state == "closed":  # it may still be ending
             process = None
         names = process.choice.names() if process else {}
-        learn = process.choice.learn if process else None
+        learn = process.choice.learn if process and process.state != "failed" else None
         return {"state": process.state if process else "closed", "error": process.error if process else "",
                 "models": [{"name": name, "id": model.id, "step": model.step} for name, model in names.items()],
                 "hints": next(filter(None, (hints(read_json(self._studio.outputs / model.id / RECORD) or {})
@@ -147,7 +147,8 @@ class Talk:
     def _choice(self, body: dict) -> ChatModels:
         models, reward, learn = body["models"], body.get("reward"), body.get("learn")
         folder = None if learn is None else run_folder(self._studio, learn)
-        chosen = [self._taught(folder) if folder and name == learn else self._find(name, POLICY) for name in models]
+        taught = self._taught(folder) if folder and (folder / RECORD).exists() else None
+        chosen = [taught if taught and name == learn else self._find(name, POLICY) for name in models]
         chosen += map(other_model, body.get("paths") or [])
         if not chosen:
             raise Refused(400, "choose a model to talk to")

@@ -233,6 +233,20 @@ def test_all_models_that_a_run_learns_from_are_its_parents():
                    "demo/eval", stage="evaluate") == ["demo/sft", "demo/ppo", "org/m"]
 
 
+@pytest.mark.parametrize("sources", ["outputs/big/marks/pairs.jsonl", ["x", "/data/outputs/big/marks/texts.jsonl"],
+                                     {"path": "outputs/big/rows/train.jsonl"}, [{"path": "/data/outputs/big/marks"}]])
+def test_a_run_whose_files_are_the_data_is_a_parent_and_other_data_is_none(sources):
+    config = {"output_dir": "outputs/demo/ppo", "model": {"model_name_or_path": "outputs/demo/sft"}}
+    assert parents(config | {"data": {"sources": sources}}) == ["demo/sft", "big"]
+
+
+def test_of_a_run_that_learnt_from_marks_the_list_says_what_it_holds(tmp_path):
+    values = {"mark/before": 0.04, "mark/after": 0.9, "mark/kl": 0.01, "mark/held": 0.75, "time/step": 2.0}
+    make_run(tmp_path, "taught", "chat", values=lambda step: values)
+    assert by_id(opened(tmp_path))["taught"]["headline"] == [
+        {"name": "mark/held", "value": 0.75}, {"name": "mark/kl", "value": 0.01}]
+
+
 def test_models_that_nobody_named_are_those_that_the_run_says_it_took():
     config = {"output_dir": "/data/outputs/demo/ppo", "train": {}, "model": {}} | role("reward", None)
     assert parents(config) == ["demo/sft", "demo/reward"]  # beside it, as a run takes them

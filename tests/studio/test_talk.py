@@ -273,12 +273,19 @@ def test_one_model_learns_in_a_run_of_its_own_and_goes_on_there(studio, talk):
     ({"models": ["dpo"], "learn": "../t"}, 400, "a run's name has letters"),
     ({"models": ["dpo"], "learn": ""}, 400, "a run's name has letters"),
     ({"models": ["dpo"], "learn": "dpo"}, 409, "dpo has not learnt from marks"),
+    ({"models": ["dpo"], "learn": "demo/sft"}, 409, "demo/sft has not learnt from marks"),
     ({"models": ["stopped"], "learn": "t"}, 409, "stopped has no finished model to learn on")])
 def test_what_cannot_learn_is_refused_before_anything_is_loaded(studio, talk, body, status, text):
     make_run(studio.outputs, "stopped", "sft", status="stopped")
     with pytest.raises(Refused, match=text) as caught:
         talk.open(body)
     assert caught.value.status == status and notes(studio) == []
+
+
+def test_a_run_that_could_not_be_opened_is_not_kept_as_the_one_that_learns(studio, talk):
+    does(studio, "dpo", "fail", "error: no room")
+    talk.open({"models": ["dpo"], "learn": "mine"})
+    assert wait(talk, "failed")["learn"] is None
 
 
 def test_marks_go_to_the_server_of_the_model_that_learns(client, talk):

@@ -548,6 +548,47 @@ def test_where_one_learns_none_is_compared_and_the_name_of_its_run_follows_the_m
     until(page, lambda: find(page, "#talk-state").text.startswith("a run's name has letters"))
 
 
+def test_a_cut_answer_that_was_rewritten_is_not_called_cut_until_the_mark_is_undone(page, learner):
+    open_learning(page)
+    fill(page, "#max_tokens", "2")
+    say(page, "What is the capital of France?")
+    cut = ["cut at its longest length"]
+    assert texts(page, ".answer .note") == cut and "cannot be judged" in texts(page, ".judge")[0]
+    press(page, "Say it better")
+    page.switch_to.active_element.send_keys("is!")
+    press(page, "Save")
+    lesson(page, "learnt 1")
+    until(page, lambda: texts(page, ".answer .note") == ["edited"])
+    assert "cannot be judged" not in texts(page, ".judge")[0]
+    find(page, "#lessons-undo").click()
+    until(page, lambda: texts(page, ".answer .note") == cut and "cannot be judged" in texts(page, ".judge")[0])
+
+
+def test_a_name_that_was_refused_goes_with_its_model_and_an_emptied_one_is_suggested(page, learner, studio):
+    name = find(page, "#talk-taught")
+    open_learning(page)
+    say(page, "What is the capital of France?")
+    find(page, "#talk-choice summary").click()
+    retype(name, "demo/ppo\t")
+    find(page, "#talk-open").click()
+    until(page, lambda: find(page, "#talk-state").text == (
+        "demo/ppo has not learnt from marks; give the run that will another name. Open: demo/sft. Your marks train "
+        "taught-demo-sft."))
+    assert name.get_attribute("value") == "demo/ppo"
+    choose(page, "#talk-model-1", "demo/ppo")
+    assert name.get_attribute("value") == "taught-demo-ppo"
+    retype(name, "\t")
+    until(page, lambda: name.get_attribute("value") == "taught-demo-ppo")
+    (studio.studio.outputs.parent / "serving").write_text("error: no room")
+    retype(name, "mine\t")
+    find(page, "#talk-open").click()
+    until(page, lambda: find(page, "#talk-state").text == "It cannot be opened: no room")
+    shown = ("#send", "#message", "#lessons-undo", "#fresh", ".turn")
+    assert [find(page, each).is_displayed() for each in shown] == [False, False, False, True, True]
+    choose(page, "#talk-model-1", "demo/sft")
+    assert name.get_attribute("value") == "taught-demo-sft"
+
+
 # -- for everybody ---------------------------------------------------------------------------------------------------
 
 

@@ -435,6 +435,13 @@ def test_the_student_s_own_start_teaches_by_what_it_reads_beside_the_question(pl
     assert "answer" not in report.get("unread", {})
 
 
+@pytest.mark.parametrize(("told", "shown"), [(TOLD, True), (TOLD + " {{ response }}", False)])
+def test_a_preview_shows_what_the_teacher_reads_where_no_response_is_needed(place, answered, capfd, told, shown):
+    assert main(words(place, "look", *SELF, told, *answered, "--preview", teacher=None)) == 0
+    out = capfd.readouterr().out
+    assert ("the teacher reads of example 1" in out) == shown == (" it is " in out)
+
+
 @pytest.mark.slow
 def test_a_stopped_run_whose_teacher_is_an_average_goes_on_to_the_same_bits(place, answered):
     more = [*SELF, TOLD, *answered, "--distill.teacher_ema", "0.5", "--train.max_steps", "4", "--train.save_steps", "2"]

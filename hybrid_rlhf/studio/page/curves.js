@@ -11,8 +11,8 @@ const MAX_POINTS = 400; // of one curve
 const MAX_AT_FIRST = 8;
 // The metrics that are shown at first, in this order; "*" stands for any text.
 const FIRST = ["reward", "loss", "accuracy", "mean_token_accuracy", "kl", "distill/divergence", "rewards/accuracies",
-  "rewards/margins", "margin", "entropy", "completions/mean_length", "rewards/*/mean", "policy/loss", "value/loss",
-  "value/explained_variance", "grad_norm", "learning_rate", "time/step"];
+  "rewards/margins", "margin", "mark/after", "mark/kl", "entropy", "completions/mean_length", "rewards/*/mean",
+  "policy/loss", "value/loss", "value/explained_variance", "grad_norm", "learning_rate", "time/step"];
 const HELD_OUT = "eval/", SMOOTH = "curves are smooth";
 
 // makeCurves(runs, remember) -> {node, update(metrics), ask(), end()}. runs: [{id, label, place}]. metrics: [{name,

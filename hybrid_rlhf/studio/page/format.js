@@ -67,11 +67,14 @@ export function shown(name, value) {
   return unit.word ? `${number(value / unit.factor)} ${unit.word}` : number(value);
 }
 
+const HEADLINES = {"mark/held": "other marks held", "mark/kl": "KL per token"}; // names that say little alone
+
 // What says most of a run: "reward 0.71, held out 0.69, kl 2.1".
 export function headline(row) {
   return (row.headline ?? []).map(({name, value}, i, all) => {
     const isSame = i > 0 && name === `eval/${all[i - 1].name}`;
-    return `${isSame ? "held out" : name} ${shown(name, value)}`.replaceAll(" ", "\u00a0"); // a line ends between two
+    const text = `${isSame ? "held out" : HEADLINES[name] ?? name} ${shown(name, value)}`;
+    return text.replaceAll(" ", "\u00a0"); // a line ends between two
   }).join(", ");
 }
 

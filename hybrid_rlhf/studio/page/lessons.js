@@ -56,11 +56,11 @@ export function lessons(page) {
   }
 
   async function give(mark, answer) {
-    const {text, original, thumb, lesson} = answer;
+    const {text, original, thumb, lesson} = answer, notes = [...answer.notes ?? []]; // as they are now
     showLine(answer, "Learning ...");
     const line = await ask("", mark, (why) => showLine(answer, `Not learnt: ${why}`, true));
     if (line === null) return false;
-    answer.lesson = {run, number: marks.length, line, before: {text, original, thumb, lesson}};
+    answer.lesson = {run, number: marks.length, line, before: {text, original, thumb, lesson, notes}};
     showLesson(answer);
     answer.node.lastChild.scrollIntoView({block: "nearest"});
     for (const hint of document.querySelectorAll(".judge .hint")) hint.remove();
@@ -77,9 +77,7 @@ export function lessons(page) {
     for (const turn of page.turns) {
       for (const answer of turn.answers.filter(isLast)) {
         Object.assign(answer, answer.lesson.before);
-        const isEdited = answer.original !== undefined;
-        answer.notes = answer.notes?.filter(([text]) => text !== "edited" || isEdited);
-        Object.assign(turn, {better: undefined, kept: isEdited ? answer : undefined});
+        Object.assign(turn, {better: undefined, kept: answer.original !== undefined ? answer : undefined});
         page.placed(turn);
       }
     }

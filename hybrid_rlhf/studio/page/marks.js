@@ -1,6 +1,6 @@
 // Marks of answers, kept as data to train on: thumbs, a better answer, and which of several is better.
 
-import {note} from "./chat_stream.js";
+import {note, noNotes} from "./chat_stream.js";
 import {button, make} from "./dom.js";
 import {showLesson} from "./lessons.js";
 import {get, post} from "./server.js";
@@ -69,7 +69,7 @@ export function judge(turn, marks) {
     if (written.length > 1 && isOneQuestion && isOwn && written.every((one) => one.isWhole)) {
       row.append(preferred(answer, turn, written, marks));
     }
-    if (!answer.isWhole) row.append(make("span.quiet", {}, "cut off, so it cannot be judged"));
+    if (!answer.isWhole && isOwn) row.append(make("span.quiet.cut", {}, "cut off, so it cannot be judged"));
     else if (written.length > 1 && !isOneQuestion) {
       row.append(make("span.quiet", {}, "each model went on from its own answers, so these are no pair"));
     }
@@ -142,11 +142,12 @@ async function rewrite(answer, turn, text, marks) {
   const original = answer.original ?? answer.text;
   const mark = {kind: "pair", how: "edited", prompt: answer.asked, chosen: text, rejected: original};
   if (!await keep(mark, marks, answer)) return false;
-  if (answer.original === undefined) note(answer, "edited");
+  noNotes(answer); // they were about another text, as the buttons were
+  note(answer, "edited");
   Object.assign(answer, {original, text});
   answer.said.textContent = text;
   turn.kept = answer;
-  for (const node of answer.buttons.querySelectorAll("[aria-pressed]")) node.remove(); // they were about another text
+  for (const node of answer.buttons.querySelectorAll("[aria-pressed], .cut")) node.remove();
   marks.tell("Kept: your words are preferred to the model's, and the conversation goes on from them.");
   return true;
 }

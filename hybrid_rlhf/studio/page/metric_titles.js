@@ -12,6 +12,8 @@ const TITLES = {
   "policy/loss": "Loss of the model", "policy/clip_fraction": "Updates held back", "value/loss": "Loss of the critic",
   "value/explained_variance": "How much the critic foresees", grad_norm: "Size of the gradient",
   learning_rate: "Learning rate", "distill/divergence": "Distance from the teacher", "time/step": "Seconds of a step",
+  "mark/before": "Before the mark", "mark/after": "After the mark", "mark/kl": "Distance from the start per token (KL)",
+  "mark/held": "Other marks still held", "mark/updates": "Updates for the mark",
   "time/generate": "Seconds to answer", "time/score": "Seconds to score", "time/train": "Seconds to train",
 };
 

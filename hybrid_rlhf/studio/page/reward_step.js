@@ -108,7 +108,8 @@ function modelPart(draft) {
 
 function teacherPart(draft) {
   const about = "The model answers, and at every word moves towards what the teacher would have said. "
-    + "Both need the same tokenizer: two sizes of one family, say.";
+    + "Two sizes of one family have the same tokens; a teacher with other tokens needs distill.divergence "
+    + "policy_gradient, among the settings.";
   return make("div", {}, make("p", {}, about),
     modelField(draft, "roles.teacher.model_name_or_path", "The teacher", {key: "teacher", fits: isPolicy}));
 }

@@ -61,6 +61,7 @@ export async function show(root, rest, query) {
   function take(status) {
     state = status;
     view.chat.hidden = state.state !== "ready" && !turns.length;
+    view.form.classList.toggle("shut", ["failed", "closed"].includes(state.state)); // then nobody answers
     view.scores.parentNode.hidden = !state.reward;
     marks.node.hidden = Boolean(state.learn);
     view.second.hidden = !state.learn;
@@ -118,7 +119,7 @@ function chooser(take, wanted) {
   const view = buildChooser();
   let state = null, turn = 0, isFilled = false;
   let since = 0; // when the present opening began, as this page saw it
-  let runs = [], suggested = "";
+  let runs = [], suggested = "", refused = ""; // suggested, refused: names of the run that learns
 
   // Asked again when the page is shown again: then what a person has chosen or closed meanwhile stays so.
   async function load() {
@@ -154,6 +155,7 @@ function chooser(take, wanted) {
     const before = state?.state;
     if (status.state === "starting" && before !== "starting") since = Date.now();
     state = status;
+    if (status.state === "failed" && before === "starting") refused = view.taught.value.trim();
     if (status.state !== before && status.state !== "starting") foldAway(status.state === "ready");
     view.onCpu.parentNode.hidden = !status.has_card;
     view.close.disabled = !["starting", "ready"].includes(status.state);
@@ -176,7 +178,7 @@ function chooser(take, wanted) {
     const name = first.value.replaceAll("/", "-") || typed || "model";
     const fresh = runs.some(({id, stage}) => id === first.value && stage === "chat") ? first.value
       : `taught-${name.replace(/[^A-Za-z0-9._-]/g, "-")}`;
-    if (["", suggested].includes(taught.value)) taught.value = fresh;
+    if (["", suggested, refused].includes(taught.value.trim())) taught.value = fresh;
     suggested = fresh;
   }
 
@@ -205,7 +207,8 @@ function chooser(take, wanted) {
       await post(path, body);
       await update();
     } catch (fault) {
-      view.state.textContent = fault.message;
+      refused = view.taught.value.trim();
+      view.state.textContent = state?.state === "ready" ? `${fault.message}. ${stateText(state)}` : fault.message;
       view.state.classList.add("fault");
     }
   }
@@ -215,7 +218,7 @@ function chooser(take, wanted) {
     open();
   });
   view.close.addEventListener("click", () => act("talk/close"));
-  for (const each of [...view.selects, view.other, view.learn]) each.addEventListener("change", adapt);
+  for (const each of [...view.selects, view.other, view.learn, view.taught]) each.addEventListener("change", adapt);
   const clock = setInterval(count, 1000);
   return {node: view.node, load, update, leave: () => clearInterval(clock)};
 }

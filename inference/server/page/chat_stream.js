@@ -231,6 +231,12 @@ export function note(answer, text, isFault) {
   show(answer, text, isFault);
 }
 
+// Take all remarks from the heading of an answer.
+export function noNotes(answer) {
+  answer.notes = [];
+  for (const node of answer.who.querySelectorAll(".note")) node.remove();
+}
+
 function show(answer, text, isFault) {
   answer.who.append(make("span", isFault ? "note fault" : "note", text));
 }
