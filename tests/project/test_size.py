@@ -31,9 +31,9 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/run": (2215, 12),
     "hybrid_rlhf/studio": (8962, 52),
     "hybrid_rlhf/trainers": (1516, 10),
-    "training": (6420, 31),
+    "training": (6435, 31),
     "inference": (4226, 28),
-    "tests": (64172, 366),
+    "tests": (64177, 366),
     "benchmarks": (8401, 56),
     ENTRY_POINTS: (2231, 11),
 }
