@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+from hybrid_rlhf.core import chat_runs
 from hybrid_rlhf.core.config import check
 
 
@@ -25,21 +26,42 @@ def named_models(options: list[str]) -> dict[str, str]:
 
 
 def model_folder(path: str) -> Path:
-    """The model folder for `path`: for a run's folder the model in it."""
+    """The model folder for `path`: for a run's folder the model in it. UserError for a learning chat's without one."""
     folder = Path(path)
-    if not (folder / "run.json").is_file() or not (folder / "model").is_dir():
+    if not (folder / "run.json").is_file():
         return folder
-    _note_unfinished(folder)
-    return folder / "model"
-
-
-def _note_unfinished(run: Path) -> None:
-    """Print a note if the run in a folder is not finished: its model is from an earlier step or run."""
+    has_model = (folder / "model").is_dir()
     try:
-        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        status, step = record["status"], record.get("facts", {}).get("model_step")
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        is_chat, status = record["stage"] == chat_runs.STAGE, record["status"]
+        line = _unfinished(record, record.get("facts", {}), path) if has_model else (
+            f"{chat_runs.leaves_model(record['config'], path)}, leaves its model" if is_chat else "")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return
-    if status != "finished":
-        of = "a run before it" if step is None else f"step {step} of {record['facts'].get('num_steps')}"
-        print(f"note: the run in {run} is not finished ({status}); the model there is of {of}", file=sys.stderr)
+        return folder / "model" if has_model else folder
+    check(has_model or not is_chat, f"the chat run in {path} is not finished ({status}); {line}")
+    if has_model and status != "finished":
+        print(f"note: the run in {path} is not finished ({status}); the model there is of {line}", file=sys.stderr)
+    return folder / "model" if has_model else folder
+
+
+def _unfinished(record: dict, facts: dict, run: str) -> str:
+    """The step or run that the model of a run that is not finished is of."""
+    step, last = facts.get("model_step"), facts.get("num_steps")
+    if step is not None and record["stage"] == chat_runs.STAGE:
+        return chat_runs.changed_since(step, last, record["config"], run)
+    return "a run before it" if step is None else f"step {step} of {last}"
+
+
+def learns_on(path: str, folder: str) -> str:
+    """The model for a chat that learns in `folder`: `path`, and where that is the folder itself the one that its run
+    began with, as the chat goes on from its marks (a line says so)."""
+    if Path(path).resolve() not in (Path(folder).resolve(), Path(folder).resolve() / "model"):
+        return path
+    try:
+        record = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))
+        base = str(record["config"]["model"]["model_name_or_path"]) if record["stage"] == chat_runs.STAGE else path
+    except (OSError, ValueError, LookupError, TypeError):
+        return path
+    if base != path:
+        print(f"{folder} has learnt on {base}, and goes on from there with its marks", file=sys.stderr)
+    return base
