@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from hybrid_rlhf.core import chat_runs
-from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.config import UserError, check
 
 
 def named_models(options: list[str]) -> dict[str, str]:
@@ -27,41 +27,36 @@ def named_models(options: list[str]) -> dict[str, str]:
 
 def model_folder(path: str) -> Path:
     """The model folder for `path`: for a run's folder the model in it. UserError for a learning chat's without one."""
-    folder = Path(path)
-    if not (folder / "run.json").is_file():
+    folder, record = Path(path), _record(path)
+    if not (folder / "model").is_dir():
+        if record.get("stage") == chat_runs.STAGE:
+            raise UserError(f"the chat run in {path} is not finished ({record['status']}); "
+                            f"{chat_runs.cure(chat_runs.STAGE, record['config'], path)}")
         return folder
-    has_model = (folder / "model").is_dir()
+    if record.get("status", "finished") != "finished":
+        facts = record.get("facts", {})
+        of = "a run before it" if facts.get("model_step") is None else (
+            chat_runs.model_of(record["stage"], facts, record["config"], path))
+        print(f"note: the run in {path} is not finished ({record['status']}); the model there is of {of}",
+              file=sys.stderr)
+    return folder / "model" if (folder / "run.json").is_file() else folder
+
+
+def _record(run: str) -> dict:
+    """The record of the run in a folder; empty where there is none, or a damaged one."""
     try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        is_chat, status = record["stage"] == chat_runs.STAGE, record["status"]
-        line = _unfinished(record, record.get("facts", {}), path) if has_model else (
-            f"{chat_runs.leaves_model(record['config'], path)}, leaves its model" if is_chat else "")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return folder / "model" if has_model else folder
-    check(has_model or not is_chat, f"the chat run in {path} is not finished ({status}); {line}")
-    if has_model and status != "finished":
-        print(f"note: the run in {path} is not finished ({status}); the model there is of {line}", file=sys.stderr)
-    return folder / "model" if has_model else folder
-
-
-def _unfinished(record: dict, facts: dict, run: str) -> str:
-    """The step or run that the model of a run that is not finished is of."""
-    step, last = facts.get("model_step"), facts.get("num_steps")
-    if step is not None and record["stage"] == chat_runs.STAGE:
-        return chat_runs.changed_since(step, last, record["config"], run)
-    return "a run before it" if step is None else f"step {step} of {last}"
+        record = json.loads((Path(run) / "run.json").read_text(encoding="utf-8"))
+        return record if isinstance(record, dict) and {"stage", "status", "config"} <= record.keys() else {}
+    except (OSError, ValueError):
+        return {}
 
 
 def learns_on(path: str, folder: str) -> str:
     """The model for a chat that learns in `folder`: `path`, and where that is the folder itself the one that its run
     began with, as the chat goes on from its marks (a line says so)."""
-    if Path(path).resolve() not in (Path(folder).resolve(), Path(folder).resolve() / "model"):
+    own, record = Path(folder).resolve(), _record(folder)
+    if Path(path).resolve() not in (own, own / "model") or record.get("stage") != chat_runs.STAGE:
         return path
-    try:
-        record = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))
-        base = str(record["config"]["model"]["model_name_or_path"]) if record["stage"] == chat_runs.STAGE else path
-    except (OSError, ValueError, LookupError, TypeError):
-        return path
-    if base != path:
-        print(f"{folder} has learnt on {base}, and goes on from there with its marks", file=sys.stderr)
+    base = record["config"]["model"]["model_name_or_path"]
+    print(f"{folder} has learnt on {base}, and goes on from there with its marks", file=sys.stderr)
     return base

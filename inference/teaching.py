@@ -86,11 +86,6 @@ class Learning(Protocol):
         ...
 
 
-def counted(marks: int) -> str:
-    """1 mark is, 2 marks are."""
-    return "1 mark is" if marks == 1 else f"{marks} marks are"
-
-
 def saved(learner: Learning) -> str:
     """Save; returns a line about it."""
     return f"saved: {learner.save()}, from {len(learner.marks)} mark{'s' * (len(learner.marks) != 1)}"

@@ -39,7 +39,7 @@ from hybrid_rlhf.data.messages import clean
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
 from hybrid_rlhf.export.folder import export
-from hybrid_rlhf.inference.teaching import Mark, counted
+from hybrid_rlhf.inference.teaching import Mark
 from hybrid_rlhf.models.backbone import own_head
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import Adapters, LoraConfig
@@ -455,7 +455,7 @@ class LiveLearner:
         if not self.record.is_finished and (self.marks or SAVED in self.record.facts):
             last = f"the run {self.record.left_early}" if SAVED in self.record.facts else (
                 f"there is no model yet: {self.record.cure}")
-            print_main(f"{counted(len(self.marks))} kept in {self.folder}; {last}")
+            print_main(f"marks kept in {self.folder}: {len(self.marks)}; {last}")
         runfile.release(self.folder)
 
     def _remove(self) -> None:

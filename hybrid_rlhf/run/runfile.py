@@ -74,19 +74,15 @@ class RunRecord:
     @property
     def left_early(self) -> str:
         """For a run that was stopped or failed and left a model: which one, as words after "the run"; else ""."""
-        step, last = self.facts.get("model_step"), self.facts.get("num_steps")
-        if step is None or self.status not in ("stopped", "failed"):
+        if self.facts.get("model_step") is None or self.status not in ("stopped", "failed"):
             return ""
-        of = (chat_runs.changed_since(step, last, self.config, self.output_dir) if self.stage == chat_runs.STAGE
-              else f"step {step} of {last}")
+        of = chat_runs.model_of(self.stage, self.facts, self.config, self.output_dir)
         return f"is not finished ({self.status}): its model is that of {of}"
 
     @property
     def cure(self) -> str:
         """What to do where its model is needed and not there."""
-        if self.stage == chat_runs.STAGE:
-            return f"{chat_runs.leaves_model(self.config, self.output_dir)}, leaves its model"
-        return f"run --stage {self.stage} --output_dir {self.output_dir} first"
+        return chat_runs.cure(self.stage, self.config, self.output_dir)
 
     def finish(self, metrics: dict[str, float], *, tokenizer, **facts: object) -> None:  # noqa: ANN001
         """Write the record of a run that ended well, and its model card; facts must be JSON. tokenizer: None where it

@@ -207,8 +207,8 @@ def test_a_run_that_was_not_saved_says_how_it_leaves_a_model_wherever_it_is_used
     learner = LiveLearner(f"{place}/base", taught)
     learner.learn(GOOD)
     learner.close()
-    cure = f"hybrid-rlhf chat --model {place}/base --learn {taught}, then /save, leaves its model"
-    assert f"1 mark is kept in {taught}; there is no model yet: {cure}\n" in capsys.readouterr().err
+    cure = f"hybrid-rlhf chat --model {place}/base --learn {taught}, then /save"
+    assert f"marks kept in {taught}: 1; there is no model yet: {cure}\n" in capsys.readouterr().err
     for words in (["chat", "--model", taught], ["export", "--model", taught, "--output_dir", f"{place}/none"],
                   ["--stage", "dpo", "--model.model_name_or_path", taught, "--output_dir", f"{place}/none",
                    "--data.sources", f"{taught}/marks/thumbs.jsonl"]):
@@ -238,6 +238,10 @@ def test_marks_learnt_or_taken_back_since_the_last_save_are_told(place, capsys):
         assert f"not finished (stopped): its model is that of {of}" in capsys.readouterr().err
         assert model_folder(taught + begin).name == "model"
         assert f"not finished (stopped); the model there is of {of}" in capsys.readouterr().err
+    learner = LiveLearner(f"{place}/base", f"{taught}again")
+    learner.undo()
+    learner.close()
+    assert "then a mark and /save, renews it" in capsys.readouterr().err
 
 
 def test_a_session_without_a_mark_leaves_no_run_and_what_else_is_there_stays(place, capsys):

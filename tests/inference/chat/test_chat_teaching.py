@@ -153,7 +153,7 @@ def test_without_a_learner_a_mark_is_told_that_it_was_a_question(monkeypatch, ca
 
 def test_the_run_itself_as_the_model_is_that_which_it_began_with(tmp_path, capsys):
     (tmp_path / "taught/model").mkdir(parents=True)
-    record = {"stage": "chat", "config": {"model": {"model_name_or_path": "a/base"}}}
+    record = {"stage": "chat", "status": "stopped", "config": {"model": {"model_name_or_path": "a/base"}}}
     (tmp_path / "taught/run.json").write_text(json.dumps(record))
     for path in ("taught", "taught/model", "taught/../taught/"):
         assert learns_on(f"{tmp_path}/{path}", f"{tmp_path}/taught") == "a/base"
