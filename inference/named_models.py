@@ -7,7 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core import chat_runs
+from hybrid_rlhf.core.config import UserError, check
 
 
 def named_models(options: list[str]) -> dict[str, str]:
@@ -25,21 +26,37 @@ def named_models(options: list[str]) -> dict[str, str]:
 
 
 def model_folder(path: str) -> Path:
-    """The model folder for `path`: for a run's folder the model in it."""
-    folder = Path(path)
-    if not (folder / "run.json").is_file() or not (folder / "model").is_dir():
+    """The model folder for `path`: for a run's folder the model in it. UserError for a learning chat's without one."""
+    folder, record = Path(path), _record(path)
+    if not (folder / "model").is_dir():
+        if record.get("stage") == chat_runs.STAGE:
+            raise UserError(f"the chat run in {path} is not finished ({record['status']}); "
+                            f"{chat_runs.cure(chat_runs.STAGE, record['config'], path)}")
         return folder
-    _note_unfinished(folder)
-    return folder / "model"
+    if record.get("status", "finished") != "finished":
+        facts = record.get("facts", {})
+        of = "a run before it" if facts.get("model_step") is None else (
+            chat_runs.model_of(record["stage"], facts, record["config"], path))
+        print(f"note: the run in {path} is not finished ({record['status']}); the model there is of {of}",
+              file=sys.stderr)
+    return folder / "model" if (folder / "run.json").is_file() else folder
 
 
-def _note_unfinished(run: Path) -> None:
-    """Print a note if the run in a folder is not finished: its model is from an earlier step or run."""
+def _record(run: str) -> dict:
+    """The record of the run in a folder; empty where there is none, or a damaged one."""
     try:
-        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        status, step = record["status"], record.get("facts", {}).get("model_step")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return
-    if status != "finished":
-        of = "a run before it" if step is None else f"step {step} of {record['facts'].get('num_steps')}"
-        print(f"note: the run in {run} is not finished ({status}); the model there is of {of}", file=sys.stderr)
+        record = json.loads((Path(run) / "run.json").read_text(encoding="utf-8"))
+        return record if isinstance(record, dict) and {"stage", "status", "config"} <= record.keys() else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def learns_on(path: str, folder: str) -> str:
+    """The model for a chat that learns in `folder`: `path`, and where that is the folder itself the one that its run
+    began with, as the chat goes on from its marks (a line says so)."""
+    own, record = Path(folder).resolve(), _record(folder)
+    if Path(path).resolve() not in (own, own / "model") or record.get("stage") != chat_runs.STAGE:
+        return path
+    base = record["config"]["model"]["model_name_or_path"]
+    print(f"{folder} has learnt on {base}, and goes on from there with its marks", file=sys.stderr)
+    return base

@@ -86,10 +86,15 @@ class Learning(Protocol):
         ...
 
 
-def learn(learner: Learning, mark: Mark) -> str:
-    """Let it learn a mark that it does not have yet; returns the line of what changed."""
+def saved(learner: Learning) -> str:
+    """Save; returns a line about it."""
+    return f"saved: {learner.save()}, from {len(learner.marks)} mark{'s' * (len(learner.marks) != 1)}"
+
+
+def learn(learner: Learning, mark: Mark, undo: str = "undo") -> str:
+    """Let it learn a mark that it does not have yet; returns the line of what changed. undo: what takes one back."""
     for number, old in enumerate(learner.marks, 1):
-        way = "undo takes it back" if number == len(learner.marks) else "only the last mark can be taken back"
+        way = f"{undo} takes it back" if number == len(learner.marks) else "only the last mark can be taken back"
         check((old.kind, old.prompt, old.answer, old.other) != (mark.kind, mark.prompt, mark.answer, mark.other),
               f"this answer is mark {number} already, {old.sign}; {way}")
     return learner.learn(mark).line()
@@ -104,7 +109,7 @@ class Teaching:
     def told(self, session: Session, mark: Mark) -> Effect:
         """Let the model learn a mark that it does not have yet."""
         with activity.slow("learning"):
-            line = learn(self.learner, mark)
+            line = learn(self.learner, mark, "/undo")
         session.choice = None
         is_cut = mark.is_cut or (mark.is_other_cut and mark.kind == "pair")
         return Effect(line + "\n(an answer that was cut is learnt without an end)" * is_cut)
@@ -141,8 +146,10 @@ class Teaching:
         lines = [f"{n:3} {mark.shown()}" for n, mark in enumerate(self.learner.marks, 1)]
         return Effect("\n".join(lines) or "no marks yet")
 
-    def undo(self, _session: Session, _rest: str) -> Effect:
+    def undo(self, _session: Session, rest: str) -> Effect:
         number = len(self.learner.marks)
+        check(not number or rest in ("", str(number)),
+              f"only the last mark can be taken back, and that is mark {number}: /undo does")
         mark = self.learner.undo()
         return Effect(f"mark {number} is taken back: {mark.shown()}\nweights and optimizer are those from before it")
 
@@ -150,7 +157,7 @@ class Teaching:
         if rest:
             return COMMANDS["/save"].run(session, rest)
         with activity.slow("saving"):
-            return Effect(f"saved: {self.learner.save()}, from {len(self.learner.marks)} marks")
+            return Effect(saved(self.learner))
 
 
 def commands_of(learner: Learning) -> dict[str, Command]:
@@ -170,16 +177,31 @@ def commands_of(learner: Learning) -> dict[str, Command]:
 
 
 def is_mark(session: Session, line: str) -> bool:
-    """Whether a line without a slash is a mark, and no question: one with a space before it is a question."""
+    """Whether a line without a slash is a mark, and no question: one with a space before it is a question. UserError
+    for one that is nearly a mark, as a question could not be taken back."""
     word = line.rstrip()
-    return bool(session.more) and (word in ("+", "-", "=") or line.startswith("= ") or
-                                   (word in ("1", "2") and session.choice is not None))
+    if not session.more:
+        return False
+    if word in ("+", "-", "=") or line.startswith("= ") or (word in ("1", "2") and session.choice is not None):
+        return True
+    asks = "; a question has a space before it"
+    check(word[:1] != "=", f"= TEXT marks with a space behind the =, and this has none{asks}")
+    check(word[:1] not in ("+", "-") or "\n" in word, f"{word[:1]} marks alone on its line, and this has more{asks}")
+    check(not word.isdigit() or not _is_choosing(session), f"which is better? 1 or 2{asks}")
+    return False
+
+
+def _is_choosing(session: Session) -> bool:
+    return session.choice is not None and session.model.messages[:-1] == session.choice[0]
 
 
 def hint(session: Session) -> str:
     """A line below an answer: the choice between two, and for a user's first answer what to do with it."""
-    if session.choice is not None and session.model.messages[:-1] == session.choice[0]:
+    if _is_choosing(session):
         return "(which is better? 1 or 2)"
+    asked = str(session.model.messages[-2]["content"]) if len(session.model.messages) > 3 else ""
+    if not session.more and (asked in ("+", "-") or asked.startswith("= ")):
+        return "(asked as a question; it marks an answer where the chat is started with --learn OUTPUT)"
     return "(tell it what you would have said: = TEXT)" if session.more and session.model.num_answers == 1 else ""
 
 

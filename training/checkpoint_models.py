@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hybrid_rlhf.core import own_files
+from hybrid_rlhf.core.chat_runs import STAGE
 from hybrid_rlhf.core.config import UserError, check, parse
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.memory import explained
@@ -26,8 +27,9 @@ from hybrid_rlhf.core.own_files import refusal
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.export.folder import export
+from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.roles.sharing import Layout
-from hybrid_rlhf.run import checkpoint, resume
+from hybrid_rlhf.run import checkpoint, resume, runfile
 from hybrid_rlhf.training import builders, on_policy, supervised, unread_options
 from hybrid_rlhf.training.build_roles import Sources, build, find_starts
 from hybrid_rlhf.training.registry import STAGES
@@ -130,7 +132,11 @@ def _open_learner(stage: ModuleType, config: Any) -> Trained:
     """The policy or reward model of an offline recipe."""
     builders.seed_everything(config.seed)
     _, model = stage.start_model(config)
-    tokenizer = builders.open_tokenizer(model, config.data, supervised.reads_of(config), config.seed)
+    record = runfile.run_at(config.output_dir)
+    if record is not None and record.stage == STAGE:  # whose rows may be of another kind than its settings say
+        tokenizer = load_tokenizer(model.model_name_or_path)
+    else:
+        tokenizer = builders.open_tokenizer(model, config.data, supervised.reads_of(config), config.seed)
     is_policy = STAGES[config.stage].leaves == "policy"
     if is_policy:
         opened = builders.open_policy(model, tokenizer, config.seed, dropout=False)

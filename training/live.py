@@ -8,6 +8,7 @@ the same bits, and a killed process loses at most the mark that it was learning.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 from hybrid_rlhf.algorithms.divergence import Divergence, TeacherTargets
 from hybrid_rlhf.algorithms.kl import UpdateRate
 from hybrid_rlhf.algorithms.preference import LOSSES, dpo, kto
+from hybrid_rlhf.core.chat_runs import STAGE
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import print_main
 from hybrid_rlhf.core.memory import explained
@@ -54,7 +56,7 @@ from hybrid_rlhf.training import builders, defaults, fixed_prompts, preferences,
 from hybrid_rlhf.training.fixed_prompts import MAX_NEW_TOKENS
 
 DIVERGENCE = Divergence("reverse_kl")
-STAGE, MARKS, SAVED = "chat", "marks", "saved_step"  # of run.json; the folder of the rows; a fact of the record
+MARKS, SAVED = "marks", "saved_step"  # the folder of the rows; a fact of the record
 FILES = {"pair": "pairs.jsonl", "thumb": "thumbs.jsonl", "text": "texts.jsonl"}
 RANK = 4  # a snapshot of adapter and optimizer takes 12 bytes a weight
 KEPT = 32  # marks that can be taken back
@@ -442,12 +444,28 @@ class LiveLearner:
                 | builders.adapted_weights(self.config.model))
 
     def close(self) -> None:
-        """Release the folder. A run with marks since the last `save` is on record as stopped, at that model's step."""
-        if self.record.status == "running":
+        """Release the folder. A run with changes since the last `save` is on record as stopped, at that model's step,
+        and a line says so; one without a mark leaves nothing."""
+        if not self.marks and SAVED not in self.record.facts:
+            self._remove()
+        elif self.record.status == "running":
             if SAVED in self.record.facts:
                 self.record.facts |= {"model_step": self.record.facts[SAVED], "num_steps": len(self.marks)}
             self.record.close("stopped")
+        if not self.record.is_finished and (self.marks or SAVED in self.record.facts):
+            last = f"the run {self.record.left_early}" if SAVED in self.record.facts else (
+                f"there is no model yet: {self.record.cure}")
+            print_main(f"marks kept in {self.folder}: {len(self.marks)}; {last}")
         runfile.release(self.folder)
+
+    def _remove(self) -> None:
+        """Remove its files; what else is in the folder stays."""
+        for name in (resume.FOLDER, MARKS):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        for name in (runfile.RUN_FILE, runfile.SETTINGS_FILE, summary.METRICS):
+            (self.folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
 
 
 def settings_of(model: str, output: str, seed: int) -> preferences.Config:

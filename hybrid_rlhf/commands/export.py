@@ -56,8 +56,8 @@ def find(path: str) -> tuple[Path, RunRecord | None]:
     record = read_run(run) if run else None
     if run == folder:
         check(record.is_finished or record.left_early,
-              f"export: the {record.stage} run in {path} is not finished ({record.status}); run it again, it goes on "
-              "where it stopped")
+              f"export: the {record.stage} run in {path} is not finished ({record.status}); "
+              f"{record.cure}")
         if record.left_early:
             print(f"note: the {record.stage} run in {path} {record.left_early}", file=sys.stderr)
         folder = folder / "model"

@@ -45,7 +45,7 @@ def with_learner(command: str, run: Callable[..., int], argv: list[str] | None) 
             stack.callback(learner.close)
             if learner.marks:
                 way = " (/marks lists them)" if command == "chat" else ""
-                print(f"goes on after mark {len(learner.marks)} in {output}{way}")
+                print(f"goes on after mark {len(learner.marks)} in {output}{way}", file=sys.stderr)
             return Conversation(learner.engine, learner.tokenizer, sampling or SamplingConfig(), seed=seed,
                                 system=system, max_positions=max_positions(learner.engine.model)), learner
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar
 
 from hybrid_rlhf import __version__
-from hybrid_rlhf.core import own_files
+from hybrid_rlhf.core import chat_runs, own_files
 from hybrid_rlhf.core.config import UserError, check, to_yaml
 from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, is_main, print_main
 from hybrid_rlhf.core.own_files import take_lock
@@ -74,9 +74,15 @@ class RunRecord:
     @property
     def left_early(self) -> str:
         """For a run that was stopped or failed and left a model: which one, as words after "the run"; else ""."""
-        step = self.facts.get("model_step")
-        return "" if step is None or self.status not in ("stopped", "failed") else (
-            f"is not finished ({self.status}): its model is that of step {step} of {self.facts.get('num_steps')}")
+        if self.facts.get("model_step") is None or self.status not in ("stopped", "failed"):
+            return ""
+        of = chat_runs.model_of(self.stage, self.facts, self.config, self.output_dir)
+        return f"is not finished ({self.status}): its model is that of {of}"
+
+    @property
+    def cure(self) -> str:
+        """What to do where its model is needed and not there."""
+        return chat_runs.cure(self.stage, self.config, self.output_dir)
 
     def finish(self, metrics: dict[str, float], *, tokenizer, **facts: object) -> None:  # noqa: ANN001
         """Write the record of a run that ended well, and its model card; facts must be JSON. tokenizer: None where it
@@ -293,8 +299,7 @@ def require_finished(folder: str | Path, stage: str) -> RunRecord:
     record = read_run(folder)
     check(record.stage == stage, f"{folder} holds a {record.stage} run, but a finished {stage} run is needed")
     check(record.is_finished or record.left_early,
-          f"the {stage} run in {folder} is not finished ({record.status}); run --stage {stage} --output_dir {folder} "
-          "first")
+          f"the {stage} run in {folder} is not finished ({record.status}); {record.cure}")
     if record.left_early:
         _log_once(f"note: the {stage} run in {folder} {record.left_early}")
     return record

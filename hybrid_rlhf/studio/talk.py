@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from hybrid_rlhf.inference.named_models import learns_on
 from hybrid_rlhf.inference.server import page_policy
 from hybrid_rlhf.studio.chat_process import ChatModels, ChatProcess, Talkable
 from hybrid_rlhf.studio.example import hints
@@ -164,7 +165,7 @@ class Talk:
         record, name = read_json(folder / RECORD) or {}, str(folder.relative_to(self._studio.outputs))
         if record.get("stage") != TAUGHT:
             raise Refused(409, f"{name} has not learnt from marks; give the run that will another name")
-        return Talkable(name, TAUGHT, record["status"], POLICY, Path(record["config"]["model"]["model_name_or_path"]))
+        return Talkable(name, TAUGHT, record["status"], POLICY, Path(learns_on(str(folder), str(folder))))
 
     def close(self, note: str = "") -> dict:
         """Close the models, wait for their processes, and return the state."""

@@ -19,7 +19,7 @@ from hybrid_rlhf.core.config import UserError, check, command_flags, parse_comma
 from hybrid_rlhf.core.errors import error_line, escape_control, exit_code, shortened
 from hybrid_rlhf.core.options import expanded
 from hybrid_rlhf.core.startup import relaxed_gc
-from hybrid_rlhf.inference.named_models import model_folder, named_models
+from hybrid_rlhf.inference.named_models import learns_on, model_folder, named_models
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -240,6 +240,7 @@ def open_session(options: argparse.Namespace, open_learner: OpenLearner | None =
         from hybrid_rlhf.inference.teaching import commands_of
 
         (name, path), = named.items()
+        named[name] = path = learns_on(path, options.learn)
         conversation, learner = open_learner(path, options.learn, sampling, options.seed, options.system)
         session = Session({name: conversation}, more=commands_of(learner))
     else:

@@ -12,7 +12,7 @@ from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.memory import explained
 from hybrid_rlhf.inference.server.protocol import ApiError, read_json, read_mark
 from hybrid_rlhf.inference.server.worker import Stopping, Worker
-from hybrid_rlhf.inference.teaching import Learning, learn
+from hybrid_rlhf.inference.teaching import Learning, learn, saved
 
 
 def add(app: FastAPI, learner: Learning, worker: Worker) -> None:
@@ -59,4 +59,4 @@ def add(app: FastAPI, learner: Learning, worker: Worker) -> None:
 
     @app.post("/v1/marks/save")
     async def save() -> JSONResponse:
-        return await done(lambda: f"saved: {learner.save()}, from {len(learner.marks)} marks")
+        return await done(lambda: saved(learner))

@@ -310,6 +310,8 @@ def read_score(data: dict) -> tuple[list[str | list[dict]], list[str]]:
 def read_mark(data: dict) -> Mark:
     """A mark on an answer, as the studio's page writes it. Raises ApiError 400."""
     body = _validated(_MarkBody, data)
+    for name in ("completion", "is_good") if body.kind == "thumb" else ("chosen", "rejected"):
+        _need(name in body.model_fields_set, name, f"{name}: a {body.kind} needs it; give it")
     prompt = _messages(body.prompt, "prompt", MAX_IMAGES)
     _need(not sources_in(prompt) and not any(m.get("tool_calls") or m["role"] == "tool" for m in prompt), "prompt",
           TEXT_ALONE)

@@ -19,7 +19,7 @@ from hybrid_rlhf.core.config import UserError, check, command_flags, parse_comma
 from hybrid_rlhf.core.errors import exit_code
 from hybrid_rlhf.core.hub import is_loopback
 from hybrid_rlhf.core.options import expanded
-from hybrid_rlhf.inference.named_models import model_folder, named_models
+from hybrid_rlhf.inference.named_models import learns_on, model_folder, named_models
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -123,6 +123,7 @@ def open_models(named: dict[str, str], options: argparse.Namespace,
         return [open_model(name, path, options) for name, path in named.items()], None
     check(open_learner is not None, "--learn trains, and this server does not; start it by hybrid-rlhf serve, or "
                                     "python -m hybrid_rlhf serve")
+    named = {name: learns_on(path, options.learn) for name, path in named.items()}
     opened, learner = open_learner(*named.values(), options.learn)
     return [open_model(name, path, options, opened) for name, path in named.items()], learner
 

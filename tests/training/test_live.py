@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.inference.named_models import model_folder
 from hybrid_rlhf.inference.teaching import Mark
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import live
@@ -196,6 +198,62 @@ def test_save_leaves_a_finished_run_that_a_stage_starts_from(place):
     for name in ("saved/model", "exported"):
         assert chosen_logprob(place / name, "Which animal?", TEXT.answer) > chosen_logprob(
             place / "base", "Which animal?", TEXT.answer)
+
+
+def test_a_run_that_was_not_saved_says_how_it_leaves_a_model_wherever_it_is_used(place, capsys):
+    from hybrid_rlhf.cli import main
+
+    taught = f"{place}/unsaved"
+    learner = LiveLearner(f"{place}/base", taught)
+    learner.learn(GOOD)
+    learner.close()
+    cure = f"hybrid-rlhf chat --model {place}/base --learn {taught}, then /save"
+    assert f"marks kept in {taught}: 1; there is no model yet: {cure}\n" in capsys.readouterr().err
+    for words in (["chat", "--model", taught], ["export", "--model", taught, "--output_dir", f"{place}/none"],
+                  ["--stage", "dpo", "--model.model_name_or_path", taught, "--output_dir", f"{place}/none",
+                   "--data.sources", f"{taught}/marks/thumbs.jsonl"]):
+        assert main(words) == 2
+        assert f"not finished (stopped); {cure}\n" in capsys.readouterr().err
+    assert main(["export", "--model", f"{taught}/checkpoints/step-00000001", "--output_dir", f"{place}/thumbs"]) == 0
+    learner = LiveLearner(f"{place}/base", taught)
+    learner.save().rename(place / "saved-thumb")
+    learner.close()
+    weights = [load_file(f"{place}/{name}/model.safetensors") for name in ("thumbs", "saved-thumb")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+def test_marks_learnt_or_taken_back_since_the_last_save_are_told(place, capsys):
+    taught = f"{place}/renewed"
+    for begin, change in (("", "learnt"), ("again", "taken back")):
+        learner = LiveLearner(f"{place}/base", taught + begin)
+        learner.learn(TEXT)
+        learner.learn(GOOD) if begin else None
+        learner.save()
+        capsys.readouterr()
+        learner.undo() if begin else learner.learn(GOOD)
+        learner.close()
+        of = (f"mark {1 + bool(begin)}, and marks were {change} since: hybrid-rlhf chat --model {place}/base --learn "
+              f"{taught}{begin}, then /save, renews it\n")
+        assert f"not finished (stopped): its model is that of {of}" in capsys.readouterr().err
+        assert model_folder(taught + begin).name == "model"
+        assert f"not finished (stopped); the model there is of {of}" in capsys.readouterr().err
+    learner = LiveLearner(f"{place}/base", f"{taught}again")
+    learner.undo()
+    learner.close()
+    assert "then a mark and /save, renews it" in capsys.readouterr().err
+
+
+def test_a_session_without_a_mark_leaves_no_run_and_what_else_is_there_stays(place, capsys):
+    for name in ("idle", "undone"):
+        learner = LiveLearner(f"{place}/base", f"{place}/{name}")
+        if name == "undone":
+            learner.learn(GOOD)
+            learner.undo()
+            (place / "undone/talk.jsonl").write_text("mine")
+        learner.close()
+    assert not (place / "idle").exists() and "kept in" not in capsys.readouterr().err
+    assert [path.name for path in (place / "undone").iterdir()] == ["talk.jsonl"]
 
 
 def test_an_answer_that_was_cut_is_learnt_without_an_end(place):

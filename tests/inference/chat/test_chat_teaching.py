@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.inference.chat.session import Session, obey
+from hybrid_rlhf.inference.named_models import learns_on
 from hybrid_rlhf.inference.teaching import Mark, commands_of
 from tests.factories.chats import Noting, conversation, u
 
@@ -60,6 +62,28 @@ def test_undo_marks_and_save_without_a_name_are_the_learners(monkeypatch, capsys
     assert "saved: out/model, from 0 marks" in err
 
 
+def test_undo_takes_no_other_number_than_that_of_the_last_mark(monkeypatch, capsys):
+    code, marks, _, err = talked(monkeypatch, capsys, "one?", "+", "two?", "-", "/undo 1", "/undo x", "/undo 2",
+                                "/save")
+    assert (code, len(marks)) == (2, 1) and err.count("only the last mark can be taken back, and that is mark 2") == 2
+    assert "mark 2 is taken back" in err and "saved: out/model, from 1 mark\n" in err
+
+
+@pytest.mark.parametrize(("lines", "words"), [
+    (["=Plum."], "= TEXT marks with a space"), (["++"], "+ marks alone"), (["+ nice"], "+ marks alone"),
+    (["-1"], "- marks alone"), (["/two", "3"], "which is better? 1 or 2; a question has a space before it")])
+def test_what_is_nearly_a_mark_is_no_question_unless_a_space_is_before_it(monkeypatch, capsys, lines, words):
+    code, marks, talk, err = talked(monkeypatch, capsys, "one?", *lines)
+    assert (code, marks, words in err, len(talk.messages)) == (2, [], True, 2)
+    _, marks, talk, _ = talked(monkeypatch, capsys, "one?", f" {lines[-1]}")
+    assert (marks, len(talk.messages)) == ([], 4)
+
+
+def test_after_a_near_choice_the_choice_is_still_there(monkeypatch, capsys):
+    _, marks, _, _ = talked(monkeypatch, capsys, "one?", "/two", "3", "2", "4")
+    assert marks == [Mark("pair", [u("one?")], "sun", "cat")]
+
+
 def test_a_line_with_a_space_before_it_is_a_question_and_no_mark(monkeypatch, capsys):
     _, marks, talk, _ = talked(monkeypatch, capsys, "one?", " +", " = a dog", "/two", " 1",
                                 answers=("cat", "sun", "fox", "red", "moon"))
@@ -103,7 +127,7 @@ def test_a_conversation_with_tools_is_not_marked_as_the_mark_would_lose_them(mon
 
 @pytest.mark.parametrize(("lines", "words"), [
     (["+"], "there is no answer to mark"), (["one?", "/reset", "-"], "there is no answer to mark"),
-    (["one?", "="], "give the text"), (["one?", "+", "-"], "is mark 1 already, +; undo takes it back"),
+    (["one?", "="], "give the text"), (["one?", "+", "-"], "is mark 1 already, +; /undo takes it back"),
     (["one?", "+", "= a dog", "= cat", "+"], "is mark 1 already, +; only the last mark can be taken back"),
     (["one?", "/two", "two?", "2"], "no second answer")])
 def test_a_mark_without_its_answer_is_refused_in_one_line(monkeypatch, capsys, lines, words):
@@ -116,8 +140,28 @@ def test_without_a_learner_the_same_lines_are_questions(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("+\n1\n"))
     repl.talk(Session({"tiny": talk}))
     assert [message["content"] for message in talk.messages] == ["+", "cat", "1", "sun"]
-    with pytest.raises(UserError, match="no command /marks"):
-        obey(Session({"tiny": conversation()}), "/marks")
+    for line in ("/marks", "/two"):
+        with pytest.raises(UserError, match=f"{line} is of a chat that learns .*--learn OUTPUT"):
+            obey(Session({"tiny": conversation()}), line)
+
+
+def test_without_a_learner_a_mark_is_told_that_it_was_a_question(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("-\none?\n+\n= dog\n"))
+    repl.talk(Session({"tiny": conversation("cat", "sun", "fox", "red")}))
+    assert capsys.readouterr().err.count("(asked as a question; it marks an answer where the chat is started") == 2
+
+
+def test_the_run_itself_as_the_model_is_that_which_it_began_with(tmp_path, capsys):
+    (tmp_path / "taught/model").mkdir(parents=True)
+    record = {"stage": "chat", "status": "stopped", "config": {"model": {"model_name_or_path": "a/base"}}}
+    (tmp_path / "taught/run.json").write_text(json.dumps(record))
+    for path in ("taught", "taught/model", "taught/../taught/"):
+        assert learns_on(f"{tmp_path}/{path}", f"{tmp_path}/taught") == "a/base"
+        assert "taught has learnt on a/base, and goes on from there" in capsys.readouterr().err
+    assert learns_on(f"{tmp_path}/other", f"{tmp_path}/taught") == f"{tmp_path}/other"
+    (tmp_path / "taught/run.json").write_text(json.dumps(record | {"stage": "dpo"}))
+    assert learns_on(f"{tmp_path}/taught", f"{tmp_path}/taught") == f"{tmp_path}/taught"
+    assert capsys.readouterr().err == ""
 
 
 def test_learn_is_refused_with_several_models_and_outside_of_the_command_that_trains(tmp_path):
