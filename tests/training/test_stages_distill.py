@@ -458,7 +458,8 @@ def test_a_template_that_may_not_read_what_is_meant_is_said_in_a_line(place, ans
     rows = [{"prompt": f"say {w}", "answer": w if i else None, "score": 1} for i, w in enumerate(WORDS)]
     (place / "holes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(words(place, "holes", *SELF, TOLD + " {{ score }}", *answered[1:],
-                      f"--data.sources=[{{path: {place}/holes.jsonl}}]", teacher=None)) == 0
+                      f"--data.sources=[{{path: {place}/holes.jsonl}}]", f"--reward.functions=['{place}/pay.py:short']",
+                      teacher=None)) == 0
     out = capfd.readouterr()
     assert "answer is null in 1 of" in out.out + out.err
     assert "score is what the run makes, and not the data's column score" in out.out + out.err
