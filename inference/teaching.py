@@ -187,7 +187,7 @@ def is_mark(session: Session, line: str) -> bool:
     asks = ", or a space before a question"
     check(word[:1] != "=", f"= TEXT has a space behind the =, and this has none; put one there{asks}")
     check(word[:1] not in ("+", "-") or "\n" in word, f"{word[:1]} marks alone on its line; give it alone{asks}")
-    check(not word.isdigit() or not _is_choosing(session), f"{word} is no choice; give 1 or 2{asks}")
+    check(not word.isdigit() or not _is_choosing(session), f"{word} chooses neither; give 1 or 2{asks}")
     return False
 
 
