@@ -184,10 +184,10 @@ def is_mark(session: Session, line: str) -> bool:
         return False
     if word in ("+", "-", "=") or line.startswith("= ") or (word in ("1", "2") and session.choice is not None):
         return True
-    asks = "; a question has a space before it"
-    check(word[:1] != "=", f"= TEXT marks with a space behind the =, and this has none{asks}")
-    check(word[:1] not in ("+", "-") or "\n" in word, f"{word[:1]} marks alone on its line, and this has more{asks}")
-    check(not word.isdigit() or not _is_choosing(session), f"which is better? 1 or 2{asks}")
+    asks = ", or a space before a question"
+    check(word[:1] != "=", f"= TEXT has a space behind the =, and this has none; put one there{asks}")
+    check(word[:1] not in ("+", "-") or "\n" in word, f"{word[:1]} marks alone on its line; give it alone{asks}")
+    check(not word.isdigit() or not _is_choosing(session), f"{word} chooses neither; give 1 or 2{asks}")
     return False
 
 

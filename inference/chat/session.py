@@ -398,6 +398,6 @@ def obey(session: Session, line: str) -> Effect:
     """Run a line that begins with a slash. Raises UserError for an unknown command or wrong arguments."""
     word, _, rest = line.strip().partition(" ")
     check(word not in ("/two", "/marks", "/retry") or word in session.commands,
-          f"{word} is of a chat that learns from your marks: start it with --learn OUTPUT")
+          f"{word} is of a chat that learns from your marks; start it with --learn OUTPUT")
     check(word in session.commands, f"no command {word}{nearest(word, session.commands)}; /help lists them")
     return session.commands[word].run(session, rest.strip())

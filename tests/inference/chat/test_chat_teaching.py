@@ -70,8 +70,8 @@ def test_undo_takes_no_other_number_than_that_of_the_last_mark(monkeypatch, caps
 
 
 @pytest.mark.parametrize(("lines", "words"), [
-    (["=Plum."], "= TEXT marks with a space"), (["++"], "+ marks alone"), (["+ nice"], "+ marks alone"),
-    (["-1"], "- marks alone"), (["/two", "3"], "which is better? 1 or 2; a question has a space before it")])
+    (["=Plum."], "= TEXT has a space"), (["++"], "+ marks alone"), (["+ nice"], "+ marks alone"),
+    (["-1"], "- marks alone"), (["/two", "3"], "3 chooses neither; give 1 or 2, or a space before a question")])
 def test_what_is_nearly_a_mark_is_no_question_unless_a_space_is_before_it(monkeypatch, capsys, lines, words):
     code, marks, talk, err = talked(monkeypatch, capsys, "one?", *lines)
     assert (code, marks, words in err, len(talk.messages)) == (2, [], True, 2)
