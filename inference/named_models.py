@@ -54,13 +54,8 @@ def _record(run: str) -> dict:
 def learns_on(path: str, folder: str) -> str:
     """The model for a chat that learns in `folder`: `path`, and where that is the folder itself the one that its run
     began with, as the chat goes on from its marks (a line says so)."""
-<<<<<<< HEAD
     run, record = Path(folder).resolve(), _record(folder)
     if Path(path).resolve() not in (run, run / "model") or record.get("stage") != chat_runs.STAGE:
-=======
-    itself, record = Path(folder).resolve(), _record(folder)
-    if Path(path).resolve() not in (itself, itself / "model") or record.get("stage") != chat_runs.STAGE:
->>>>>>> h/a
         return path
     base = record["config"]["model"]["model_name_or_path"]
     print(f"{folder} has learnt on {base}, and goes on from there with its marks", file=sys.stderr)
