@@ -96,8 +96,8 @@ def test_an_export_by_keyboard_alone(browser, studio):
     until(browser, lambda: find(browser, "section p").text.startswith("export of demo/ppo: done"))
     assert focused(browser) == "Export"
     until(browser, lambda: "tokens equal" in find(browser, "section pre").text)
-    assert texts(browser, ".export-check") == [
-        "reloaded in a fresh process: tokens equal, logits within 3e-07 (relative)"]
+    until(browser, lambda: texts(browser, ".export-check") == [
+        "reloaded in a fresh process: tokens equal, logits within 3e-07 (relative)"])
     assert texts(browser, ".export-command h4") == [
         "transformers", "chat in a terminal", "serve (OpenAI's API)", "Ollama", "llama.cpp"]
     until(browser, lambda: find(browser, "#export-name").get_attribute("value") == "demo-ppo")
