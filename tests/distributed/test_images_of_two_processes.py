@@ -13,7 +13,7 @@ from hybrid_rlhf.cli import main
 from tests.factories.processes import ended, launch
 from tests.factories.vision import folder, image_files
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 LAYOUTS = [(stage, frozen) for stage in (1, 2, 3) for frozen in (False, True)]
 
 

@@ -18,7 +18,7 @@ from tests.distributed.two_processes import RUNS, argv_of, metrics
 from tests.factories.processes import ROOT, TORCHRUN, ended, free_port, launch, start
 from tests.factories.tiny import save_tiny
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]  # the first to ask for it waits for `place`
 
 
 @pytest.mark.slow
