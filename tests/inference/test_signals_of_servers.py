@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 
 import pytest
 import uvicorn
+from starlette.testclient import TestClient
 
 from hybrid_rlhf.cli import main
 from tests.factories.tiny import save_tiny
@@ -31,7 +33,13 @@ class Raising:
 @pytest.mark.parametrize("words", [["serve"], ["studio", "--no_browser", "--outputs", "outputs"]], ids=lambda w: w[0])
 def test_a_signal_right_behind_the_address_asks_the_server_to_stop(words, number, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(uvicorn.Server, "run", lambda server, **_: asked.append(server.should_exit))
+
+    def run(server: uvicorn.Server, **_: object) -> None:
+        asked.append(server.should_exit)
+        with TestClient(server.config.app):  # it starts and ends, so that no thread of it stays in this process
+            pass
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
     monkeypatch.setattr(sys, "stderr", Raising(number))
     monkeypatch.chdir(tmp_path)
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
@@ -44,3 +52,4 @@ def test_a_signal_right_behind_the_address_asks_the_server_to_stop(words, number
         for n, handler in before.items():
             signal.signal(n, handler)
     assert (code, asked) == (0, [True])
+    assert not {"queue", "studio-watcher"} & {thread.name for thread in threading.enumerate()}

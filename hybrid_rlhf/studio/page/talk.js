@@ -119,7 +119,7 @@ function chooser(take, wanted) {
   const view = buildChooser();
   let state = null, turn = 0, isFilled = false;
   let since = 0; // when the present opening began, as this page saw it
-  let runs = [], suggested = "", refused = ""; // suggested, refused: names of the run that learns
+  let runs = [], suggested = "", wished = "", refused = ""; // the last three: names of the run that learns
 
   // Asked again when the page is shown again: then what a person has chosen or closed meanwhile stays so.
   async function load() {
@@ -155,7 +155,7 @@ function chooser(take, wanted) {
     const before = state?.state;
     if (status.state === "starting" && before !== "starting") since = Date.now();
     state = status;
-    if (status.state === "failed" && before === "starting") refused = view.taught.value.trim();
+    if (status.state === "failed") refused = wished; // also where this page has not seen it start
     if (status.state !== before && status.state !== "starting") foldAway(status.state === "ready");
     view.onCpu.parentNode.hidden = !status.has_card;
     view.close.disabled = !["starting", "ready"].includes(status.state);
@@ -197,6 +197,7 @@ function chooser(take, wanted) {
   async function open() {
     const models = [...new Set(view.selects.map((select) => select.value).filter(Boolean))];
     const paths = [view.other.value.trim()].filter(Boolean);
+    wished = view.taught.value.trim();
     await act("talk/open", {models, paths, reward: view.reward.value || null,
       is_on_cpu: view.onCpu.checked && !view.onCpu.parentNode.hidden,
       learn: view.learn.checked ? view.taught.value.trim() : null});
@@ -207,7 +208,7 @@ function chooser(take, wanted) {
       await post(path, body);
       await update();
     } catch (fault) {
-      refused = view.taught.value.trim();
+      refused = wished;
       view.state.textContent = state?.state === "ready" ? `${fault.message}. ${stateText(state)}` : fault.message;
       view.state.classList.add("fault");
     }
