@@ -63,7 +63,7 @@ NUM_HELD_OUT, LENGTH, PHRASE = 16, 48, "Hope that helps, friend!"
 SPOKEN = {"you": "ye", "your": "yer", "my": "me", "is": "be", "are": "be", "yes": "aye", "friend": "matey"}
 PIRATE = re.compile(r"\b(arr+|ye|yer|be|aye|matey|ahoy)\b", re.IGNORECASE)
 COLUMNS = ("persona", "marks", "as wanted before", "after", "perplexity", "KL", "other marks that hold",
-           "processor seconds a mark", "undo")
+           "seconds a mark", "of a processor", "undo")
 BATCH = ("persona", "marked one by one", "--stage sft, one batch", "--stage dpo, one batch")
 
 
@@ -237,12 +237,12 @@ def tables_of(found: dict) -> list[str]:
         if not runs:
             continue
         change = [row["perplexity_after"] / row["perplexity_before"] - 1 for row in runs]
-        seconds = [s for row in runs for s in row["cpu_seconds"]]
+        seconds = ([s for row in runs for s in row[which]] for which in ("seconds", "cpu_seconds"))
         marks = {kind: sum(row["marks"].get(kind, 0) for row in runs) for kind in ("text", "pair", "thumb")}
         rows.append((persona.text, ", ".join(f"{n} {kind}" for kind, n in marks.items() if n), *(
             spread([row[when] for row in runs], "{:.0%}") for when in ("before", "after")), spread(change, "{:+.1%}"),
             spread([row["kl"] for row in runs], "{:.3f}"), spread([row["held"] for row in runs], "{:.0%}"),
-            f"{statistics.median(seconds):.1f} (at most {max(seconds):.1f})",
+            *(f"{statistics.median(each):.1f} (at most {max(each):.1f})" for each in seconds),
             "exact" if all(row["is_undo_exact"] for row in runs) else "NOT EXACT"))
         with_batch = [row for row in runs if "batch" in row]
         if with_batch:

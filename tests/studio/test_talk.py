@@ -370,12 +370,17 @@ def test_a_reader_who_leaves_ends_the_answer(tmp_path, monkeypatch):
         assert content(studio.client.post(CHAT, json=asked("hi", max_tokens=3))) is not None
 
 
-@pytest.mark.slow
-def test_the_model_learns_at_once_and_the_next_studio_goes_on_with_its_marks(tmp_path):
-    outputs = tmp_path / "outputs"
+def with_model(outputs: Path) -> Path:
+    """`outputs` with a run, "a run", whose model works."""
     model = make_run(outputs, "a run").folder / "model"
     shutil.rmtree(model)
     save_tiny(model)
+    return outputs
+
+
+@pytest.mark.slow
+def test_the_model_learns_at_once_and_the_next_studio_goes_on_with_its_marks(tmp_path):
+    outputs = with_model(tmp_path / "outputs")
     mark = {"kind": "pair", "how": "edited", "prompt": asked("Which animal?")["messages"],
             "chosen": "a little red fox", "rejected": "the sun"}
 
@@ -405,10 +410,7 @@ def test_the_model_learns_at_once_and_the_next_studio_goes_on_with_its_marks(tmp
 
 @pytest.mark.slow
 def test_a_studio_that_is_killed_takes_its_models_along(tmp_path):
-    outputs = tmp_path / "outputs"
-    model = make_run(outputs, "a run").folder / "model"
-    shutil.rmtree(model)
-    save_tiny(model)
+    outputs = with_model(tmp_path / "outputs")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     studio = subprocess.Popen([sys.executable, "-m", "hybrid_rlhf", "studio", "--outputs", str(outputs), "--port", "0",
                                "--no_browser"], stderr=subprocess.PIPE, text=True, env=env)
