@@ -29,11 +29,11 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/roles": (1362, 11),
     "hybrid_rlhf/rollout": (1233, 8),
     "hybrid_rlhf/run": (2220, 12),
-    "hybrid_rlhf/studio": (8964, 52),
+    "hybrid_rlhf/studio": (8974, 52),
     "hybrid_rlhf/trainers": (1516, 10),
     "training": (6459, 31),
     "inference": (4271, 28),
-    "tests": (64306, 366),
+    "tests": (64372, 366),
     "benchmarks": (8401, 56),
     ENTRY_POINTS: (2231, 11),
 }

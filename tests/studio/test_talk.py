@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -166,8 +167,8 @@ def test_closing_ends_the_process_also_while_it_starts(studio, talk):
 def test_it_closes_when_nobody_has_asked_for_a_while_and_not_during_a_request(studio):
     talk = talk_of(studio, idle_seconds=3.0)
     try:
-        opened(talk, "dpo")
-        with talk.using():
+        with talk.using():  # from the start: a slow test does not lose it before it looks
+            opened(talk, "dpo")
             time.sleep(4)
             assert talk.state()["state"] == "ready"
         found = wait(talk, "closed")
@@ -352,6 +353,15 @@ def opened_by(client: httpx.Client, *models: str, **more: str) -> dict:
     return found
 
 
+def with_a_run(folder: Path) -> Path:
+    """The studio's folder, with a run whose model answers."""
+    outputs = folder / "outputs"
+    model = make_run(outputs, "a run").folder / "model"
+    shutil.rmtree(model)
+    save_tiny(model)
+    return outputs
+
+
 def test_a_reader_who_leaves_ends_the_answer(tmp_path, monkeypatch):
     key = "correct horse battery"
     model = {"m": save_tiny(tmp_path / "m", max_position_embeddings=8192)}
@@ -370,17 +380,9 @@ def test_a_reader_who_leaves_ends_the_answer(tmp_path, monkeypatch):
         assert content(studio.client.post(CHAT, json=asked("hi", max_tokens=3))) is not None
 
 
-def with_model(outputs: Path) -> Path:
-    """`outputs` with a run, "a run", whose model works."""
-    model = make_run(outputs, "a run").folder / "model"
-    shutil.rmtree(model)
-    save_tiny(model)
-    return outputs
-
-
 @pytest.mark.slow
 def test_the_model_learns_at_once_and_the_next_studio_goes_on_with_its_marks(tmp_path):
-    outputs = with_model(tmp_path / "outputs")
+    outputs = with_a_run(tmp_path)
     mark = {"kind": "pair", "how": "edited", "prompt": asked("Which animal?")["messages"],
             "chosen": "a little red fox", "rejected": "the sun"}
 
@@ -394,8 +396,7 @@ def test_the_model_learns_at_once_and_the_next_studio_goes_on_with_its_marks(tmp
         told = studio.client.post("/api/talk/v1/marks", json=mark, timeout=120).json()
         assert told["line"].startswith("p(preferred) ") and len(told["marks"]) == 1
         learnt = said(studio.client)
-        child, = [pid for pid in _children(os.getpid()) if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(child, signal.SIGKILL)  # the mark is in a checkpoint
+        os.kill(_server(outputs), signal.SIGKILL)  # the mark is in a checkpoint
         assert until(lambda: studio.client.get("/api/talk").json()["state"] == "failed")
         assert opened_by(studio.client, "taught", learn="taught")["state"] == "ready"
         assert studio.client.get("/api/talk/v1/marks").json()["marks"] == told["marks"]
@@ -410,7 +411,7 @@ def test_the_model_learns_at_once_and_the_next_studio_goes_on_with_its_marks(tmp
 
 @pytest.mark.slow
 def test_a_studio_that_is_killed_takes_its_models_along(tmp_path):
-    outputs = with_model(tmp_path / "outputs")
+    outputs = with_a_run(tmp_path)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     studio = subprocess.Popen([sys.executable, "-m", "hybrid_rlhf", "studio", "--outputs", str(outputs), "--port", "0",
                                "--no_browser"], stderr=subprocess.PIPE, text=True, env=env)
@@ -420,11 +421,11 @@ def test_a_studio_that_is_killed_takes_its_models_along(tmp_path):
             assert client.get("/", params={"token": token}).status_code == 303
             assert opened_by(client, "a run")["models"][0]["name"] == "a-run"
             assert content(client.post(CHAT, json=asked("hi", max_tokens=3))) is not None
-        child, = _children(studio.pid)
+        child = _server(outputs)
         words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
         secret = next(line for line in Path(f"/proc/{child}/environ").read_text().split("\0")
                       if line.startswith("HYBRID_RLHF_API_KEY=")).partition("=")[2]
-        assert "serve" in words and not any(secret in word or token in word for word in words)
+        assert not any(secret in word or token in word for word in words)
         studio.send_signal(signal.SIGKILL)
         studio.wait(60)
         assert until(lambda: not _is_there(child))
@@ -434,9 +435,14 @@ def test_a_studio_that_is_killed_takes_its_models_along(tmp_path):
         studio.stderr.close()
 
 
-def _children(pid: int) -> list[int]:
-    return [int(each) for task in Path(f"/proc/{pid}/task").iterdir()
-            for each in (task / "children").read_text().split()]
+def _server(outputs: Path) -> int:
+    """The process that serves the models of a folder."""
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):  # no process, or it has ended meanwhile
+            words = (folder / "cmdline").read_bytes()
+            if b"\0serve\0" in words and bytes(outputs) in words:
+                return int(folder.name)
+    raise AssertionError("nothing serves them")
 
 
 def _is_there(pid: int) -> bool:

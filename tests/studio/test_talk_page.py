@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -110,7 +111,7 @@ def studio(tmp_path, monkeypatch):
     new = make_run(outputs, "new", "grpo", status="running", steps=0)
     monkeypatch.setattr(chat_process, "COMMAND", (sys.executable, "-c", (
         "import os, sys, time\nplace = open(os.environ['SERVING']).read()\n"
-        "time.sleep(float(os.environ.get('STARTS', '0')))\n"
+        "while os.path.exists(os.environ.get('HELD', '')): time.sleep(0.05)\n"
         "print(place, flush=True)\nif place.startswith('error'): sys.exit(2)\n"
         "while os.read(0, 4096): pass\n")))
     monkeypatch.setenv("SERVING", str(tmp_path / "serving"))
@@ -151,10 +152,11 @@ def page(browser, studio):
 
 
 def test_it_says_what_goes_on_until_the_models_are_there_or_why_not(page, script, studio, monkeypatch):
-    monkeypatch.setenv("STARTS", "4")
+    held = studio.studio.outputs.parent / "held"
+    monkeypatch.setenv("HELD", str(held))
     options = texts(page, "#talk-model-1 option")
     assert set(options) == {"nothing", "demo/sft", "demo/ppo", "new (running: it has no checkpoint yet)"}
-    assert find(page, "#talk-state").text == "No model is open."
+    until(page, lambda: find(page, "#talk-state").text == "No model is open.")
     assert not find(page, ".chat").is_displayed()
     place = studio.studio.outputs.parent / "serving"
     works, _ = place.read_text(), place.write_text("error: out of memory (while loading x); take less")
@@ -163,10 +165,12 @@ def test_it_says_what_goes_on_until_the_models_are_there_or_why_not(page, script
     until(page, lambda: find(page, "#talk-state").text == "It cannot be opened: out of memory (while loading x); "
                                                           "take less")
     place.write_text(works)
+    held.touch()
     choose(page, "#talk-model-1", "demo/sft")
     find(page, "#talk-open").click()
     until(page, lambda: find(page, "#talk-state").text == "Opening: loading demo-sft ...")
-    until(page, lambda: find(page, ".opening span").text in ("1 s", "2 s", "3 s"))
+    until(page, lambda: re.fullmatch("[1-9][0-9]* s", find(page, ".opening span").text))
+    held.unlink()
     until(page, lambda: find(page, "#talk-state").text == "Open: demo/sft.")
     assert find(page, ".chat").is_displayed() and not find(page, "#talk-open").is_displayed()
     assert page.switch_to.active_element.text == "Models"
@@ -514,6 +518,55 @@ def test_undo_takes_the_last_mark_back_and_the_answer_is_as_before(page, learner
     assert not find(page, "#lessons-undo").is_enabled() and not find(page, "#lessons-save").is_enabled()
 
 
+def test_undo_leaves_which_answer_was_better_and_a_thumb_takes_back_no_pair(page, learner):
+    open_learning(page)
+    say(page, "What is the capital of France?")
+    find(page, "#second").click()
+    until(page, lambda: button(page, "Good", 1)).click()
+    lesson(page, "learnt 1")
+    press(page, "This one is better", 1)
+    lesson(page, "learnt 2")
+    press(page, "Good", 1)  # a mark before the last
+    told(page, "Only the last mark of the model that is open can be taken back.")
+    press(page, "Bad", 0)
+    lesson(page, "learnt 3", "learnt 2")
+    find(page, "#lessons-undo").click()
+    lesson(page, "learnt 2")
+    assert [button(page, "This one is better", i).get_attribute("aria-pressed") for i in (0, 1)] == ["false", "true"]
+    assert [mark.kind for mark in learner.marks] == ["thumb", "pair"]
+    say(page, "Sure?")
+    press(page, "Bad")
+    until(page, lambda: len(learner.marks) == 3)
+    assert [m["content"] for m in learner.marks[2].prompt] == [
+        "What is the capital of France?", "It is Paris.", "Sure?"]
+
+
+def test_the_better_answer_is_compared_with_a_later_one_too_and_with_each_text_once(page, learner):
+    open_learning(page)
+    say(page, "What is the capital of France?")
+    for count in (2, 3, 4):  # the last two are alike
+        find(page, "#second").click()
+        until(page, lambda count=count: button(page, "Good", count - 1))
+        if count != 3:
+            press(page, "This one is better", 0)
+            told(page, "Kept: this one was better.")
+    assert [(mark.answer, mark.other) for mark in learner.marks] == [("Paris?", "It is Paris."), ("Paris?", "Yes.")]
+    assert button(page, "This one is better").get_attribute("aria-pressed") == "true"
+
+
+def test_a_learnt_thumb_is_not_said_to_be_taken_back_when_its_model_is_closed(page, learner):
+    open_learning(page)
+    say(page, "What is the capital of France?")
+    press(page, "Good")
+    lesson(page, "learnt 1")
+    find(page, "#talk-choice summary").click()
+    find(page, "#talk-close").click()
+    until(page, lambda: find(page, "#talk-state").text == "No model is open.")
+    press(page, "Good")
+    until(page, lambda: "Only the last mark of the model that is open" in texts(page, "#talk-told")[0])
+    assert button(page, "Good").get_attribute("aria-pressed") == "true" and len(learner.marks) == 1
+
+
 def test_what_cannot_be_learnt_is_said_below_the_answer_and_saving_names_the_run(page, learner):
     open_learning(page)
     say(page, "What is the capital of France?")
@@ -598,6 +651,8 @@ def test_a_name_that_was_refused_goes_with_its_model_and_an_emptied_one_is_sugge
     assert [find(page, each).is_displayed() for each in shown] == [False, False, False, True, True]
     choose(page, "#talk-model-1", "demo/sft")
     assert name.get_attribute("value") == "taught-demo-sft"
+    retype(name, "mine\t")  # as it may be right for this model
+    assert name.get_attribute("value") == "mine"
 
 
 # -- for everybody ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import {get, post} from "./server.js";
 
 const SIGNS = {"+": "Good", "-": "Bad", "=": "Said better", "1/2": "Better of two"};
 
-// The marks of the run that learns: {node, take(run), run(), isNew(), isBusy(), give, takeBack}. page: {turns,
+// The marks of the run that learns: {node, take(run), run(), isNew(), isBusy(), give, takeBack, isLearnt}. page: {turns,
 // tell(text, isFault), changed() when learning begins and ends, placed(turn) to show a turn anew}.
 export function lessons(page) {
   let run = null, marks = null, isBusy = false; // marks: null until they are loaded
@@ -56,28 +56,36 @@ export function lessons(page) {
   }
 
   async function give(mark, answer) {
-    const {text, original, thumb, lesson} = answer, notes = [...answer.notes ?? []]; // as they are now
+    const {text, original, thumb, thumbFile, lesson} = answer, notes = [...answer.notes ?? []]; // as they are now
+    const {better, kept} = page.turns.find(({answers}) => answers.includes(answer)) ?? {};
     showLine(answer, "Learning ...");
     const line = await ask("", mark, (why) => showLine(answer, `Not learnt: ${why}`, true));
     if (line === null) return false;
-    answer.lesson = {run, number: marks.length, line, before: {text, original, thumb, lesson, notes}};
+    const {kind, rejected} = mark, before = {text, original, thumb, thumbFile, lesson, notes};
+    answer.lesson = {run, number: marks.length, line, kind, rejected, before, turn: {better, kept}};
     showLesson(answer);
     answer.node.lastChild.scrollIntoView({block: "nearest"});
     for (const hint of document.querySelectorAll(".judge .hint")) hint.remove();
     return true;
   }
 
-  // Take the last mark back, if it is that on `answer` where one is given.
+  // Whether the run has learnt `answer` as the better one over this text.
+  const isLearnt = ({lesson}, text) => Boolean(lesson)
+    && ((lesson.run === run && lesson.rejected === text) || isLearnt(lesson.before, text));
+
+  // Take the last mark back, if it is the thumb on `answer` where one is given.
   async function takeBack(answer) {
     const number = marks?.length, isLast = ({lesson}) => lesson?.run === run && lesson.number === number;
-    if (answer && !isLast(answer)) return page.tell("Only the last mark can be taken back.", true), false;
+    if (answer && !(isLast(answer) && answer.lesson.kind === "thumb")) {
+      return page.tell("Only the last mark of the model that is open can be taken back.", true), false;
+    }
     const line = await ask("/undo", {number, answer: marks?.at(-1)?.answer});
     if (line === null) return false;
     page.tell(line);
     for (const turn of page.turns) {
       for (const answer of turn.answers.filter(isLast)) {
+        Object.assign(turn, answer.lesson.turn);
         Object.assign(answer, answer.lesson.before);
-        Object.assign(turn, {better: undefined, kept: answer.original !== undefined ? answer : undefined});
         page.placed(turn);
       }
     }
@@ -96,7 +104,7 @@ export function lessons(page) {
     }
   }
 
-  return {node, take, give, takeBack, run: () => run, isNew: () => marks?.length === 0, isBusy: () => isBusy};
+  return {node, take, give, takeBack, isLearnt, run: () => run, isNew: () => marks?.length === 0, isBusy: () => isBusy};
 }
 
 // The line of what a mark on this answer has changed.

@@ -40,8 +40,8 @@ export function tally(model, tell, lessons) {
 // Send one mark on `answer`; returns whether it was kept, and shows why where the server refuses it. A model that
 // learns gets it at once, and its run keeps it.
 async function keep(mark, marks, answer) {
-  if (marks.lessons.run()) {
-    if (mark.is_good === null) return marks.lessons.takeBack(answer);
+  if (mark.is_good === null && answer.thumbFile === null) return marks.lessons.takeBack(answer);
+  if (marks.lessons.run() && mark.is_good !== null) {
     return marks.lessons.give({...mark, is_other_cut: mark.how === "edited" && !answer.isWhole}, answer);
   }
   try {
@@ -80,10 +80,10 @@ function thumbs(answer, marks) {
   const buttons = [[true, "Good"], [false, "Bad"]].map(([isGood, text]) => {
     const thumb = button(text, async () => {
       const label = thumb.getAttribute("aria-pressed") === "true" ? null : isGood;
-      const file = typeof answer.thumb === "boolean" ? answer.thumbFile : name; // where the mark is, if there is one
+      const file = (typeof answer.thumb === "boolean" && answer.thumbFile) || name; // where the mark is, if there is one
       const mark = {name: file, kind: "thumb", prompt: answer.asked, completion: answer.text, is_good: label};
       if (!await keep(mark, marks, answer)) return;
-      Object.assign(answer, {thumb: label, thumbFile: file});
+      Object.assign(answer, {thumb: label, thumbFile: marks.lessons.run() ? null : file}); // null: a run has it
       for (const [i, thumb] of buttons.entries()) thumb.setAttribute("aria-pressed", String(label === (i === 0)));
       marks.tell(label === null ? "Taken back." : `Marked ${isGood ? "good" : "bad"}.`);
     }, {"aria-pressed": String(answer.thumb === isGood)});
@@ -97,6 +97,7 @@ function preferred(answer, turn, written, marks) {
   const choose = button("This one is better", async () => {
     const others = written.filter((one) => one !== answer && one.text !== answer.text);
     for (const other of others) {
+      if (marks.lessons.isLearnt(answer, other.text)) continue; // pressed before, or two are alike
       const mark = {kind: "pair", how: "compared", prompt: answer.asked, chosen: answer.text, rejected: other.text};
       if (!await keep(mark, marks, answer)) return;
     }

@@ -219,6 +219,7 @@ function chooser(take, wanted) {
     open();
   });
   view.close.addEventListener("click", () => act("talk/close"));
+  view.taught.addEventListener("change", () => (wished = refused = "")); // typed again it is meant
   for (const each of [...view.selects, view.other, view.learn, view.taught]) each.addEventListener("change", adapt);
   const clock = setInterval(count, 1000);
   return {node: view.node, load, update, leave: () => clearInterval(clock)};

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import httpx
 import pytest
 import torch
 
+from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.inference.server import serve
 from hybrid_rlhf.inference.teaching import Mark
 from tests.factories.chats import Noting, a, u
@@ -63,7 +66,9 @@ def test_it_learns_outside_of_inference_mode_and_answers_again_behind_it(served,
     assert content(chat(served.url, temperature=0, max_tokens=8)) == before
 
 
-def test_while_an_answer_is_drawn_a_mark_is_refused_and_the_answer_goes_on(served, learner):
+def test_while_an_answer_is_drawn_a_mark_is_refused_and_the_answer_goes_on(served, learner, monkeypatch):
+    step = Serving.step  # slower: the answer is not through before the mark comes
+    monkeypatch.setattr(Serving, "step", lambda self: (time.sleep(0.03), step(self))[1])
     with httpx.stream("POST", f"{served.url}/v1/chat/completions",
                       json=asked("hi", max_tokens=2000, temperature=0, stream=True)) as answer:
         pieces = answer.iter_text()
