@@ -37,19 +37,19 @@ class OwnTokens:
 
         An end of the response is a span: the student's last token, and what ends an answer of the teacher's. A
         character that the limit of tokens cut is in none, nor is anything of a text that the teacher's tokenizer
-        changes. Other bytes that are no character are U+FFFD to the teacher.
+        changes. The teacher reads other bytes without a character as U+FFFD.
         """
         responses, spans = [], []
         for i, length in enumerate(rollout.response_mask.sum(1).tolist()):
             ids, has_eos = rollout.response_ids[i, :length].tolist(), bool(rollout.has_eos[i])
-            given = rollout.prompts.given[i]
-            before = rollout.prompts.ids[i] if isinstance(as_turn(self.student, given, self.raw), str) else ()
+            prompt = rollout.prompts.given[i]
+            before = rollout.prompts.ids[i] if isinstance(as_turn(self.student, prompt, self.raw), str) else ()
             text, ours = text_and_ends(self.student, ids[:length - has_eos], before)
             read_ids = self.teacher(text, add_special_tokens=False)["input_ids"]
             same, theirs = text_and_ends(self.teacher, read_ids)
             if same != text:  # SentencePiece has the space of a first token only behind others
                 same, theirs = text_and_ends(self.teacher, read_ids, before=read_ids)
-            end = self._end(given) if has_eos else None
+            end = self._end(prompt) if has_eos else None
             row = spans_of(ours, theirs)
             if end is not None:
                 row.append(Span(slice(length - 1, length), slice(len(read_ids), len(read_ids) + 1)))
