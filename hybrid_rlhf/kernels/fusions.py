@@ -80,7 +80,8 @@ def _rotary_of(file: ModuleType, function: Callable) -> Iterator[None]:
 
 
 def _own_rotary(file: ModuleType) -> Callable:
-    return _IN_PLACE[file][0] if file in _IN_PLACE else getattr(file, _ROTARY)
+    with _LOCK:  # another thread's block may end
+        return _IN_PLACE.get(file, [getattr(file, _ROTARY)])[0]
 
 
 @torch.no_grad()

@@ -37,15 +37,19 @@ class OwnTokens:
 
         An end of the response is a span: the student's last token, and what ends an answer of the teacher's. A
         character that the limit of tokens cut is in none, nor is anything of a text that the teacher's tokenizer
-        changes.
+        changes. The teacher reads other bytes without a character as U+FFFD.
         """
         responses, spans = [], []
         for i, length in enumerate(rollout.response_mask.sum(1).tolist()):
             ids, has_eos = rollout.response_ids[i, :length].tolist(), bool(rollout.has_eos[i])
-            text, ours = text_and_ends(self.student, ids[:length - has_eos])
+            prompt = rollout.prompts.given[i]
+            before = rollout.prompts.ids[i] if isinstance(as_turn(self.student, prompt, self.raw), str) else ()
+            text, ours = text_and_ends(self.student, ids[:length - has_eos], before)
             read_ids = self.teacher(text, add_special_tokens=False)["input_ids"]
             same, theirs = text_and_ends(self.teacher, read_ids)
-            end = self._end(rollout.prompts.given[i]) if has_eos else None
+            if same != text:  # SentencePiece has the space of a first token only behind others
+                same, theirs = text_and_ends(self.teacher, read_ids, before=read_ids)
+            end = self._end(prompt) if has_eos else None
             row = spans_of(ours, theirs)
             if end is not None:
                 row.append(Span(slice(length - 1, length), slice(len(read_ids), len(read_ids) + 1)))
@@ -62,10 +66,11 @@ class OwnTokens:
         return ends[0] if ends else self.teacher.eos_token_id
 
 
-def text_and_ends(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[int | None]]:
-    """The text of `ids`, and for each the number of characters that it completes; None for one that completes none. An
-    incomplete character at the end is left out."""
-    reader, pieces, ends = IncrementalDetokenizer(tokenizer), [], []
+def text_and_ends(tokenizer: Tokenizer, ids: Sequence[int],
+                  before: Sequence[int] = ()) -> tuple[str, list[int | None]]:
+    """The text of `ids` behind the tokens `before`, and for each of `ids` the characters of this text until its end;
+    None for one that completes no character. An incomplete character at the end is left out."""
+    reader, pieces, ends = IncrementalDetokenizer(tokenizer, before), [], []
     length = 0
     for token in ids:
         piece = reader.push(token)

@@ -169,11 +169,12 @@ class DistillTrainer:
         KL to it."""
         activity.doing("asking the teacher")
         pad_id, mask = self.roles.actor.engine.pad_id, rollout.action_mask
+        num_compared = count = int(mask.sum())
         if self.kind is None:
             rollout.advantages, ratios, num_outside = self.teacher.log_ratios(rollout)  # (B, R)
-            count = int(mask.sum())
-            distance = masked_mean(-ratios, mask) * (count / max(1, count - num_outside))
-            metrics.add("distill/divergence", distance, count - num_outside)
+            num_compared -= num_outside
+            distance = -ratios.sum() / max(1, num_compared)
+            metrics.add("distill/divergence", distance, num_compared)
             if self.teacher.own_tokens is not None:
                 metrics.add("distill/uncompared", num_outside / max(1, count), count)
         else:
@@ -183,7 +184,7 @@ class DistillTrainer:
             if rollout.teacher.ids is not None:
                 outside = _joined([1 - row.exp().sum(-1) for row in rollout.teacher.rows]).clamp(min=0)
                 metrics.add("distill/teacher_mass_outside", outside.mean(), len(outside))
-        metrics.add("distill/teacher_kl", distance, mask.sum())
+        metrics.add("distill/teacher_kl", distance, num_compared)
 
     def loss(self, tokens: TokenScores, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
         """The loss of these rows as a share of the minibatch's, and its metrics."""

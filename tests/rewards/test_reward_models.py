@@ -113,7 +113,7 @@ def test_a_model_whose_positions_begin_after_the_padding_has_fewer_than_it_says(
 GPT2 = dict(kind="gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=256)
 
 
-def other_tokenizer():
+def bracket_tokenizer():
     tokenizer = tiny_tokenizer(280)
     tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}<|im_end|>{% endfor %}" \
                               "{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -122,7 +122,7 @@ def other_tokenizer():
 
 @pytest.mark.parametrize("prompt", ["say cat 1 ", [{"role": "user", "content": "say cat 1"}]])
 def test_text_is_read_as_stage_2_reads_it_and_an_unfinished_answer_has_no_end(prompt):
-    tokenizer = other_tokenizer()
+    tokenizer = bracket_tokenizer()
     whole = read_by(tokenizer, prompt, "a small dog", is_ended=True, raw=True)
     assert whole == chat.encode(tokenizer, prompt, "a small dog").ids
     cut = read_by(tokenizer, prompt, "a small dog", is_ended=False, raw=True)
@@ -133,7 +133,7 @@ def test_text_is_read_as_stage_2_reads_it_and_an_unfinished_answer_has_no_end(pr
 
 @torch.no_grad()
 def test_scores_are_those_of_plain_transformers_on_the_text():
-    tokenizer, model = other_tokenizer(), tiny_scalar_model(vocab_size=280, **GPT2)
+    tokenizer, model = bracket_tokenizer(), tiny_scalar_model(vocab_size=280, **GPT2)
     model.config.pad_token_id = 0
     prompts = Prompts([[5, 6], [7, 8, 9]], ["say cat ", "say dog "], {"prompt": ["say cat ", "say dog "]})
     rollout = Rollout.from_responses(prompts, [[10, 11, 3], [12]], [True, False], 0, ["the moon", "fox"])
@@ -149,7 +149,7 @@ def test_scores_are_those_of_plain_transformers_on_the_text():
 
 def test_ppo_of_a_llama_actor_against_a_gpt2_reward_with_its_own_tokenizer(tmp_path, capfd):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"say {w}"}) + "\n" for w in WORDS))
-    tokenizer = other_tokenizer()
+    tokenizer = bracket_tokenizer()
     model = tiny_scalar_model(vocab_size=280, **GPT2)
     model.config.pad_token_id = 0
     model.save_pretrained(tmp_path / "judge")

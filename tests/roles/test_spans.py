@@ -136,3 +136,27 @@ def test_what_the_teachers_tokenizer_changes_is_in_no_span() -> None:
     at_each, _, num_outside = teacher_of(own, student, model).log_ratios(rollout)
     assert num_outside == rollout.action_mask[0].sum() and at_each[0].count_nonzero() == 0
     assert at_each[1].count_nonzero() == rollout.action_mask[1].sum()
+
+
+def sentencepiece_tokenizer():
+    """Words with their space as Llama's: what decoding drops before a first token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "</s>": 1, "\u2581the": 2, "\u2581cat": 3}
+    found = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    found.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<unk>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("of_student, of_teacher", [(True, False), (False, True), (True, True)])
+def test_a_text_that_goes_on_keeps_its_space_where_a_tokenizer_drops_it(of_student, of_teacher) -> None:
+    student, own = (sentencepiece_tokenizer() if each else tiny_tokenizer() for each in (of_student, of_teacher))
+    asked, answer = ([2], [3]) if of_student else (student("the").input_ids, student(" cat").input_ids)
+    rollout = Rollout.from_responses(Prompts([asked], ["the"]), [answer], [False], student.pad_token_id, ["cat"])
+    read, spans = OwnTokens(own, student).read(rollout)
+    wanted = [3] if of_teacher else own(" cat").input_ids
+    assert read.response_ids.tolist() == [wanted]
+    assert (spans[0][0].student.start, spans[0][-1].student.stop, spans[0][-1].teacher.stop) == (
+        0, len(answer), len(wanted))
