@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_rlhf import cli, kernels
-from hybrid_rlhf.commands import qualify, qualify_numbers, qualify_page, qualify_speed
+from hybrid_rlhf.commands import doctor, qualify, qualify_numbers, qualify_page, qualify_speed
 from hybrid_rlhf.commands.qualify import PARTS, Part
 from hybrid_rlhf.commands.qualify_page import WRONG, Row, State, Task
 from hybrid_rlhf.commands.qualify_speed import card_rates
@@ -32,8 +32,9 @@ RUNS = ("grpo-qlora", "ppo-qlora", "grpo", "ppo")
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """An empty folder to be in, with a cache of its own."""
+    """An empty folder to be in, with a cache of its own; however full the disk is."""
     own_cache(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(doctor, "FEW_GIB", dict.fromkeys(doctor.FEW_GIB, 0))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
