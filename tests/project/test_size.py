@@ -33,7 +33,7 @@ BUDGET = {  # folder: lines, files
     "hybrid_rlhf/trainers": (1517, 10),
     "training": (6459, 31),
     "inference": (4271, 28),
-    "tests": (64408, 366),
+    "tests": (64410, 366),
     "benchmarks": (8401, 56),
     ENTRY_POINTS: (2231, 11),
 }

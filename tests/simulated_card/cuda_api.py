@@ -256,6 +256,7 @@ def answered(card: Card) -> Iterator[None]:
               torch.nn.functional: {"scaled_dot_product_attention": attend},
               torch._C: {"_cuda_endAllocateToPool": _end_pool,
                          "_cuda_releasePool": lambda _device, pool: card.memory.end_pool(pool)},
+              torch.backends.cuda: {"is_built": _always(False)},  # fake tensors of torch's own CUDA know no such card
               torch.cuda.nvtx: {name: _nothing() for name in ("range_push", "range_pop", "mark")},
               torch.accelerator: {"is_available": _always(True), "device_count": _always(1), "current_accelerator":
                                   _always(torch.device("cuda")), "current_device_index": _always(0), "current_stream":

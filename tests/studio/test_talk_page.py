@@ -490,10 +490,15 @@ def test_the_better_of_two_answers_is_a_pair_and_the_talk_goes_on_from_it(page, 
     told(page, "Kept: this one was better.")
     prompt = [{"role": "user", "content": "What is the capital of France?"}]
     assert learner.marks == [Mark("pair", prompt, "It is Paris.", "Paris?")]
+    goes_on_from_the_second_answer(page, learner)
+
+
+def goes_on_from_the_second_answer(page, learner) -> None:
+    number = len(learner.marks)
     say(page, "Sure?")
     press(page, "Bad")
-    until(page, lambda: len(learner.marks) == 2)
-    assert [m["content"] for m in learner.marks[1].prompt] == [
+    until(page, lambda: len(learner.marks) == number + 1)
+    assert [m["content"] for m in learner.marks[-1].prompt] == [
         "What is the capital of France?", "It is Paris.", "Sure?"]
 
 
@@ -534,11 +539,7 @@ def test_undo_leaves_which_answer_was_better_and_a_thumb_takes_back_no_pair(page
     lesson(page, "learnt 2")
     assert [button(page, "This one is better", i).get_attribute("aria-pressed") for i in (0, 1)] == ["false", "true"]
     assert [mark.kind for mark in learner.marks] == ["thumb", "pair"]
-    say(page, "Sure?")
-    press(page, "Bad")
-    until(page, lambda: len(learner.marks) == 3)
-    assert [m["content"] for m in learner.marks[2].prompt] == [
-        "What is the capital of France?", "It is Paris.", "Sure?"]
+    goes_on_from_the_second_answer(page, learner)
 
 
 def test_the_better_answer_is_compared_with_a_later_one_too_and_with_each_text_once(page, learner):
